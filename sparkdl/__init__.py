@@ -1,0 +1,16 @@
+"""Train PyTorch models on Spark DataFrames, replicas resident in the executors."""
+
+from sparkdl.estimator import TorchEstimator, TorchModel
+from sparkdl.events import EpochSummary
+from sparkdl.spark.session import create_session
+from sparkdl.strategies import ParameterAveraging
+from sparkdl.version import __version__
+
+__all__ = [
+    "EpochSummary",
+    "ParameterAveraging",
+    "TorchEstimator",
+    "TorchModel",
+    "__version__",
+    "create_session",
+]

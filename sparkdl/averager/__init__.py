@@ -1,0 +1,6 @@
+"""The driver's side of averaging, and the workers' way to it."""
+
+from sparkdl.averager.client import AveragerClient
+from sparkdl.averager.server import Averager, AveragerAddress
+
+__all__ = ["Averager", "AveragerAddress", "AveragerClient"]

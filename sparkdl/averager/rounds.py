@@ -1,0 +1,235 @@
+"""Who takes part in a round, when it is complete, and what came out: the averager without sockets.
+
+    join:      every rank, once; returns when all are there
+    contribute: every active rank, once a round; returns the reply when the round is committed
+    a rank whose window was its last of the epoch is no longer active; its reply comes when no rank
+    is active any more, that is with the epoch's final center. Then all are active again.
+
+Every method is called from the thread that serves one worker. The first failure ends the run: it is
+raised in every thread that waits here, and in the driver's.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from sparkdl.averager.accumulator import Accumulator
+from sparkdl.averager.codec import Codec
+from sparkdl.averager.wire import plan_chunks
+from sparkdl.errors import DeadlineError, SparkDLError, StoppedError, TrainingError
+from sparkdl.events import EpochSummary, WindowReport, summarize_epoch
+from sparkdl.protocols import Layout
+
+Event = WindowReport | EpochSummary
+
+
+class Rounds:
+    """The center and its rounds.
+
+    Args:
+        layout: kinds and sizes of the replicas' state.
+        center: the initial center, a tensor of ``center_dtype`` a segment; owned from here on.
+        world_size: number of workers.
+        codec: what the replies are and how the mean becomes the center.
+        deadline_s: the longest that anyone is waited for, in seconds.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        center: Sequence[Tensor],
+        world_size: int,
+        codec: Codec,
+        deadline_s: float,
+    ) -> None:
+        self.layout = layout
+        self.chunks = plan_chunks(layout)
+        self.center = list(center)
+        self.world_size = world_size
+        self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self.failure: SparkDLError | None = None
+        self.deadline_s = deadline_s
+        self._codec = codec
+        self._spare = [torch.empty_like(segment) for segment in center]
+        self._reply = self.center
+        self._condition = threading.Condition()
+        self._hosts: dict[int, str] = {}
+        self._active: set[int] = set()
+        self._arrived: set[int] = set()
+        self._complete: set[int] = set()
+        self._readers = 0
+        self._finished: set[int] = set()
+        self._round = 0
+        self._epoch = 1
+        self._epoch_first_round = 0
+        self._epoch_started = time.monotonic()
+        self._reports: list[WindowReport] = []
+        self._accumulator: Accumulator | None = None
+
+    def join(self, rank: int, host: str) -> None:
+        """Enter the run and wait until every rank has.
+
+        Args:
+            rank: the worker's rank.
+            host: where it runs, for messages.
+
+        Raises:
+            TrainingError: the rank is not one of this run's, or has joined already.
+            DeadlineError: not every rank joined in time.
+        """
+        with self._condition:
+            self._raise_if_failed()
+            if not 0 <= rank < self.world_size:
+                raise TrainingError(
+                    f"a task with rank {rank} on {host} joined a run of {self.world_size} workers: "
+                    "Spark started more tasks than the run has workers"
+                )
+            if rank in self._hosts:
+                raise TrainingError(
+                    f"rank {rank} joined from {host}, but it has joined from {self._hosts[rank]} "
+                    "before: Spark started the task a second time"
+                )
+            self._hosts[rank] = host
+            if len(self._hosts) == self.world_size:
+                self._start_epoch()
+                self._condition.notify_all()
+            self._wait(
+                lambda: len(self._hosts) == self.world_size,
+                lambda: "to start: " + self._name(set(range(self.world_size)) - set(self._hosts)),
+            )
+
+    def contribute(self, report: WindowReport, values: Iterable[Tensor]) -> list[Tensor]:
+        """Add one worker's contribution and wait for the outcome.
+
+        Args:
+            report: what was trained on; ``report.examples`` weigh the contribution.
+            values: its chunks in the order of ``chunks``; not read without examples.
+
+        Returns:
+            The reply to send, a tensor a segment. ``release`` it once sent.
+
+        Raises:
+            DeadlineError: the other ranks did not contribute in time.
+            StoppedError: the run failed elsewhere.
+        """
+        rank = report.rank
+        accumulator = self._enter(report)
+        accumulator.declare(rank, report.examples)
+        if report.examples:
+            for index, chunk in enumerate(values):
+                accumulator.add(rank, index, chunk, self.deadline_s)
+        with self._condition:
+            self._raise_if_failed()
+            epoch, number = self._epoch, self._round
+            self._reports.append(report)
+            self.events.put(report)
+            if report.last:
+                self._active.discard(rank)
+            self._complete.add(rank)
+            if self._complete == self._arrived and not (self._active - self._complete):
+                self._commit()
+            self._wait(
+                lambda: self._epoch > epoch if report.last else self._round > number,
+                lambda: (
+                    f"in round {self._round + 1} (epoch {self._epoch}): "
+                    + self._name(self._active - self._complete)
+                ),
+            )
+            return self._reply
+
+    def release(self) -> None:
+        """Say that a reply was sent; the next round's sums may then overwrite it."""
+        with self._condition:
+            self._readers -= 1
+            self._condition.notify_all()
+
+    def finish(self, rank: int) -> None:
+        """Leave the run for good, after the last epoch."""
+        with self._condition:
+            self._finished.add(rank)
+            if len(self._finished) == self.world_size:
+                self.events.put(None)
+
+    def fail(self, error: SparkDLError) -> None:
+        """End the run; later failures are consequences of the first and are dropped."""
+        with self._condition:
+            if self.failure is None and len(self._finished) < self.world_size:
+                self.failure = error
+                if self._accumulator is not None:
+                    self._accumulator.stop()
+                self.events.put(None)
+            self._condition.notify_all()
+
+    def _enter(self, report: WindowReport) -> Accumulator:
+        with self._condition:
+            self._wait(
+                lambda: self._readers == 0,
+                lambda: f"to take the center of round {self._round}: {self._readers} workers",
+            )
+            if report.rank not in self._active or report.rank in self._arrived:
+                raise TrainingError(
+                    f"rank {report.rank} contributed out of turn in epoch {report.epoch}, "
+                    f"step {report.step}"
+                )
+            if self._accumulator is None:
+                self._accumulator = Accumulator(
+                    self.layout, self.chunks, self._spare, sorted(self._active)
+                )
+            self._arrived.add(report.rank)
+            return self._accumulator
+
+    def _commit(self) -> None:
+        """Make the round's mean the new center; called by whoever completes the round."""
+        assert self._accumulator is not None
+        if self._accumulator.finish():
+            old = self.center
+            self.center, self._reply = self._codec.commit(self.center, self._spare)
+            self._spare = old if self.center is self._spare else self._spare
+        self._round += 1
+        self._accumulator = None
+        self._readers = len(self._arrived & self._active)
+        self._arrived, self._complete = set(), set()
+        if not self._active:
+            self._end_epoch()
+        self._condition.notify_all()
+
+    def _end_epoch(self) -> None:
+        seconds = time.monotonic() - self._epoch_started
+        rounds = self._round - self._epoch_first_round
+        self.events.put(summarize_epoch(self._epoch, self._reports, rounds, seconds))
+        self._epoch += 1
+        self._epoch_first_round = self._round
+        self._readers = self.world_size
+        self._start_epoch()
+
+    def _start_epoch(self) -> None:
+        self._active = set(range(self.world_size))
+        self._reports = []
+        self._epoch_started = time.monotonic()
+
+    def _wait(self, condition: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Wait with the deadline; ``what`` completes the sentence "waited for N s ..."."""
+        met = self._condition.wait_for(
+            lambda: self.failure is not None or condition(), timeout=self.deadline_s
+        )
+        self._raise_if_failed()
+        if not met:
+            raise DeadlineError(
+                f"waited for {self.deadline_s:.0f} s {what()} did not come. If a window of this "
+                "model takes longer, raise the estimator's 'timeout'"
+            )
+
+    def _raise_if_failed(self) -> None:
+        if self.failure is not None:
+            raise StoppedError(f"the run ended: {self.failure}")
+
+    def _name(self, ranks: set[int]) -> str:
+        return ", ".join(
+            f"rank {rank} on {self._hosts.get(rank, 'no executor yet')}" for rank in sorted(ranks)
+        )

@@ -1,0 +1,92 @@
+"""The one exception tree: everything this package raises on purpose.
+
+SparkDLError
+  ConfigError        an argument, Param or configuration value is wrong        (also ValueError)
+  DataError          the DataFrame's columns or values do not fit               (also ValueError)
+  ModelError         the model, loss or optimizer fails before training starts
+  SetupError         Java, Python packages or versions are missing or differ
+  TrainingError      training started and could not be finished
+    WorkerError      the user's code raised on a worker; carries its traceback
+      NonFiniteError a contribution holds NaN or infinity
+    WorkerLostError  a worker's process or connection went away
+    DeadlineError    someone was waited for longer than allowed              (also TimeoutError)
+    StoppedError     the averager ended the run; seen on workers only
+"""
+
+from __future__ import annotations
+
+
+class SparkDLError(Exception):
+    """Base of every exception that sparkdl raises on purpose."""
+
+
+class ConfigError(SparkDLError, ValueError):
+    """An argument, Param or configuration value is wrong; the message says which and what fits."""
+
+
+class DataError(SparkDLError, ValueError):
+    """Columns or values of the DataFrame do not fit; the message names the column and the fix."""
+
+
+class ModelError(SparkDLError):
+    """The model, loss or optimizer cannot be shipped or fails on a batch before training starts."""
+
+
+class SetupError(SparkDLError):
+    """Java, a Python package or a version is missing, or differs between driver and executors."""
+
+
+class TrainingError(SparkDLError):
+    """Training started and could not be finished."""
+
+
+class WorkerError(TrainingError):
+    """The user's code raised on a worker.
+
+    Attributes:
+        rank: the worker's rank.
+        epoch: epoch counted from 1, 0 before the first step.
+        step: the worker's optimizer steps since the start, 0 before the first.
+        worker_traceback: the traceback as the worker printed it.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int, epoch: int, step: int, worker_traceback: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.epoch = epoch
+        self.step = step
+        self.worker_traceback = worker_traceback
+
+    def __reduce__(self) -> tuple[object, ...]:
+        fields = {
+            "rank": self.rank,
+            "epoch": self.epoch,
+            "step": self.step,
+            "worker_traceback": self.worker_traceback,
+        }
+        return _rebuild_worker_error, (type(self), str(self), fields)
+
+
+def _rebuild_worker_error(
+    kind: type[WorkerError], message: str, fields: dict[str, object]
+) -> WorkerError:
+    """WorkerError's fields are keyword-only, which the default unpickling cannot pass."""
+    return kind(message, **fields)  # type: ignore[arg-type]
+
+
+class NonFiniteError(WorkerError):
+    """A worker's parameters, buffers or optimizer state hold NaN or infinity."""
+
+
+class WorkerLostError(TrainingError):
+    """A worker's process or its connection went away in the middle of training."""
+
+
+class DeadlineError(TrainingError, TimeoutError):
+    """Someone was waited for longer than allowed; the message names who, and in which phase."""
+
+
+class StoppedError(TrainingError):
+    """The averager ended the run; raised on workers that leave without a fault of their own."""

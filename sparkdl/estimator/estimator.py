@@ -1,0 +1,145 @@
+"""``TorchEstimator``: train a PyTorch model on a Spark DataFrame."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pyspark.ml import Estimator
+from pyspark.ml.util import MLReadable, MLWritable
+from pyspark.sql import DataFrame
+from torch import nn
+
+from sparkdl.driver import run
+from sparkdl.errors import ConfigError
+from sparkdl.estimator.model import TorchModel
+from sparkdl.estimator.params import EstimatorParams
+from sparkdl.estimator.preflight import preflight
+from sparkdl.estimator.progress import ProgressBar
+from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder
+from sparkdl.spark.launcher import launch
+from sparkdl.strategies import ParameterAveraging, Strategy
+
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def _known_arguments(init: F) -> F:
+    """Refuse unknown arguments by name, with the one that was probably meant."""
+    known = [name for name in inspect.signature(init).parameters if name != "self"]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f" Did you mean '{close[0]}'?" if close else ""
+                raise ConfigError(
+                    f"TorchEstimator has no parameter '{name}'.{hint} It has: {', '.join(known)}"
+                )
+        init(self, *args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+class TorchEstimator(
+    Estimator[TorchModel], EstimatorParams, MLWritable, MLReadable["TorchEstimator"]
+):
+    """Trains a PyTorch model on a Spark DataFrame, replicas resident in the executors.
+
+    Every argument is a pyspark.ml Param with a getter and a setter.
+
+    Args:
+        model: an nn.Module to start from, or a function or class without arguments that builds
+            one. A class or function that executors can import also makes saved models loadable
+            without pickle.
+        loss: (outputs, targets) -> scalar tensor, the mean over the minibatch.
+        optimizer: parameters -> Optimizer, for example ``partial(torch.optim.SGD, lr=0.1)``.
+        strategy: how the replicas agree; ``ParameterAveraging(period=5)`` by default.
+        featuresCol: the features column: a number, an array of numbers or a vector a row. The model
+            receives shape (rows,) for numbers and (rows, k) for arrays and vectors.
+        featuresCols: several of them, passed to the model as separate arguments; wins over
+            ``featuresCol``. Integers become int64, fractions the dtype of the model's parameters.
+        labelCol: the label column.
+        predictionCol: the column that the fitted model adds.
+        outputType: what it holds: ``class``, ``probability``, ``raw`` or ``auto`` (class for a
+            classification loss, else raw).
+        epochs: passes over the data.
+        batchSize: rows a minibatch on each worker.
+        numWorkers: replicas to train; None for as many as the cluster has slots.
+        device: where replicas live: ``auto`` (a GPU where Spark assigns or torch sees one),
+            ``cpu``, ``cuda`` or ``cuda:N``.
+        seed: of the initial parameters, the shuffling and the workers' random numbers.
+        progress: whether to show a progress bar.
+        timeout: the longest that any worker or round is waited for, in seconds.
+
+    Raises:
+        ConfigError: an argument is unknown or out of range.
+    """
+
+    @_known_arguments
+    def __init__(
+        self,
+        *,
+        model: nn.Module | ModelBuilder,
+        loss: LossFunction,
+        optimizer: OptimizerBuilder,
+        strategy: Strategy | None = None,
+        featuresCol: str = "features",
+        featuresCols: list[str] | None = None,
+        labelCol: str = "label",
+        predictionCol: str = "prediction",
+        outputType: str = "auto",
+        epochs: int = 1,
+        batchSize: int = 32,
+        numWorkers: int | None = None,
+        device: str = "auto",
+        seed: int = 0,
+        progress: bool = True,
+        timeout: float = 600.0,
+    ) -> None:
+        super().__init__()
+        self._set(
+            model=model,
+            loss=loss,
+            optimizer=optimizer,
+            strategy=ParameterAveraging() if strategy is None else strategy,
+            featuresCol=featuresCol,
+            featuresCols=featuresCols,
+            labelCol=labelCol,
+            predictionCol=predictionCol,
+            outputType=outputType,
+            epochs=epochs,
+            batchSize=batchSize,
+            numWorkers=numWorkers,
+            device=device,
+            seed=seed,
+            progress=progress,
+            timeout=timeout,
+        )
+
+    def _fit(self, dataset: DataFrame) -> TorchModel:
+        """Called by ``fit``; see the class."""
+        ready = preflight(self, dataset)
+        conf = dataset.sparkSession.sparkContext.getConf()
+        host = conf.get("spark.driver.host", "127.0.0.1")
+        with ProgressBar(ready.rows, self.getEpochs(), visible=self.getProgress()) as progress:
+            outcome = run(
+                ready.job,
+                ready.workers.num_workers,
+                launch(ready.workers, ready.job),
+                host=conf.get("spark.driver.bindAddress", host) or "127.0.0.1",
+                advertised_host=host,
+                on_event=progress,
+            )
+        model = TorchModel(
+            outcome.module,
+            ready.job.schema.features,
+            builder=self.getModel(),
+            head=ready.head,
+            output_width=ready.output_width,
+            history=outcome.history,
+        )
+        return self._copyValues(model)

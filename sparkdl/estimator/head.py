@@ -1,0 +1,132 @@
+"""What a model's outputs mean, told from its loss: how they become classes and probabilities."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from sparkdl.errors import ConfigError
+
+
+class Head(Enum):
+    """The meaning of a model's outputs."""
+
+    LOGITS = "logits"
+    """(n, classes) scores before a softmax: CrossEntropyLoss."""
+    LOG_PROBABILITIES = "log_probabilities"
+    """(n, classes) logarithms of probabilities: NLLLoss."""
+    BINARY_LOGIT = "binary_logit"
+    """(n,) or (n, 1) score of class 1 before a sigmoid: BCEWithLogitsLoss."""
+    BINARY_PROBABILITY = "binary_probability"
+    """(n,) or (n, 1) probability of class 1: BCELoss."""
+    SCORES = "scores"
+    """(n, classes) scores of which the largest wins, but which no rule turns into probabilities:
+    MultiMarginLoss."""
+    UNKNOWN = "unknown"
+    """Anything else, for example a regression's output."""
+
+    @property
+    def takes_class_index(self) -> bool:
+        """Whether the targets are class indices 0, 1, ... as int64."""
+        return self in (Head.LOGITS, Head.LOG_PROBABILITIES, Head.SCORES)
+
+    @property
+    def is_classification(self) -> bool:
+        """Whether the loss is one for classes."""
+        return self is not Head.UNKNOWN
+
+    def classes(self, outputs: Tensor) -> Tensor:
+        """The winning class of each row.
+
+        Args:
+            outputs: shape (n, classes), (n, 1) or (n,).
+
+        Returns:
+            Shape (n,), float64.
+        """
+        if self is Head.BINARY_LOGIT:
+            return (_single(outputs) > 0).double()
+        if self is Head.BINARY_PROBABILITY:
+            return (_single(outputs) > 0.5).double()
+        if outputs.dim() != 2 or outputs.shape[1] < 2:
+            raise ConfigError(
+                f"outputType='class' needs outputs of shape (rows, classes), but the model gives "
+                f"{tuple(outputs.shape)}. Use outputType='raw'"
+            )
+        return outputs.argmax(dim=1).double()
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """The probability of each class.
+
+        Args:
+            outputs: shape (n, classes), (n, 1) or (n,).
+
+        Returns:
+            Shape (n, classes); two classes for a single output.
+        """
+        if self is Head.LOGITS:
+            return outputs.softmax(dim=1)
+        if self is Head.LOG_PROBABILITIES:
+            return outputs.exp()
+        if self is Head.BINARY_LOGIT:
+            positive = _single(outputs).sigmoid()
+        elif self is Head.BINARY_PROBABILITY:
+            positive = _single(outputs)
+        else:
+            raise ConfigError(
+                "outputType='probability' needs a loss that says what the outputs mean "
+                f"({', '.join(cls.__name__ for cls in _BY_CLASS)}). Use outputType='raw' and turn "
+                "the outputs into probabilities yourself"
+            )
+        return torch.stack([1 - positive, positive], dim=1)
+
+
+_BY_CLASS: dict[type[nn.Module], Head] = {
+    nn.CrossEntropyLoss: Head.LOGITS,
+    nn.NLLLoss: Head.LOG_PROBABILITIES,
+    nn.BCEWithLogitsLoss: Head.BINARY_LOGIT,
+    nn.BCELoss: Head.BINARY_PROBABILITY,
+    nn.MultiMarginLoss: Head.SCORES,
+}
+
+_BY_FUNCTION: dict[Callable[..., Tensor], Head] = {
+    functional.cross_entropy: Head.LOGITS,
+    functional.nll_loss: Head.LOG_PROBABILITIES,
+    functional.binary_cross_entropy_with_logits: Head.BINARY_LOGIT,
+    functional.binary_cross_entropy: Head.BINARY_PROBABILITY,
+    functional.multi_margin_loss: Head.SCORES,
+}
+
+
+def head_of(loss: Any) -> Head:
+    """Tell the head from the loss: torch's classification losses, as class or function.
+
+    Args:
+        loss: a loss module, a function of torch.nn.functional, or a ``functools.partial`` of one.
+    """
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    for kind, head in _BY_CLASS.items():
+        if isinstance(loss, kind):
+            return head
+    try:
+        return _BY_FUNCTION.get(loss, Head.UNKNOWN)
+    except TypeError:  # an unhashable callable is none of torch's
+        return Head.UNKNOWN
+
+
+def _single(outputs: Tensor) -> Tensor:
+    if outputs.dim() == 2 and outputs.shape[1] == 1:
+        return outputs[:, 0]
+    if outputs.dim() != 1:
+        raise ConfigError(
+            f"the loss is one for a single output a row, but the model gives "
+            f"{tuple(outputs.shape)}. Use outputType='raw', or CrossEntropyLoss for many classes"
+        )
+    return outputs

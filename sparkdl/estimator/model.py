@@ -1,0 +1,96 @@
+"""``TorchModel``: a trained module as a pyspark.ml Transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from pyspark.ml import Model
+from pyspark.ml.util import MLReadable, MLWritable
+from pyspark.sql import DataFrame
+from torch import Tensor, nn
+
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.estimator.head import Head
+from sparkdl.estimator.params import InputOutputParams
+from sparkdl.events import EpochSummary
+from sparkdl.feed.columns import ColumnSpec
+from sparkdl.spark.columns import input_column
+from sparkdl.spark.inference import SharedModel, prediction_column, share_model
+
+
+class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"]):
+    """A trained PyTorch model that adds a column of predictions to a DataFrame.
+
+    Made by ``TorchEstimator.fit`` or ``TorchModel.load``.
+
+    Attributes:
+        module: the plain nn.Module, on the CPU and in evaluation mode.
+        history: one ``EpochSummary`` an epoch of training.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        features: Sequence[ColumnSpec],
+        *,
+        builder: Any,
+        head: Head,
+        output_width: int | None,
+        history: Sequence[EpochSummary],
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.history = list(history)
+        self._features = tuple(features)
+        self._builder = builder
+        self._head = head
+        self._output_width = output_width
+        self._shared: SharedModel | None = None
+        self._setDefault(featuresCols=None, outputType="auto")
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        """Called by ``transform``: add ``predictionCol`` to every row, in the rows' order."""
+        name = self.getPredictionCol()
+        if name in dataset.columns:
+            raise DataError(
+                f"the DataFrame already has a column '{name}'. Drop it, or choose another name: "
+                "model.setPredictionCol(...)"
+            )
+        names = self.feature_columns()
+        if len(names) != len(self._features):
+            raise ConfigError(
+                f"the model takes {len(self._features)} feature columns, but {len(names)} are "
+                f"named: {', '.join(names)}"
+            )
+        columns = [input_column(dataset, name, "featuresCol") for name in names]
+        output, as_vector = self._output()
+        if self._shared is None:
+            self._shared = share_model(self.module, dataset.sparkSession.sparkContext)
+        return dataset.withColumn(
+            name,
+            prediction_column(self._shared, columns, self._features, output, as_vector=as_vector),
+        )
+
+    def _output(self) -> tuple[Callable[[Tensor], Tensor], bool]:
+        """From outputs to predictions, and whether those are vectors."""
+        kind = self.getOutputType()
+        if kind == "auto":
+            kind = "class" if self._head.is_classification else "raw"
+        if kind == "class":
+            return self._head.classes, False
+        if kind == "probability":
+            return self._head.probabilities, True
+        wide = self._output_width is not None and self._output_width > 1
+        return partial(_flat_rows, wide=wide), wide
+
+    def copy(self, extra: Any = None) -> TorchModel:
+        """A copy with other Params; it shares the module."""
+        copied: TorchModel = super().copy(extra)
+        return copied
+
+
+def _flat_rows(outputs: Tensor, *, wide: bool) -> Tensor:
+    """Outputs as (n, k), or (n,) if there is one number a row."""
+    return outputs.reshape(len(outputs), -1) if wide else outputs.reshape(len(outputs))

@@ -1,0 +1,291 @@
+"""The Params of ``TorchEstimator`` and ``TorchModel``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Self
+
+from pyspark.ml.param import Param, Params, TypeConverters
+from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasPredictionCol, HasSeed
+
+from sparkdl.errors import ConfigError
+from sparkdl.strategies import Strategy
+
+OUTPUT_TYPES = ("auto", "class", "probability", "raw")
+
+
+def _whole(name: str, minimum: int) -> Any:
+    def convert(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ConfigError(f"{name} must be a whole number >= {minimum}, got {value!r}")
+        return value
+
+    return convert
+
+
+def _optional_whole(name: str, minimum: int) -> Any:
+    convert = _whole(name, minimum)
+    return lambda value: None if value is None else convert(value)
+
+
+def _positive(name: str) -> Any:
+    def convert(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ConfigError(f"{name} must be a number > 0, got {value!r}")
+        return float(value)
+
+    return convert
+
+
+def _names(value: Any) -> list[str] | None:
+    if value is None:
+        return None
+    names = list(value) if isinstance(value, (list, tuple)) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"featuresCols must be a list of column names, got {value!r}")
+    return names
+
+
+def _one_of(name: str, allowed: tuple[str, ...]) -> Any:
+    def convert(value: Any) -> str:
+        if value not in allowed:
+            raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        return str(value)
+
+    return convert
+
+
+def _device(value: Any) -> str:
+    text = str(value)
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {value!r}")
+    return text
+
+
+def _callable(name: str, what: str) -> Any:
+    def convert(value: Any) -> Any:
+        if not callable(value):
+            raise ConfigError(f"{name} must be {what}, got {value!r}")
+        return value
+
+    return convert
+
+
+def _strategy(value: Any) -> Strategy:
+    if not isinstance(value, Strategy):
+        raise ConfigError(
+            f"strategy must be a strategy such as ParameterAveraging(period=5), got {value!r}"
+        )
+    return value
+
+
+class InputOutputParams(HasFeaturesCol, HasPredictionCol):
+    """Params shared by the estimator and the model: what goes in and what comes out."""
+
+    featuresCols: Param[list[str] | None] = Param(
+        Params._dummy(),
+        "featuresCols",
+        "several feature columns, passed to the model as separate arguments; wins over featuresCol",
+        typeConverter=_names,
+    )
+    outputType: Param[str] = Param(
+        Params._dummy(),
+        "outputType",
+        "what predictionCol holds: 'class' (index, double), 'probability' (vector), 'raw' (the "
+        "model's output: double or vector), or 'auto': class for a classification loss, else raw",
+        typeConverter=_one_of("outputType", OUTPUT_TYPES),
+    )
+
+    def getFeaturesCols(self) -> list[str] | None:
+        """Gets the value of featuresCols or its default value."""
+        return self.getOrDefault(self.featuresCols)
+
+    def setFeaturesCols(self, value: list[str] | None) -> Self:
+        """Sets the value of featuresCols."""
+        self._set(featuresCols=value)
+        return self
+
+    def getOutputType(self) -> str:
+        """Gets the value of outputType or its default value."""
+        return self.getOrDefault(self.outputType)
+
+    def setOutputType(self, value: str) -> Self:
+        """Sets the value of outputType."""
+        self._set(outputType=value)
+        return self
+
+    def setFeaturesCol(self, value: str) -> Self:
+        """Sets the value of featuresCol."""
+        self._set(featuresCol=value)
+        return self
+
+    def setPredictionCol(self, value: str) -> Self:
+        """Sets the value of predictionCol."""
+        self._set(predictionCol=value)
+        return self
+
+    def feature_columns(self) -> list[str]:
+        """The feature columns in the order of the model's arguments."""
+        return self.getFeaturesCols() or [self.getFeaturesCol()]
+
+
+class EstimatorParams(InputOutputParams, HasLabelCol, HasSeed):
+    """Params of ``TorchEstimator``; its docstring says what each is for."""
+
+    model: Param[Any] = Param(
+        Params._dummy(),
+        "model",
+        "an nn.Module, or a function or class without arguments that builds one",
+        typeConverter=_callable("model", "an nn.Module or a function that builds one"),
+    )
+    loss: Param[Any] = Param(
+        Params._dummy(),
+        "loss",
+        "(outputs, targets) -> scalar tensor, the mean over the minibatch",
+        typeConverter=_callable("loss", "a function of (outputs, targets)"),
+    )
+    optimizer: Param[Any] = Param(
+        Params._dummy(),
+        "optimizer",
+        "parameters -> Optimizer, for example partial(torch.optim.SGD, lr=0.1)",
+        typeConverter=_callable("optimizer", "a function of the model's parameters"),
+    )
+    strategy: Param[Strategy] = Param(
+        Params._dummy(), "strategy", "how the replicas agree", typeConverter=_strategy
+    )
+    epochs: Param[int] = Param(
+        Params._dummy(),
+        "epochs",
+        "passes over the data (>= 1)",
+        typeConverter=_whole("epochs", 1),
+    )
+    batchSize: Param[int] = Param(
+        Params._dummy(),
+        "batchSize",
+        "rows a minibatch on each worker (>= 1)",
+        typeConverter=_whole("batchSize", 1),
+    )
+    numWorkers: Param[int | None] = Param(
+        Params._dummy(),
+        "numWorkers",
+        "replicas to train (>= 1); None for as many as the cluster has slots",
+        typeConverter=_optional_whole("numWorkers", 1),
+    )
+    device: Param[str] = Param(
+        Params._dummy(),
+        "device",
+        "where replicas live: auto, cpu, cuda or cuda:N",
+        typeConverter=_device,
+    )
+    progress: Param[bool] = Param(
+        Params._dummy(),
+        "progress",
+        "whether to show a progress bar in the driver",
+        typeConverter=TypeConverters.toBoolean,
+    )
+    timeout: Param[float] = Param(
+        Params._dummy(),
+        "timeout",
+        "the longest that any worker or round is waited for, in seconds (> 0)",
+        typeConverter=_positive("timeout"),
+    )
+
+    def setLabelCol(self, value: str) -> Self:
+        """Sets the value of labelCol."""
+        self._set(labelCol=value)
+        return self
+
+    def setSeed(self, value: int) -> Self:
+        """Sets the value of seed."""
+        self._set(seed=value)
+        return self
+
+    def getModel(self) -> Any:
+        """Gets the value of model."""
+        return self.getOrDefault(self.model)
+
+    def setModel(self, value: Any) -> Self:
+        """Sets the value of model."""
+        self._set(model=value)
+        return self
+
+    def getLoss(self) -> Any:
+        """Gets the value of loss."""
+        return self.getOrDefault(self.loss)
+
+    def setLoss(self, value: Any) -> Self:
+        """Sets the value of loss."""
+        self._set(loss=value)
+        return self
+
+    def getOptimizer(self) -> Any:
+        """Gets the value of optimizer."""
+        return self.getOrDefault(self.optimizer)
+
+    def setOptimizer(self, value: Any) -> Self:
+        """Sets the value of optimizer."""
+        self._set(optimizer=value)
+        return self
+
+    def getStrategy(self) -> Strategy:
+        """Gets the value of strategy or its default value."""
+        return self.getOrDefault(self.strategy)
+
+    def setStrategy(self, value: Strategy) -> Self:
+        """Sets the value of strategy."""
+        self._set(strategy=value)
+        return self
+
+    def getEpochs(self) -> int:
+        """Gets the value of epochs or its default value."""
+        return self.getOrDefault(self.epochs)
+
+    def setEpochs(self, value: int) -> Self:
+        """Sets the value of epochs."""
+        self._set(epochs=value)
+        return self
+
+    def getBatchSize(self) -> int:
+        """Gets the value of batchSize or its default value."""
+        return self.getOrDefault(self.batchSize)
+
+    def setBatchSize(self, value: int) -> Self:
+        """Sets the value of batchSize."""
+        self._set(batchSize=value)
+        return self
+
+    def getNumWorkers(self) -> int | None:
+        """Gets the value of numWorkers or its default value."""
+        return self.getOrDefault(self.numWorkers)
+
+    def setNumWorkers(self, value: int | None) -> Self:
+        """Sets the value of numWorkers."""
+        self._set(numWorkers=value)
+        return self
+
+    def getDevice(self) -> str:
+        """Gets the value of device or its default value."""
+        return self.getOrDefault(self.device)
+
+    def setDevice(self, value: str) -> Self:
+        """Sets the value of device."""
+        self._set(device=value)
+        return self
+
+    def getProgress(self) -> bool:
+        """Gets the value of progress or its default value."""
+        return self.getOrDefault(self.progress)
+
+    def setProgress(self, value: bool) -> Self:
+        """Sets the value of progress."""
+        self._set(progress=value)
+        return self
+
+    def getTimeout(self) -> float:
+        """Gets the value of timeout or its default value."""
+        return self.getOrDefault(self.timeout)
+
+    def setTimeout(self, value: float) -> Self:
+        """Sets the value of timeout."""
+        self._set(timeout=value)
+        return self

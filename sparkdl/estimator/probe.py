@@ -1,0 +1,137 @@
+"""One training step in the driver on a made-up batch, before anything is launched.
+
+The batch has two rows: the smallest and the largest value of every column. An embedding too small,
+a label out of range, a wrong width or a loss that wants another dtype all show here, in a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from sparkdl.driver import build_replica
+from sparkdl.errors import DataError, ModelError
+from sparkdl.estimator.head import Head
+from sparkdl.protocols import Batch
+from sparkdl.replica import Replica, align_targets
+from sparkdl.spark.checks import ColumnFacts
+from sparkdl.worker import Job
+
+
+def probe(job: Job, features: Sequence[ColumnFacts], label: ColumnFacts, head: Head) -> Tensor:
+    """Build the replica and take one step, then throw it away.
+
+    Args:
+        job: what the workers will train.
+        features: what is known of each features column.
+        label: what is known of the label column.
+        head: what the loss says about the outputs.
+
+    Returns:
+        The model's outputs for the two rows.
+
+    Raises:
+        ModelError: the model, the loss or the optimizer fails.
+        DataError: the label is out of the model's range.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.seed)
+        replica = _build(job)
+        batch = Batch(
+            tuple(
+                _extremes(facts, spec.dtype, spec.width)
+                for facts, spec in zip(features, job.schema.features, strict=True)
+            ),
+            _extremes(label, job.schema.label.dtype, job.schema.label.width),
+            last=True,
+        )
+        return _step(replica, batch, label, head)
+
+
+def _build(job: Job) -> Replica:
+    try:
+        replica = build_replica(job)
+    except Exception as error:  # the user's constructors may raise anything
+        raise ModelError(
+            f"the model or its optimizer cannot be built: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(replica.module, nn.Module):
+        raise ModelError(f"model must build an nn.Module, but built {replica.module!r}")
+    return replica
+
+
+def _step(replica: Replica, batch: Batch, label: ColumnFacts, head: Head) -> Tensor:
+    replica.module.train()
+    shapes = ", ".join(f"{_dtype(f)} {tuple(f.shape)}" for f in batch.features)
+    try:
+        outputs = replica.module(*batch.features)
+    except Exception as error:  # the user's forward may raise anything
+        _fail(f"the model fails on a batch with features of {shapes}", error)
+    if not isinstance(outputs, Tensor):
+        raise ModelError(
+            f"the model returns a {type(outputs).__name__} for features of {shapes}; it must "
+            "return one tensor of shape (rows, ...)"
+        )
+    if outputs.dim() == 0 or len(outputs) != 2:
+        raise ModelError(
+            f"the model returns shape {tuple(outputs.shape)} for features of {shapes}; the first "
+            "dimension must be the rows"
+        )
+    _check_label_range(label, outputs, head)
+    targets = align_targets(outputs, batch.targets)
+    both = (
+        f"outputs {_dtype(outputs)} {tuple(outputs.shape)} and "
+        f"targets {_dtype(targets)} {tuple(targets.shape)}"
+    )
+    try:
+        loss = replica.loss(outputs, targets)
+    except Exception as error:  # the user's loss may raise anything
+        _fail(f"the loss fails on {both} (label column '{label.column.name}')", error)
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ModelError(f"the loss of {both} must be a scalar tensor, the mean; it is {shape}")
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+        replica.optimizer.step()
+    except Exception as error:  # a detached output, an optimizer that needs a closure, ...
+        _fail(f"the backward pass or the optimizer's step fails after {both}", error)
+    return outputs.detach()
+
+
+def _check_label_range(label: ColumnFacts, outputs: Tensor, head: Head) -> None:
+    name, low, high = label.column.name, label.smallest, label.largest
+    if low is None or high is None or label.column.is_array:
+        return
+    if head.takes_class_index and outputs.dim() >= 2:
+        classes = outputs.shape[1]
+        if low < 0 or high >= classes:
+            raise DataError(
+                f"label column '{name}' holds {low:g} to {high:g}, but the model has {classes} "
+                f"outputs and so takes classes 0 to {classes - 1}. Number the classes from 0 "
+                "(pyspark.ml.feature.StringIndexer does), or give the model more outputs"
+            )
+    if head in (Head.BINARY_LOGIT, Head.BINARY_PROBABILITY) and (low < 0 or high > 1):
+        raise DataError(
+            f"label column '{name}' holds {low:g} to {high:g}, but the loss takes 0 to 1. Map the "
+            "two classes to 0 and 1, or use CrossEntropyLoss for more classes"
+        )
+
+
+def _extremes(facts: ColumnFacts, dtype: torch.dtype, width: int | None) -> Tensor:
+    """Two rows: the column's smallest and largest value, 0 and 1 where those are not known."""
+    low = 0.0 if facts.smallest is None else facts.smallest
+    high = 1.0 if facts.largest is None else facts.largest
+    rows = torch.tensor([low, high], dtype=torch.float64 if dtype.is_floating_point else dtype)
+    rows = rows.to(dtype)
+    return rows if width is None else rows.unsqueeze(1).repeat(1, width)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _fail(what: str, error: Exception) -> NoReturn:
+    raise ModelError(f"{what}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,93 @@
+"""The seams between the layers: small types that several layers share.
+
+A worker is a function of (job, averager, iterator of record batches). What those layers hand to
+each other is defined here, so that none has to import another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sparkdl.events import WindowReport
+
+ModelBuilder = Callable[[], nn.Module]
+"""Builds one replica's module."""
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""(outputs, targets) -> scalar tensor, the mean over the minibatch."""
+
+OptimizerBuilder = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+"""parameters -> Optimizer, for example ``partial(torch.optim.SGD, lr=0.1)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One flat stretch of a replica's state: all values of one kind and dtype."""
+
+    kind: str
+    """``parameters``, ``buffers`` or ``optimizer``."""
+    dtype: torch.dtype
+    """Element type on the replica."""
+    numel: int
+    """Number of elements."""
+
+    @property
+    def averaged(self) -> bool:
+        """Whether the mean makes sense; integers and booleans are copied from one replica."""
+        return self.dtype.is_floating_point
+
+    @property
+    def center_dtype(self) -> torch.dtype:
+        """Type in which the center is held and sums are formed: never narrower than float32."""
+        if self.averaged and self.dtype is not torch.float64:
+            return torch.float32
+        return self.dtype
+
+
+Layout = tuple[Segment, ...]
+"""Every segment of a replica's state in the order in which they travel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One minibatch.
+
+    Attributes:
+        features: one tensor a features column, each of shape (examples, ...).
+        targets: shape (examples, ...).
+        last: whether no more rows follow in this epoch.
+    """
+
+    features: tuple[Tensor, ...]
+    targets: Tensor
+    last: bool
+
+    @property
+    def examples(self) -> int:
+        """Rows in the minibatch."""
+        return len(self.targets)
+
+
+class CenterExchange(Protocol):
+    """A worker's end of the averager, as strategies see it."""
+
+    def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
+        """Take part in one round: contribute the segments and overwrite them with the new center.
+
+        If the window is the worker's last of the epoch, the call returns with the epoch's final
+        center, after every other worker's last round.
+
+        Args:
+            segments: the replica's flat state, one 1-D tensor a segment of the layout.
+            window: what was trained on since the last round; its examples weigh the contribution.
+
+        Raises:
+            NonFiniteError: the segments hold NaN or infinity.
+            DeadlineError: the other workers or the averager did not answer in time.
+            StoppedError: the averager ended the run.
+        """

@@ -1,0 +1,239 @@
+"""One replica: model + optimizer + device, its state laid out in a few flat buffers.
+
+Parameters and buffers are views into one flat tensor per dtype, so a contribution to a round is the
+flat tensor itself and an update is one write in place; nothing is gathered or scattered per round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from sparkdl.protocols import Batch, Layout, LossFunction, OptimizerBuilder, Segment
+
+StatePlace = tuple[dict[str, Tensor], str]
+"""Where an optimizer keeps one tensor: (the state of a parameter, the key in it)."""
+
+
+class FlatGroup:
+    """Tensors of one kind and dtype, all views into one flat tensor.
+
+    Args:
+        kind: ``parameters``, ``buffers`` or ``optimizer``.
+        tensors: the tensors to move into the flat buffer; same dtype and device.
+    """
+
+    def __init__(self, kind: str, tensors: Sequence[Tensor]) -> None:
+        self.kind = kind
+        self.flat = torch.empty(
+            sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device
+        )
+        self.views: list[Tensor] = []
+        start = 0
+        for tensor in tensors:
+            view = self.flat[start : start + tensor.numel()].view(tensor.shape)
+            view.copy_(tensor.detach())
+            self.views.append(view)
+            start += tensor.numel()
+
+    @property
+    def segment(self) -> Segment:
+        """What this group is called on the wire."""
+        return Segment(self.kind, self.flat.dtype, self.flat.numel())
+
+
+class Replica:
+    """A model with its optimizer on one device.
+
+    Args:
+        module: the model; moved to the device, its parameters and buffers become flat views.
+        optimizer: builds the optimizer from the module's trainable parameters.
+        loss: (outputs, targets) -> mean over the minibatch.
+        device: where the replica lives.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: OptimizerBuilder,
+        loss: LossFunction,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.device = torch.device(device)
+        self.module = module.to(self.device)
+        self.loss = loss.to(self.device) if isinstance(loss, nn.Module) else loss
+        self._module_groups = [*_flatten_parameters(module), *_flatten_buffers(module)]
+        self._optimizer_groups: list[FlatGroup] = []
+        self.optimizer = optimizer([p for p in module.parameters() if p.requires_grad])
+        self._stateless: set[Tensor] = set()
+
+    def step(self, batch: Batch) -> Tensor:
+        """Train on one minibatch.
+
+        Args:
+            batch: features and targets on any device.
+
+        Returns:
+            The minibatch's mean loss as a detached scalar on the replica's device.
+        """
+        loss = self.forward_backward(batch)
+        self.optimizer.step()
+        return loss
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """Compute the loss and leave its gradients on the parameters; returns the detached loss."""
+        features = tuple(f.to(self.device, non_blocking=True) for f in batch.features)
+        targets = batch.targets.to(self.device, non_blocking=True)
+        self.optimizer.zero_grad()
+        outputs = self.module(*features)
+        loss = self.loss(outputs, align_targets(outputs, targets))
+        loss.backward()
+        return loss.detach()
+
+    def segments(self, *, with_optimizer: bool) -> list[Tensor]:
+        """The flat state, in the order of ``layout``; writing to it changes the replica.
+
+        Args:
+            with_optimizer: whether the optimizer's state is part of it.
+        """
+        for group in self._module_groups:
+            if group.kind == "buffers":
+                _reclaim_buffers(self.module, group)
+        groups = list(self._module_groups)
+        if with_optimizer:
+            self._flatten_optimizer_state()
+            groups += self._optimizer_groups
+        return [group.flat for group in groups]
+
+    def layout(self, *, with_optimizer: bool) -> Layout:
+        """Kinds, dtypes and sizes of ``segments``."""
+        groups = list(self._module_groups)
+        if with_optimizer:
+            self._flatten_optimizer_state()
+            groups += self._optimizer_groups
+        return tuple(group.segment for group in groups)
+
+    def _flatten_optimizer_state(self) -> None:
+        """Give the optimizer's floating-point state a flat home.
+
+        Optimizers create their state in the first step and some replace a tensor instead of
+        writing to it, so the places are compared each time.
+        """
+        self._create_missing_state()
+        families: dict[tuple[torch.dtype, torch.device], list[StatePlace]] = {}
+        for state, key in _optimizer_tensors(self.optimizer):
+            tensor = state[key]
+            families.setdefault((tensor.dtype, tensor.device), []).append((state, key))
+        places = [place for family in families.values() for place in family]
+        views = [view for group in self._optimizer_groups for view in group.views]
+        if len(places) == len(views) and all(
+            state[key] is view for (state, key), view in zip(places, views, strict=True)
+        ):
+            return
+        self._optimizer_groups = []
+        for family in families.values():
+            group = FlatGroup("optimizer", [state[key] for state, key in family])
+            for (state, key), view in zip(family, group.views, strict=True):
+                state[key] = view
+            self._optimizer_groups.append(group)
+
+    def _create_missing_state(self) -> None:
+        """Make the optimizer create the state of parameters that it has not stepped yet.
+
+        Every replica must have the same layout, also one without rows and one whose model leaves
+        a parameter unused, and only the optimizer knows what its state looks like: it steps those
+        parameters once on zero gradients, and the parameters are put back.
+        """
+        trainable = [p for group in self.optimizer.param_groups for p in group["params"]]
+        missing = [
+            p for p in trainable if not self.optimizer.state.get(p) and p not in self._stateless
+        ]
+        if not missing:
+            return
+        saved = [parameter.detach().clone() for parameter in missing]
+        self.optimizer.zero_grad()
+        for parameter in missing:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter, values in zip(missing, saved, strict=True):
+                parameter.copy_(values)
+        self._stateless.update(p for p in missing if not self.optimizer.state.get(p))
+
+
+def align_targets(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Shape floating-point targets (examples,) like outputs (examples, 1).
+
+    torch's regression losses would broadcast the two to (examples, examples) and train on
+    nonsense with no more than a warning.
+    """
+    if (
+        isinstance(outputs, Tensor)
+        and targets.is_floating_point()
+        and outputs.dim() == targets.dim() + 1
+        and outputs.shape[-1] == 1
+    ):
+        return targets.unsqueeze(-1)
+    return targets
+
+
+def _flatten_parameters(module: nn.Module) -> list[FlatGroup]:
+    parameters = list(module.parameters())
+    groups = []
+    for dtype in _in_order(p.dtype for p in parameters):
+        members = [p for p in parameters if p.dtype == dtype]
+        group = FlatGroup("parameters", members)
+        for parameter, view in zip(members, group.views, strict=True):
+            parameter.data = view
+        groups.append(group)
+    return groups
+
+
+def _flatten_buffers(module: nn.Module) -> list[FlatGroup]:
+    buffers = list(module.buffers())
+    groups = []
+    for dtype in _in_order(b.dtype for b in buffers):
+        members = [b for b in buffers if b.dtype == dtype]
+        group = FlatGroup("buffers", members)
+        _rebind_buffers(module, dict(zip(map(id, members), group.views, strict=True)))
+        groups.append(group)
+    return groups
+
+
+def _rebind_buffers(module: nn.Module, views: dict[int, Tensor]) -> None:
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and id(buffer) in views:
+                owner._buffers[name] = views[id(buffer)]
+
+
+def _reclaim_buffers(module: nn.Module, group: FlatGroup) -> None:
+    """Copy back buffers that the model assigned anew instead of writing to (``self.b = ...``)."""
+    current = [b for b in module.buffers() if b.dtype == group.flat.dtype]
+    if all(mine is view for mine, view in zip(current, group.views, strict=True)):
+        return
+    for mine, view in zip(current, group.views, strict=True):
+        if mine is not view:
+            view.copy_(mine)
+    _rebind_buffers(module, dict(zip(map(id, current), group.views, strict=True)))
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[StatePlace]:
+    """Where the optimizer keeps floating-point state, in a fixed order."""
+    places = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key in sorted(state, key=str):
+                value = state[key]
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    places.append((state, key))
+    return places
+
+
+def _in_order(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
+    """Distinct dtypes, first seen first."""
+    return list(dict.fromkeys(dtypes))

@@ -1,0 +1,1 @@
+"""Everything that knows Spark: sessions, slots, checks, launching workers, inference."""

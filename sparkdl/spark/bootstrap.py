@@ -1,0 +1,51 @@
+"""The first code that runs in a worker's task; it must explain a Python that lacks everything else.
+
+This module is pickled by value, so it runs on an executor that has no sparkdl, or another project's
+(Databricks runtimes used to ship a module of that name). It may import nothing at its top that an
+executor could lack.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+MARKER = "sparkdl cannot train on this executor: "
+"""Opens the messages that the driver turns into a SetupError."""
+
+
+def make_task(
+    entry: str, arguments: tuple[Any, ...], versions: dict[str, str]
+) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """Build the function for mapInArrow.
+
+    Args:
+        entry: ``module:function`` to call on the executor with ``*arguments`` and the batches.
+        arguments: plain values, for the executor may not be able to unpickle others.
+        versions: the driver's versions of the packages that must match, by import name.
+    """
+
+    def task(batches: Iterator[Any]) -> Iterator[Any]:
+        import importlib
+        import socket
+
+        def refuse(what: str) -> RuntimeError:
+            return RuntimeError(
+                MARKER + f"{what} (Python {sys.executable} on {socket.gethostname()}). Install the "
+                "driver's versions there, or point PYSPARK_PYTHON at an environment that has them"
+            )
+
+        for name, wanted in versions.items():
+            try:
+                module = importlib.import_module(name)
+            except ImportError as error:
+                raise refuse(f"the package '{name}' cannot be imported: {error}") from error
+            found = str(getattr(module, "__version__", "without a version"))
+            if found != wanted:
+                raise refuse(f"'{name}' is {found} here but {wanted} on the driver")
+        module_name, function_name = entry.split(":")
+        function = getattr(importlib.import_module(module_name), function_name)
+        yield from function(*arguments, batches)
+
+    return task

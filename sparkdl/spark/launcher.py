@@ -1,0 +1,131 @@
+"""Run the workers of one fit as one Spark job, in the background of the driver's rounds."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import cloudpickle
+import torch
+from pyspark import InheritableThread
+from pyspark import cloudpickle as spark_cloudpickle
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from sparkdl.averager.server import Averager
+from sparkdl.driver import Launch
+from sparkdl.errors import SetupError, SparkDLError, TrainingError
+from sparkdl.spark import bootstrap
+from sparkdl.spark.columns import InputColumn
+from sparkdl.spark.task import OUTPUT_DDL
+from sparkdl.version import __version__
+from sparkdl.worker import Job
+
+logger = logging.getLogger(__name__)
+
+LEAVE_S = 2.0
+"""Seconds that workers have to leave by themselves after a failure, before they are killed."""
+JOB_END_S = 30.0
+"""Seconds to wait for the Spark job to end once every worker has finished or was cancelled."""
+
+# Functions of that module must run on executors that cannot import it.
+spark_cloudpickle.register_pickle_by_value(bootstrap)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """The Spark side of one fit.
+
+    Attributes:
+        frame: the user's DataFrame.
+        columns: the columns to feed, the label last.
+        num_workers: tasks to run at once.
+        repartition: whether the rows have to be spread anew.
+        precise: whether vectors keep their 64 bits a number.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        description: shown in the Spark UI.
+    """
+
+    frame: DataFrame
+    columns: tuple[InputColumn, ...]
+    num_workers: int
+    repartition: bool
+    precise: bool
+    device: str
+    description: str
+
+
+def launch(workers: Workers, job: Job) -> Launch:
+    """Prepare to start ``job`` on ``workers``; see ``driver.Launch``."""
+    context = workers.frame.sparkSession.sparkContext
+    group = f"sparkdl-{uuid.uuid4().hex[:12]}"
+    feed = worker_frame(workers, job.seed)
+    payload = cloudpickle.dumps(job)
+
+    @contextmanager
+    def start(averager: Averager) -> Iterator[None]:
+        task = bootstrap.make_task(
+            "sparkdl.spark.task:run_worker_task",
+            (payload, averager.address.uri, averager.address.token, workers.device),
+            {"torch": torch.__version__, "sparkdl": __version__},
+        )
+
+        def run_job() -> None:
+            context.setJobGroup(group, workers.description, interruptOnCancel=True)
+            try:
+                feed.mapInArrow(task, OUTPUT_DDL).collect()
+            except Exception as error:  # whatever ends the Spark job ends the run
+                averager.fail(_as_training_error(error))
+
+        thread = InheritableThread(target=run_job, name=f"{group}-job", daemon=True)
+        thread.start()
+        try:
+            yield
+        except SparkDLError:
+            # Workers that wait for a round learn of the failure and leave by themselves; killing
+            # them would cost the session its warm Python processes.
+            thread.join(LEAVE_S)
+            raise
+        except BaseException:
+            context.cancelJobGroup(group)
+            raise
+        else:
+            thread.join(JOB_END_S)
+        finally:
+            if thread.is_alive():
+                context.cancelJobGroup(group)
+                thread.join(JOB_END_S)
+            if thread.is_alive():
+                logger.warning("Spark job group %s did not end in %.0f s", group, JOB_END_S)
+
+    return start
+
+
+def worker_frame(workers: Workers, seed: int) -> DataFrame:
+    """The rows as workers receive them: needed columns only, spread evenly, in a stable order.
+
+    A shuffle delivers the same set of rows to a partition in every run, but in another order. The
+    hash of a row's content orders them the same way each time and, with the seed, at random.
+    """
+    selected = workers.frame.select(
+        *[
+            column.expression(precise=workers.precise).alias(f"c{index}")
+            for index, column in enumerate(workers.columns)
+        ]
+    )
+    if workers.repartition:
+        selected = selected.repartition(workers.num_workers)
+    names = [f"c{index}" for index in range(len(workers.columns))]
+    return selected.sortWithinPartitions(F.xxhash64(F.lit(seed), *names))
+
+
+def _as_training_error(error: Exception) -> SetupError | TrainingError:
+    """Say why the Spark job failed, in the words of our own bootstrap if it was that."""
+    text = str(error)
+    start = text.find(bootstrap.MARKER)
+    if start >= 0:
+        return SetupError(text[start:].splitlines()[0])
+    return TrainingError(f"the Spark job that runs the workers failed: {text}")

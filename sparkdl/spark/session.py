@@ -1,0 +1,71 @@
+"""Sessions set up for training: the right Python on the executors, and Java found or asked for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+from sparkdl.errors import SetupError
+
+DEFAULTS = {
+    # A bar of our own shows progress; Spark's would write over it.
+    "spark.ui.showConsoleProgress": "false",
+    # Workers wait for each other: a task that waits 3 s for a better place makes all wait.
+    "spark.locality.wait": "0s",
+    "spark.sql.execution.arrow.pyspark.enabled": "true",
+}
+
+
+def create_session(
+    app_name: str = "sparkdl",
+    master: str | None = None,
+    conf: Mapping[str, str] | None = None,
+) -> SparkSession:
+    """Create (or get) a Spark session whose executors run this Python.
+
+    Args:
+        app_name: shown in the Spark UI.
+        master: for example ``local[2]`` or ``local-cluster[2,1,2048]``; by default what
+            spark-submit or spark-defaults.conf says, else ``local[*]``.
+        conf: further Spark settings; they win over the defaults made here.
+
+    Raises:
+        SetupError: there is no Java.
+    """
+    require_java()
+    # Without it executors start whatever `python3` is on their PATH.
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    builder = SparkSession.builder.appName(app_name)
+    if master is not None:
+        builder = builder.master(master)
+    for key, value in {**DEFAULTS, **(conf or {})}.items():
+        builder = builder.config(key, value)
+    return builder.getOrCreate()
+
+
+def require_java() -> None:
+    """Check that Spark will find a Java to run on.
+
+    Raises:
+        SetupError: it will not; the message says what to install.
+    """
+    home = os.environ.get("JAVA_HOME")
+    if home:
+        if (Path(home) / "bin" / "java").exists():
+            return
+        raise SetupError(
+            f"JAVA_HOME is {home}, but there is no bin/java in it. Point it at a Java 17 or 21 "
+            "installation, or unset it"
+        )
+    if shutil.which("java") is None:
+        raise SetupError(
+            "Spark needs Java 17 or 21, and no `java` was found on PATH (JAVA_HOME is not set). "
+            "Install it: `apt-get install openjdk-17-jre-headless` (Debian, Ubuntu), "
+            "`dnf install java-17-openjdk-headless` (Fedora, RHEL), `brew install openjdk@17` "
+            "(macOS), or `conda install openjdk=17`"
+        )

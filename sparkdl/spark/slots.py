@@ -1,0 +1,72 @@
+"""How many tasks a cluster can run at once: all workers have to."""
+
+from __future__ import annotations
+
+import re
+import time
+
+from pyspark.sql import SparkSession
+
+from sparkdl.errors import ConfigError
+
+EXECUTORS_START_S = 60.0
+"""Seconds to wait for executors that the configuration promises."""
+
+
+def count_slots(spark: SparkSession) -> int:
+    """Tasks that the executors registered now can run at the same time."""
+    context = spark.sparkContext._jsc.sc()
+    profile = context.resourceProfileManager().defaultResourceProfile()
+    return int(context.maxNumConcurrentTasks(profile))
+
+
+def choose_num_workers(spark: SparkSession, wanted: int | None) -> int:
+    """The number of workers: as wanted if there are slots for them, else as many as slots.
+
+    Executors may still be starting; what the configuration promises is waited for.
+
+    Args:
+        spark: the session.
+        wanted: the user's ``numWorkers``; None for as many as there are slots.
+
+    Raises:
+        ConfigError: more workers are wanted than the cluster has slots.
+    """
+    promised = _promised_slots(spark)
+    needed = promised if wanted is None else min(wanted, promised)
+    deadline = time.monotonic() + EXECUTORS_START_S
+    slots = count_slots(spark)
+    while slots < needed and time.monotonic() < deadline:
+        time.sleep(0.05)
+        slots = count_slots(spark)
+    if wanted is None:
+        if slots < 1:
+            raise ConfigError(
+                f"the cluster has no free executor after {EXECUTORS_START_S:.0f} s, so no worker "
+                "can start. Check the cluster's resources in the Spark UI"
+            )
+        return slots
+    if wanted > slots:
+        raise ConfigError(
+            f"numWorkers is {wanted}, but the cluster has {slots} slots (tasks that run at the "
+            f"same time), and all workers must run at once. Set numWorkers to at most {slots}, "
+            "or add executors or cores (spark.executor.instances, spark.executor.cores; "
+            "spark.task.cpus cores make one slot)"
+        )
+    return wanted
+
+
+def _promised_slots(spark: SparkSession) -> int:
+    """Slots that the configuration says there will be once every executor has registered."""
+    conf = spark.sparkContext.getConf()
+    cpus = int(conf.get("spark.task.cpus", "1") or 1)
+    local_cluster = re.fullmatch(
+        r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]", spark.sparkContext.master or ""
+    )
+    if local_cluster:
+        executors, cores = int(local_cluster[1]), int(local_cluster[2])
+        return executors * (cores // cpus)
+    instances, cores_set = conf.get("spark.executor.instances"), conf.get("spark.executor.cores")
+    if instances and cores_set:
+        return int(instances) * (int(cores_set) // cpus)
+    return 0

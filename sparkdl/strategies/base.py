@@ -1,0 +1,84 @@
+"""What a strategy is, and what it sees of a worker's run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sparkdl.averager.codec import Codec
+from sparkdl.events import WindowReport
+from sparkdl.protocols import Batch, CenterExchange
+from sparkdl.replica import Replica
+
+
+@dataclass
+class Run:
+    """One worker's training in progress: its replica, its line to the averager, its counters."""
+
+    rank: int
+    replica: Replica
+    averager: CenterExchange
+    epoch: int = 0
+    """Epoch counted from 1; 0 before the first."""
+    step: int = 0
+    """Optimizer steps since the start."""
+    step_of_epoch: int = 0
+    """Optimizer steps since the start of the epoch."""
+    examples: int = 0
+    """Rows trained on since the last round."""
+    loss_sum: Tensor = field(default_factory=lambda: torch.zeros(()))
+    """Sum of the loss over those rows."""
+
+    def start_epoch(self, epoch: int) -> None:
+        """Count a new epoch."""
+        self.epoch = epoch
+        self.step_of_epoch = 0
+
+    def train(self, batch: Batch) -> None:
+        """Take one optimizer step and count it."""
+        # Counted first, so that an error in the step is reported with the step's own number.
+        self.step += 1
+        self.step_of_epoch += 1
+        loss = self.replica.step(batch)
+        self.examples += batch.examples
+        # A tensor, because reading a number from a GPU at every step would stall it.
+        self.loss_sum = self.loss_sum.to(loss.device) + loss * batch.examples
+
+    def close_window(self, *, last: bool) -> WindowReport:
+        """Sum up the minibatches since the last round, and start counting anew."""
+        report = WindowReport(
+            rank=self.rank,
+            epoch=self.epoch,
+            step=self.step,
+            examples=self.examples,
+            loss_sum=float(self.loss_sum),
+            last=last,
+        )
+        self.examples = 0
+        self.loss_sum = torch.zeros(())
+        return report
+
+
+class Strategy(ABC):
+    """How replicas agree. Held by the driver and, as a copy, by every worker."""
+
+    @property
+    @abstractmethod
+    def codec(self) -> Codec:
+        """How values travel between workers and averager."""
+
+    @property
+    @abstractmethod
+    def exchanges_optimizer_state(self) -> bool:
+        """Whether the optimizer's state is part of what replicas agree on."""
+
+    @abstractmethod
+    def after_step(self, run: Run, batch: Batch) -> None:
+        """Called on every worker after each optimizer step."""
+
+    @abstractmethod
+    def end_epoch(self, run: Run) -> None:
+        """Called on every worker once an epoch, after its last step, also if it had none."""

@@ -1,0 +1,159 @@
+"""The loop of one worker: feed x replica x strategy.
+
+A worker is a function of (job, averager's address, iterator of record batches); it knows nothing
+of Spark. The algorithm, as a textbook has it:
+
+    replica <- initial center
+    for each epoch:
+        for each minibatch of the worker's rows:
+            step on the minibatch; the strategy may then make the replicas agree
+        the strategy makes the replicas agree once more
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+
+from sparkdl.averager.client import AveragerClient
+from sparkdl.averager.codec import FullPrecision
+from sparkdl.averager.server import AveragerAddress
+from sparkdl.errors import NonFiniteError, StoppedError, TrainingError, WorkerError
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.feed import Feed
+from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder
+from sparkdl.replica import Replica
+from sparkdl.strategies.base import Run, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every worker of one fit is told; the same for all."""
+
+    model: ModelBuilder
+    """Builds the module; called under ``seed`` on every worker."""
+    loss: LossFunction
+    optimizer: OptimizerBuilder
+    strategy: Strategy
+    schema: FeedSchema
+    epochs: int
+    batch_size: int
+    """Rows a minibatch, on each worker."""
+    seed: int
+    deadline_s: float
+    """The longest that anything is waited for, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What one worker is told about where it runs."""
+
+    rank: int
+    device: str = "cpu"
+    """A torch device, for example ``cpu`` or ``cuda:0``."""
+    threads: int = 1
+    """torch's threads; Spark's cores per task."""
+    directory: Path
+    """Where the partition store may write."""
+
+
+def train(
+    job: Job, place: Place, address: AveragerAddress, batches: Iterable[pa.RecordBatch]
+) -> None:
+    """Train one replica from the first epoch to the last.
+
+    Returns normally also if the run was ended elsewhere; the averager then knows why.
+
+    Args:
+        job: what to train.
+        place: where this worker runs.
+        address: the driver's averager.
+        batches: the worker's rows, once; exhausted in the first epoch.
+    """
+    torch.set_num_threads(place.threads)
+    try:
+        with AveragerClient(
+            address, place.rank, job.strategy.codec, deadline_s=job.deadline_s
+        ) as averager:
+            _train_reporting_failures(job, place, averager, batches)
+    except StoppedError:
+        # The averager ended the run and knows why; raising would make Spark retry the task.
+        return
+
+
+def report_failure(address: AveragerAddress, rank: int, error: Exception) -> None:
+    """End the run from a worker that could not even start.
+
+    Args:
+        address: the driver's averager.
+        rank: the worker's rank.
+        error: why it could not start.
+    """
+    try:
+        with AveragerClient(address, rank, FullPrecision()) as averager:
+            averager.report_failure(_as_worker_error(error, rank, None))
+    except StoppedError:
+        return
+
+
+def _train_reporting_failures(
+    job: Job, place: Place, averager: AveragerClient, batches: Iterable[pa.RecordBatch]
+) -> None:
+    run: Run | None = None
+    try:
+        torch.manual_seed(job.seed)
+        replica = Replica(job.model(), job.optimizer, job.loss, place.device)
+        run = Run(place.rank, replica, averager)
+        _train(job, place, run, averager, batches)
+    except StoppedError:
+        raise
+    except Exception as error:  # whatever the user's code raises has to reach the driver
+        averager.report_failure(_as_worker_error(error, place.rank, run))
+
+
+def _train(
+    job: Job,
+    place: Place,
+    run: Run,
+    averager: AveragerClient,
+    batches: Iterable[pa.RecordBatch],
+) -> None:
+    replica, strategy = run.replica, job.strategy
+    replica.module.train()
+    averager.receive_center(
+        replica.segments(with_optimizer=False), replica.layout(with_optimizer=False)
+    )
+    # Replicas start equal but must not draw equal dropout masks.
+    torch.manual_seed(job.seed + 1 + place.rank)
+    with Feed(
+        batches,
+        job.schema,
+        batch_size=job.batch_size,
+        seed=job.seed,
+        rank=place.rank,
+        directory=place.directory,
+    ) as feed:
+        for epoch in range(1, job.epochs + 1):
+            run.start_epoch(epoch)
+            for batch in feed.epoch(epoch):
+                run.train(batch)
+                strategy.after_step(run, batch)
+            strategy.end_epoch(run)
+    averager.finish()
+
+
+def _as_worker_error(error: Exception, rank: int, run: Run | None) -> WorkerError:
+    """Say where the error happened, with the worker's own traceback."""
+    if isinstance(error, NonFiniteError):
+        return error
+    epoch, step = (run.epoch, run.step) if run is not None else (0, 0)
+    where = f"rank {rank}, epoch {epoch}, step {step}"
+    own = isinstance(error, TrainingError)
+    text = "" if own else "".join(traceback.format_exception(error)).rstrip()
+    message = f"{where}: {error}" if own else f"{where}: {type(error).__name__}: {error}\n\n{text}"
+    return WorkerError(message, rank=rank, epoch=epoch, step=step, worker_traceback=text)
