@@ -118,4 +118,4 @@ def run(
         replica.segments(with_optimizer=False), averager.center, strict=False
     ):
         values.copy_(tensor)
-    return Outcome(replica.module.eval(), history)
+    return Outcome(replica.release(), history)

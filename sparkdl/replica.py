@@ -115,6 +115,20 @@ class Replica:
             groups += self._optimizer_groups
         return tuple(group.segment for group in groups)
 
+    def release(self) -> nn.Module:
+        """Give the module away: on the CPU, in evaluation mode, each tensor in memory of its own.
+
+        A view would be pickled together with its whole flat buffer, once for each parameter.
+        """
+        for group in self._module_groups:
+            if group.kind == "buffers":
+                _reclaim_buffers(self.module, group)
+                _rebind_buffers(self.module, {id(view): view.clone() for view in group.views})
+        for parameter in self.module.parameters():
+            parameter.data = parameter.data.clone()
+            parameter.grad = None
+        return self.module.cpu().eval()
+
     def _flatten_optimizer_state(self) -> None:
         """Give the optimizer's floating-point state a flat home.
 

@@ -17,6 +17,7 @@ from sparkdl.driver import run
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.model import TorchModel
 from sparkdl.estimator.params import EstimatorParams
+from sparkdl.estimator.persistence import EstimatorReader, EstimatorWriter
 from sparkdl.estimator.preflight import preflight
 from sparkdl.estimator.progress import ProgressBar
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder
@@ -119,6 +120,29 @@ class TorchEstimator(
             progress=progress,
             timeout=timeout,
         )
+
+    def write(self) -> EstimatorWriter:
+        """A writer: ``estimator.write().overwrite().save(path)``."""
+        return EstimatorWriter(self)
+
+    @classmethod
+    def read(cls, *, trust: bool = False) -> EstimatorReader:
+        """A reader; ``trust`` allows it to load what was pickled."""
+        return EstimatorReader(cls, trust=trust)
+
+    @classmethod
+    def load(cls, path: str, *, trust: bool = False) -> TorchEstimator:
+        """Load a saved estimator.
+
+        Args:
+            path: where it was saved.
+            trust: whether pickled Params may be loaded; a pickle runs its author's code.
+
+        Raises:
+            ConfigError: there is no estimator, or a Param is an untrusted pickle.
+        """
+        estimator: TorchEstimator = cls.read(trust=trust).load(path)
+        return estimator
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
         """Called by ``fit``; see the class."""

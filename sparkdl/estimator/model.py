@@ -11,9 +11,11 @@ from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame
 from torch import Tensor, nn
 
+from sparkdl.checkpoint.module_files import SavedModule
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import Head
 from sparkdl.estimator.params import InputOutputParams
+from sparkdl.estimator.persistence import ModelReader, ModelWriter
 from sparkdl.events import EpochSummary
 from sparkdl.feed.columns import ColumnSpec
 from sparkdl.spark.columns import input_column
@@ -84,6 +86,48 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
             return self._head.probabilities, True
         wide = self._output_width is not None and self._output_width > 1
         return partial(_flat_rows, wide=wide), wide
+
+    def write(self) -> ModelWriter:
+        """A writer: ``model.write().overwrite().save(path)``."""
+        saved = SavedModule(
+            module=self.module,
+            builder=self._builder,
+            features=self._features,
+            head=self._head.value,
+            output_width=self._output_width,
+            history=self.history,
+        )
+        return ModelWriter(self, saved)
+
+    @classmethod
+    def read(cls, *, trust: bool = False) -> ModelReader:
+        """A reader; ``trust`` allows it to load a pickled architecture."""
+        return ModelReader(cls._from_saved, trust=trust)
+
+    @classmethod
+    def load(cls, path: str, *, trust: bool = False) -> TorchModel:
+        """Load a saved model; needs no Spark if the path is local.
+
+        Args:
+            path: where it was saved.
+            trust: whether a pickled architecture may be loaded; a pickle runs its author's code.
+
+        Raises:
+            ConfigError: there is no model, or its architecture is an untrusted pickle.
+        """
+        model: TorchModel = cls.read(trust=trust).load(path)
+        return model
+
+    @classmethod
+    def _from_saved(cls, saved: SavedModule) -> TorchModel:
+        return cls(
+            saved.module,
+            saved.features,
+            builder=saved.builder,
+            head=Head(saved.head),
+            output_width=saved.output_width,
+            history=saved.history,
+        )
 
     def copy(self, extra: Any = None) -> TorchModel:
         """A copy with other Params; it shares the module."""

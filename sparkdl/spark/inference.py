@@ -76,7 +76,8 @@ def prediction_column(
                 features = [to_tensor(a, s) for a, s in zip(arrays, specs, strict=True)]
                 yield _to_arrow(_forward(module, device, features, output), as_vector)
 
-    udf = arrow_udf(predict, "array<double>" if as_vector else "double")
+    # The stubs know iterators of one array, or of tuples, but not the two in one function.
+    udf = arrow_udf(predict, "array<double>" if as_vector else "double")  # type: ignore[call-overload]
     precise = [spec.dtype is torch.float64 for spec in specs]
     predictions = udf(*[c.expression(precise=p) for c, p in zip(columns, precise, strict=True)])
     return array_to_vector(predictions) if as_vector else predictions

@@ -1,0 +1,34 @@
+"""Fixtures for every test: one Spark session with real executor processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pyspark.sql import SparkSession
+
+from sparkdl import create_session
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """Three executors of one core each, in processes of their own."""
+    directory = tmp_path_factory.mktemp("spark")
+    os.environ["SPARK_LOCAL_DIRS"] = str(directory / "local")
+    session = create_session(
+        "sparkdl tests",
+        master="local-cluster[3,1,1024]",
+        conf={
+            "spark.executor.memory": "1024m",
+            "spark.sql.shuffle.partitions": "3",
+            "spark.sql.warehouse.dir": str(directory / "warehouse"),
+            "spark.ui.enabled": "false",
+        },
+    )
+    session.sparkContext.setLogLevel("OFF")
+    yield session
+    session.stop()
