@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparkdl.averager.server import Averager
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.protocols import Layout, ModelBuilder
+from sparkdl.protocols import Layout, LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.replica import Replica
 from sparkdl.worker import Job
 
@@ -48,11 +48,13 @@ def as_builder(model: nn.Module | ModelBuilder) -> ModelBuilder:
     return model
 
 
-def build_replica(job: Job) -> Replica:
+def build_replica(
+    model: ModelBuilder, optimizer: OptimizerBuilder, loss: LossFunction, seed: int
+) -> Replica:
     """Build a replica as every worker does, leaving the caller's random state as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(job.seed)
-        return Replica(job.model(), job.optimizer, job.loss)
+        torch.manual_seed(seed)
+        return Replica(model(), optimizer, loss)
 
 
 def initial_center(replica: Replica, *, with_optimizer: bool) -> tuple[Layout, list[Tensor]]:
@@ -97,7 +99,7 @@ def run(
     Raises:
         TrainingError: the run could not be finished; see ``errors``.
     """
-    replica = build_replica(job)
+    replica = build_replica(job.model, job.optimizer, job.loss, job.seed)
     layout, center = initial_center(replica, with_optimizer=job.strategy.exchanges_optimizer_state)
     history: list[EpochSummary] = []
     averager = Averager(

@@ -101,7 +101,11 @@ class Rounds:
                 self._condition.notify_all()
             self._wait(
                 lambda: len(self._hosts) == self.world_size,
-                lambda: "to start: " + self._name(set(range(self.world_size)) - set(self._hosts)),
+                lambda: (
+                    f"{len(self._hosts)} of {self.world_size} workers are there, but "
+                    + self._name(set(range(self.world_size)) - set(self._hosts))
+                    + " did not start. All have to run at once: are other jobs using the cluster?"
+                ),
             )
 
     def contribute(self, report: WindowReport, values: Iterable[Tensor]) -> list[Tensor]:
@@ -137,8 +141,8 @@ class Rounds:
             self._wait(
                 lambda: self._epoch > epoch if report.last else self._round > number,
                 lambda: (
-                    f"in round {self._round + 1} (epoch {self._epoch}): "
-                    + self._name(self._active - self._complete)
+                    self._name(self._active - self._complete)
+                    + f" did not contribute to round {self._round + 1} (epoch {self._epoch})"
                 ),
             )
             return self._reply
@@ -170,7 +174,7 @@ class Rounds:
         with self._condition:
             self._wait(
                 lambda: self._readers == 0,
-                lambda: f"to take the center of round {self._round}: {self._readers} workers",
+                lambda: f"{self._readers} workers did not take the center of round {self._round}",
             )
             if report.rank not in self._active or report.rank in self._arrived:
                 raise TrainingError(
@@ -213,16 +217,16 @@ class Rounds:
         self._reports = []
         self._epoch_started = time.monotonic()
 
-    def _wait(self, condition: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Wait with the deadline; ``what`` completes the sentence "waited for N s ..."."""
+    def _wait(self, condition: Callable[[], bool], missing: Callable[[], str]) -> None:
+        """Wait with the deadline; ``missing`` says who or what did not come."""
         met = self._condition.wait_for(
             lambda: self.failure is not None or condition(), timeout=self.deadline_s
         )
         self._raise_if_failed()
         if not met:
             raise DeadlineError(
-                f"waited for {self.deadline_s:.0f} s {what()} did not come. If a window of this "
-                "model takes longer, raise the estimator's 'timeout'"
+                f"after {self.deadline_s:g} s, {missing()}. If it takes longer here, raise the "
+                "estimator's 'timeout'"
             )
 
     def _raise_if_failed(self) -> None:
@@ -230,6 +234,5 @@ class Rounds:
             raise StoppedError(f"the run ended: {self.failure}")
 
     def _name(self, ranks: set[int]) -> str:
-        return ", ".join(
-            f"rank {rank} on {self._hosts.get(rank, 'no executor yet')}" for rank in sorted(ranks)
-        )
+        hosts = {rank: f" on {host}" for rank, host in self._hosts.items()}
+        return ", ".join(f"rank {rank}{hosts.get(rank, '')}" for rank in sorted(ranks))

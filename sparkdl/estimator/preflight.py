@@ -18,7 +18,7 @@ from sparkdl.driver import as_builder
 from sparkdl.errors import DataError
 from sparkdl.estimator.head import Head, head_of
 from sparkdl.estimator.params import EstimatorParams
-from sparkdl.estimator.probe import probe
+from sparkdl.estimator.probe import build, probe
 from sparkdl.estimator.shipping import require_picklable
 from sparkdl.feed.columns import ColumnSpec, FeedSchema
 from sparkdl.protocols import LossFunction
@@ -26,6 +26,7 @@ from sparkdl.spark.checks import ColumnFacts, DataFacts, check_facts, collect_fa
 from sparkdl.spark.columns import input_column
 from sparkdl.spark.launcher import Workers
 from sparkdl.spark.partitions import known_partitions
+from sparkdl.spark.session import require_classic_session
 from sparkdl.spark.slots import choose_num_workers
 from sparkdl.worker import Job
 
@@ -64,6 +65,7 @@ def preflight(params: EstimatorParams, frame: DataFrame) -> Preflight:
         DataError: columns, types or values do not fit.
         ModelError: the model, loss or optimizer cannot be shipped or fails on a batch.
     """
+    require_classic_session(frame)
     features = tuple(
         input_column(frame, name, "featuresCols" if params.getFeaturesCols() else "featuresCol")
         for name in params.feature_columns()
@@ -77,26 +79,28 @@ def preflight(params: EstimatorParams, frame: DataFrame) -> Preflight:
     for name in ("model", "loss", "optimizer", "strategy"):
         require_picklable(name, params.getOrDefault(name))
     builder = as_builder(params.getModel())
-    fractions = _parameter_dtype(builder)
+    replica = build(builder, params.getOptimizer(), params.getLoss(), params.getSeed())
+    fractions = _parameter_dtype(replica.module)
     facts = facts_wanted.result()
     check_facts(facts, num_workers)
     *feature_facts, label_facts = facts.columns
     head = head_of(params.getLoss())
+    schema = FeedSchema(
+        tuple(_spec(f, f.column.tensor_dtype(fractions)) for f in feature_facts),
+        _spec(label_facts, _target_dtype(label_facts, params.getLoss(), head, fractions)),
+    )
+    outputs = probe(replica, schema, feature_facts, label_facts, head)
     job = Job(
         model=builder,
         loss=params.getLoss(),
         optimizer=params.getOptimizer(),
         strategy=params.getStrategy(),
-        schema=FeedSchema(
-            tuple(_spec(f, f.column.tensor_dtype(fractions)) for f in feature_facts),
-            _spec(label_facts, _target_dtype(label_facts, params.getLoss(), head, fractions)),
-        ),
+        schema=schema,
         epochs=params.getEpochs(),
         batch_size=params.getBatchSize(),
         seed=params.getSeed(),
         deadline_s=params.getTimeout(),
     )
-    outputs = probe(job, feature_facts, label_facts, head)
     workers = Workers(
         frame=frame,
         columns=(*features, label),
@@ -139,15 +143,10 @@ def _target_dtype(
     return column.tensor_dtype(fractions)
 
 
-def _parameter_dtype(builder: Callable[[], nn.Module]) -> torch.dtype:
+def _parameter_dtype(module: nn.Module) -> torch.dtype:
     """The dtype of the model's parameters: fractions are fed in the same."""
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        try:
-            module = builder()
-            dtypes = [p.dtype for p in module.parameters() if p.is_floating_point()]
-        except Exception:  # the probe builds the model for real and reports the user's error
-            return torch.float32
-    return dtypes[0] if dtypes else torch.float32
+    dtypes = (p.dtype for p in module.parameters() if p.is_floating_point())
+    return next(dtypes, torch.float32)
 
 
 def _describe(params: EstimatorParams, num_workers: int) -> str:

@@ -10,22 +10,51 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparkdl.driver import build_replica
 from sparkdl.errors import DataError, ModelError
 from sparkdl.estimator.head import Head
-from sparkdl.protocols import Batch
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.protocols import Batch, LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.replica import Replica, align_targets
 from sparkdl.spark.checks import ColumnFacts
-from sparkdl.worker import Job
 
 
-def probe(job: Job, features: Sequence[ColumnFacts], label: ColumnFacts, head: Head) -> Tensor:
-    """Build the replica and take one step, then throw it away.
+def build(
+    model: ModelBuilder, optimizer: OptimizerBuilder, loss: LossFunction, seed: int
+) -> Replica:
+    """Build the replica that will be probed.
+
+    Raises:
+        ModelError: the model or its optimizer cannot be built.
+    """
+    try:
+        replica = build_replica(model, optimizer, loss, seed)
+    except Exception as error:  # the user's constructors may raise anything
+        raise ModelError(
+            f"the model or its optimizer cannot be built: {type(error).__name__}: {error}"
+        ) from error
+    if not any(parameter.requires_grad for parameter in replica.module.parameters()):
+        raise ModelError(
+            f"{type(replica.module).__name__} has no parameter that requires a gradient: there is "
+            "nothing to train"
+        )
+    return replica
+
+
+def probe(
+    replica: Replica,
+    schema: FeedSchema,
+    features: Sequence[ColumnFacts],
+    label: ColumnFacts,
+    head: Head,
+) -> Tensor:
+    """Take one step with a replica that is thrown away afterwards.
 
     Args:
-        job: what the workers will train.
+        replica: from ``build``.
+        schema: the tensors that it will be fed.
         features: what is known of each features column.
         label: what is known of the label column.
         head: what the loss says about the outputs.
@@ -37,30 +66,16 @@ def probe(job: Job, features: Sequence[ColumnFacts], label: ColumnFacts, head: H
         ModelError: the model, the loss or the optimizer fails.
         DataError: the label is out of the model's range.
     """
+    batch = Batch(
+        tuple(
+            _extremes(facts, spec.dtype, spec.width)
+            for facts, spec in zip(features, schema.features, strict=True)
+        ),
+        _extremes(label, schema.label.dtype, schema.label.width),
+        last=True,
+    )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(job.seed)
-        replica = _build(job)
-        batch = Batch(
-            tuple(
-                _extremes(facts, spec.dtype, spec.width)
-                for facts, spec in zip(features, job.schema.features, strict=True)
-            ),
-            _extremes(label, job.schema.label.dtype, job.schema.label.width),
-            last=True,
-        )
         return _step(replica, batch, label, head)
-
-
-def _build(job: Job) -> Replica:
-    try:
-        replica = build_replica(job)
-    except Exception as error:  # the user's constructors may raise anything
-        raise ModelError(
-            f"the model or its optimizer cannot be built: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(replica.module, nn.Module):
-        raise ModelError(f"model must build an nn.Module, but built {replica.module!r}")
-    return replica
 
 
 def _step(replica: Replica, batch: Batch, label: ColumnFacts, head: Head) -> Tensor:

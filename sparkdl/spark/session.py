@@ -8,9 +8,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl.errors import SetupError
+from sparkdl.errors import ConfigError, SetupError
 
 DEFAULTS = {
     # A bar of our own shows progress; Spark's would write over it.
@@ -46,6 +46,20 @@ def create_session(
     for key, value in {**DEFAULTS, **(conf or {})}.items():
         builder = builder.config(key, value)
     return builder.getOrCreate()
+
+
+def require_classic_session(frame: DataFrame) -> None:
+    """Check that the driver itself runs Spark, for the averager lives beside it.
+
+    Raises:
+        ConfigError: the DataFrame belongs to a Spark Connect session.
+    """
+    if not hasattr(frame, "_jdf"):
+        raise ConfigError(
+            "the DataFrame belongs to a Spark Connect session, whose driver is another machine; "
+            "sparkdl needs to run in the driver. Submit the job with spark-submit, or create the "
+            "session with sparkdl.create_session()"
+        )
 
 
 def require_java() -> None:

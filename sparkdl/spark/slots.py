@@ -32,6 +32,7 @@ def choose_num_workers(spark: SparkSession, wanted: int | None) -> int:
     Raises:
         ConfigError: more workers are wanted than the cluster has slots.
     """
+    _refuse_speculation(spark)
     promised = _promised_slots(spark)
     needed = promised if wanted is None else min(wanted, promised)
     deadline = time.monotonic() + EXECUTORS_START_S
@@ -46,7 +47,7 @@ def choose_num_workers(spark: SparkSession, wanted: int | None) -> int:
                 "can start. Check the cluster's resources in the Spark UI"
             )
         return slots
-    if wanted > slots:
+    if wanted > max(slots, _slots_on_demand(spark)):
         raise ConfigError(
             f"numWorkers is {wanted}, but the cluster has {slots} slots (tasks that run at the "
             f"same time), and all workers must run at once. Set numWorkers to at most {slots}, "
@@ -54,6 +55,24 @@ def choose_num_workers(spark: SparkSession, wanted: int | None) -> int:
             "spark.task.cpus cores make one slot)"
         )
     return wanted
+
+
+def _refuse_speculation(spark: SparkSession) -> None:
+    if (spark.sparkContext.getConf().get("spark.speculation") or "false").lower() == "true":
+        raise ConfigError(
+            "spark.speculation is on: Spark would start second copies of workers that it finds "
+            "slow. Set spark.speculation=false for this application"
+        )
+
+
+def _slots_on_demand(spark: SparkSession) -> float:
+    """Slots that dynamic allocation would start for tasks that wait."""
+    conf = spark.sparkContext.getConf()
+    if (conf.get("spark.dynamicAllocation.enabled") or "false").lower() != "true":
+        return 0
+    cpus = int(conf.get("spark.task.cpus", "1") or 1)
+    per_executor = int(conf.get("spark.executor.cores", "1") or 1) // cpus
+    return float(conf.get("spark.dynamicAllocation.maxExecutors") or "inf") * per_executor
 
 
 def _promised_slots(spark: SparkSession) -> int:

@@ -1,0 +1,48 @@
+# make quickstart   train on every 2013 flight from New York, on a Spark cluster of two processes
+# make test         the tests, but for the long ones
+# make test-all     all of them
+# make lint         ruff and mypy
+
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+MASTER ?= local-cluster[2,1,2048]
+
+.PHONY: quickstart test test-all lint java clean
+
+quickstart: java $(VENV)/installed-jobs
+	$(BIN)/python jobs/train.py --config conf/flights.yaml --session.master '$(MASTER)'
+
+test: java $(VENV)/installed-test
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: java $(VENV)/installed-test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+java:
+	@test -x "$$JAVA_HOME/bin/java" || command -v java >/dev/null || { \
+	  echo "Spark needs Java 17 or 21, and there is none on PATH nor in JAVA_HOME. Install it:"; \
+	  echo "  Debian, Ubuntu   sudo apt-get install openjdk-17-jre-headless"; \
+	  echo "  Fedora, RHEL     sudo dnf install java-17-openjdk-headless"; \
+	  echo "  macOS            brew install openjdk@17"; \
+	  echo "  conda            conda install openjdk=17"; \
+	  exit 1; }
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "$(PYTHON) is not on PATH. Install Python 3.11, or name yours: make PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed-%: setup.cfg conf/constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c conf/constraints.txt -e ".[jobs$(if $(filter test,$*),$(comma)test)]"
+	@touch $@
+
+comma := ,
+
+clean:
+	rm -rf $(VENV) output build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
