@@ -1,12 +1,23 @@
-"""Train PyTorch models on Spark DataFrames, replicas resident in the executors."""
+"""Train PyTorch models on Spark DataFrames, replicas resident in the executors.
 
-from sparkdl.checkpoint.module_files import load_module
-from sparkdl.checkpoint.recipe import trusted_pickles
-from sparkdl.estimator import TorchEstimator, TorchModel
-from sparkdl.events import EpochSummary
-from sparkdl.spark.session import create_session
-from sparkdl.strategies import ParameterAveraging
+The names below are the public face. They are imported on first use: a worker needs a small part of
+this package, and every import there delays the first step of a fit.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from sparkdl.version import __version__
+
+if TYPE_CHECKING:
+    from sparkdl.checkpoint.module_files import load_module
+    from sparkdl.checkpoint.recipe import trusted_pickles
+    from sparkdl.estimator import TorchEstimator, TorchModel
+    from sparkdl.events import EpochSummary
+    from sparkdl.spark.session import create_session
+    from sparkdl.strategies import ParameterAveraging
 
 __all__ = [
     "EpochSummary",
@@ -18,3 +29,26 @@ __all__ = [
     "load_module",
     "trusted_pickles",
 ]
+
+_HOMES = {
+    "EpochSummary": "sparkdl.events",
+    "ParameterAveraging": "sparkdl.strategies",
+    "TorchEstimator": "sparkdl.estimator",
+    "TorchModel": "sparkdl.estimator",
+    "create_session": "sparkdl.spark.session",
+    "load_module": "sparkdl.checkpoint.module_files",
+    "trusted_pickles": "sparkdl.checkpoint.recipe",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'sparkdl' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
