@@ -54,6 +54,26 @@ Layout = tuple[Segment, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class ColumnSpec:
+    """One column and the tensor that it becomes.
+
+    Attributes:
+        name: the column's name, as the user knows it.
+        dtype: the tensor's element type.
+        width: elements a row for an array column; None for a scalar column.
+    """
+
+    name: str
+    dtype: torch.dtype
+    width: int | None = None
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one row's value."""
+        return () if self.width is None else (self.width,)
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One minibatch.
 

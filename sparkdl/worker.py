@@ -12,6 +12,7 @@ of Spark. The algorithm, as a textbook has it:
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,15 +21,22 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
-from sparkdl.averager.client import AveragerClient
-from sparkdl.averager.codec import FullPrecision
+from sparkdl.averager.client import AveragerClient, report_start_failure
 from sparkdl.averager.server import AveragerAddress
-from sparkdl.errors import NonFiniteError, StoppedError, TrainingError, WorkerError
+from sparkdl.errors import (
+    DeadlineError,
+    NonFiniteError,
+    StoppedError,
+    TrainingError,
+    WorkerError,
+)
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.feed import Feed
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run, Strategy
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +85,24 @@ def train(
     """
     torch.set_num_threads(place.threads)
     try:
-        with AveragerClient(
-            address, place.rank, job.strategy.codec, deadline_s=job.deadline_s
-        ) as averager:
-            _train_reporting_failures(job, place, averager, batches)
-    except StoppedError:
-        # The averager ended the run and knows why; raising would make Spark retry the task.
+        torch.manual_seed(job.seed)
+        replica = Replica(job.model(), job.optimizer, job.loss, place.device)
+    except Exception as error:  # whatever the user's code raises has to reach the driver
+        report_failure(address, place.rank, error)
         return
+    codec = job.strategy.codec
+    try:
+        with AveragerClient(address, place.rank, codec, deadline_s=job.deadline_s) as averager:
+            run = Run(place.rank, replica, averager)
+            try:
+                _train(job, place, run, averager, batches)
+            except (StoppedError, DeadlineError):
+                raise
+            except Exception as error:  # as above
+                averager.report_failure(_as_worker_error(error, place.rank, run))
+    except (StoppedError, DeadlineError) as error:
+        # The averager has ended the run and knows why, or is gone; raising would make Spark retry.
+        logger.warning("rank %d leaves: %s", place.rank, error)
 
 
 def report_failure(address: AveragerAddress, rank: int, error: Exception) -> None:
@@ -95,25 +114,9 @@ def report_failure(address: AveragerAddress, rank: int, error: Exception) -> Non
         error: why it could not start.
     """
     try:
-        with AveragerClient(address, rank, FullPrecision()) as averager:
-            averager.report_failure(_as_worker_error(error, rank, None))
-    except StoppedError:
-        return
-
-
-def _train_reporting_failures(
-    job: Job, place: Place, averager: AveragerClient, batches: Iterable[pa.RecordBatch]
-) -> None:
-    run: Run | None = None
-    try:
-        torch.manual_seed(job.seed)
-        replica = Replica(job.model(), job.optimizer, job.loss, place.device)
-        run = Run(place.rank, replica, averager)
-        _train(job, place, run, averager, batches)
-    except StoppedError:
-        raise
-    except Exception as error:  # whatever the user's code raises has to reach the driver
-        averager.report_failure(_as_worker_error(error, place.rank, run))
+        report_start_failure(address, _as_worker_error(error, rank, None))
+    except (StoppedError, DeadlineError) as answer:
+        logger.warning("rank %d leaves: %s", rank, answer)
 
 
 def _train(

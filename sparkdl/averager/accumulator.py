@@ -40,10 +40,12 @@ class Accumulator:
         self._turns = {rank: _Turn() for rank in ranks}
         self._before = dict(zip(ranks[1:], ranks[:-1], strict=True))
         self._last_rank = ranks[-1]
+        self._declared: set[int] = set()
         self._examples: dict[int, int] = {}
 
     def declare(self, rank: int, examples: int) -> None:
         """Say what a contribution weighs, before its first chunk; without examples it has none."""
+        self._declared.add(rank)
         if examples:
             self._examples[rank] = examples
         else:
@@ -97,9 +99,11 @@ class Accumulator:
         before = self._before.get(rank)
         while before is not None:
             if not self._turns[before].wait_past(index, deadline_s):
+                # A rank before that has arrived may itself wait for one that has not.
+                absent = [r for r in self._turns if r < rank and r not in self._declared]
                 raise DeadlineError(
-                    f"rank {rank} waited {deadline_s:.0f} s for rank {before} to send chunk "
-                    f"{index + 1} of {len(self._chunks)} of its contribution"
+                    f"rank {rank} waited {deadline_s:g} s for rank {(absent or [before])[0]} to "
+                    f"send chunk {index + 1} of {len(self._chunks)} of its contribution"
                 )
             if not self._turns[before].skipped:
                 return False

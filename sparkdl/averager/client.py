@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+import logging
 import math
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.averager.codec import Codec
+from sparkdl.averager.headers import failure_header, window_header
 from sparkdl.averager.server import TOKEN_HEADER, AveragerAddress
 from sparkdl.averager.wire import (
     SCHEMA,
@@ -31,6 +32,8 @@ from sparkdl.errors import DeadlineError, NonFiniteError, StoppedError, WorkerEr
 from sparkdl.events import WindowReport
 from sparkdl.protocols import Layout, Segment
 
+logger = logging.getLogger(__name__)
+
 
 class AveragerClient:
     """Connect one worker to the averager; a context manager.
@@ -39,7 +42,8 @@ class AveragerClient:
         address: where the averager is, with the job's token.
         rank: this worker's rank.
         codec: how values travel, the same as the averager's.
-        deadline_s: the longest that the averager's answer is waited for, in seconds.
+        deadline_s: the longest that the averager lets a worker be silent, in seconds. It judges
+            whom it waits for; this end takes the averager for lost after twice that time.
 
     Raises:
         StoppedError: the averager cannot be reached or has ended the run.
@@ -50,18 +54,9 @@ class AveragerClient:
     ) -> None:
         self.rank = rank
         self._codec = codec
-        self._deadline_s = deadline_s
-        self._base: list[Tensor] | None = None
-        self._client = flight.FlightClient(address.uri)
-        options = flight.FlightCallOptions(
-            headers=[(TOKEN_HEADER.encode(), f"Bearer {address.token}".encode())]
-        )
-        hello = pack_header({"join": rank, "host": socket.gethostname()}).to_pybytes()
-        descriptor = flight.FlightDescriptor.for_command(hello)
-        with self._connection():
-            self._writer, self._reader = self._client.do_exchange(descriptor, options)
-            self._writer.begin(SCHEMA)
-        self._watchdog = _Watchdog(self._reader.cancel)
+        self._base: list[Tensor] = []
+        hello = {"join": rank, "host": socket.gethostname()}
+        self._connection = _Connection(address, hello, rank, 2 * deadline_s)
 
     def __enter__(self) -> AveragerClient:
         return self
@@ -72,16 +67,7 @@ class AveragerClient:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._watchdog.stop()
-        if error is not None:
-            self._reader.cancel()
-        try:
-            self._writer.close()
-        except pa.ArrowException:
-            # The averager ended the exchange first; whoever has to know has been told.
-            pass
-        finally:
-            self._client.close()
+        self._connection.close(abandon=error is not None)
 
     def receive_center(self, segments: Sequence[Tensor], layout: Layout) -> None:
         """Wait until every worker has joined, then overwrite the replica with the initial center.
@@ -90,75 +76,55 @@ class AveragerClient:
             segments: parameters and buffers of the replica, written in place.
             layout: their kinds and sizes.
         """
-        with self._connection("the other workers to start"):
-            for chunk in plan_chunks(layout):
-                target = chunk.of(list(segments))
-                target.copy_(self._read(layout[chunk.segment].dtype, len(target)))
-        if self._codec.keeps_base:
-            self._base = [s.to(layout[i].center_dtype, copy=True) for i, s in enumerate(segments)]
+        state = list(segments)
+        self._extend_base(state, layout)
+        self._receive_center(state, layout, plan_chunks(layout))
 
     def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in one round; see ``protocols.CenterExchange``."""
         state = list(segments)
-        layout = tuple(Segment("", s.dtype, s.numel()) for s in state)
-        base = self._base_for(state, layout)
+        layout = tuple(Segment("state", tensor.dtype, tensor.numel()) for tensor in state)
         chunks = plan_chunks(layout)
-        with self._connection(f"the end of the round after step {window.step}"):
-            self._writer.write_metadata(pack_header({"window": dataclasses.asdict(window)}))
-            if window.examples:
-                for chunk in chunks:
-                    self._send(chunk, state, base, layout[chunk.segment], window)
+        self._extend_base(state, layout)
+        self._connection.send_header(window_header(window))
+        if window.examples:
             for chunk in chunks:
-                segment = layout[chunk.segment]
-                target = chunk.of(state)
-                reply = self._read(self._codec.wire_dtype(segment), len(target))
-                self._codec.decode(reply, target, chunk.of(base) if base else None, segment)
+                self._send(chunk, state, layout[chunk.segment], window)
+        if window.last:
+            self._receive_center(state, layout, chunks)
+            return
+        for chunk in chunks:
+            segment, target = layout[chunk.segment], chunk.of(state)
+            reply = self._receive(self._codec.wire_dtype(segment), len(target))
+            self._codec.decode(reply, target, self._base_of(chunk), segment)
 
     def finish(self) -> None:
         """Leave the run after the last epoch."""
-        with self._connection():
-            self._writer.write_metadata(pack_header({"finish": True}))
-            self._writer.done_writing()
-            # The averager answers by ending the stream; leaving before would look like a crash.
-            while True:
-                try:
-                    self._reader.read_chunk()
-                except StopIteration:
-                    return
+        self._connection.send_last({"finish": True})
 
     def report_failure(self, error: WorkerError) -> None:
         """End the run for everyone, with this worker's error as the reason."""
-        failure: dict[str, Any] = {
-            "message": str(error),
-            "non_finite": isinstance(error, NonFiniteError),
-            "rank": error.rank,
-            "epoch": error.epoch,
-            "step": error.step,
-            "worker_traceback": error.worker_traceback,
-        }
-        with self._connection("the averager to take note of a failure"):
-            self._writer.write_metadata(pack_header({"failure": failure}))
-            self._writer.done_writing()
-            while True:
-                self._reader.read_chunk()
+        self._connection.send_last(failure_header(error))
 
-    def _base_for(self, state: list[Tensor], layout: Layout) -> list[Tensor] | None:
-        """The last center, which starts at zero for optimizer state: it appears after step one."""
-        if not self._codec.keeps_base:
-            return None
-        base = self._base or []
-        for tensor, segment in list(zip(state, layout, strict=True))[len(base) :]:
-            base.append(torch.zeros_like(tensor, dtype=segment.center_dtype))
-        self._base = base
-        return base
+    def _receive_center(self, state: list[Tensor], layout: Layout, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            target, base = chunk.of(state), self._base_of(chunk)
+            center = self._receive(layout[chunk.segment].center_dtype, len(target))
+            target.copy_(center)
+            if base is not None:
+                base.copy_(center)
+
+    def _extend_base(self, state: list[Tensor], layout: Layout) -> None:
+        """Start the last center at zero, as the averager does, for state that was not there yet."""
+        if self._codec.keeps_base:
+            for tensor, segment in list(zip(state, layout, strict=True))[len(self._base) :]:
+                self._base.append(torch.zeros_like(tensor, dtype=segment.center_dtype))
+
+    def _base_of(self, chunk: Chunk) -> Tensor | None:
+        return chunk.of(self._base) if self._base else None
 
     def _send(
-        self,
-        chunk: Chunk,
-        state: list[Tensor],
-        base: list[Tensor] | None,
-        segment: Segment,
-        window: WindowReport,
+        self, chunk: Chunk, state: list[Tensor], segment: Segment, window: WindowReport
     ) -> None:
         values = chunk.of(state)
         # The sum is finite only if every value is (but for overflow, hence the second look); it
@@ -175,34 +141,130 @@ class AveragerClient:
                     epoch=window.epoch,
                     step=window.step,
                 )
-        encoded = self._codec.encode(values, chunk.of(base) if base else None, segment)
-        self._writer.write_batch(to_message(encoded.to("cpu")))
+        encoded = self._codec.encode(values, self._base_of(chunk), segment)
+        self._connection.send(to_message(encoded.to("cpu")))
 
-    def _read(self, dtype: torch.dtype, numel: int) -> Tensor:
-        return from_message(self._reader.read_chunk().data, dtype, numel)
+    def _receive(self, dtype: torch.dtype, numel: int) -> Tensor:
+        return from_message(self._connection.receive(), dtype, numel)
+
+
+def report_start_failure(address: AveragerAddress, error: WorkerError) -> None:
+    """End the run from a worker that could not even start, and so does not join.
+
+    Args:
+        address: where the averager is, with the job's token.
+        error: why the worker could not start.
+
+    Raises:
+        StoppedError: always; the averager ends the run.
+    """
+    connection = _Connection(address, failure_header(error), error.rank, 60.0)
+    try:
+        connection.send_last({})
+    finally:
+        connection.close(abandon=True)
+
+
+class _Connection:
+    """The Flight exchange itself, with a deadline for each message."""
+
+    def __init__(
+        self, address: AveragerAddress, hello: dict[str, Any], rank: int, deadline_s: float
+    ) -> None:
+        self._rank = rank
+        self._client = flight.FlightClient(address.uri)
+        options = flight.FlightCallOptions(
+            headers=[(TOKEN_HEADER.encode(), f"Bearer {address.token}".encode())]
+        )
+        descriptor = flight.FlightDescriptor.for_command(pack_header(hello).to_pybytes())
+        try:
+            self._writer, self._reader = self._client.do_exchange(descriptor, options)
+        except (flight.FlightError, pa.ArrowException, OSError) as error:
+            self._client.close()
+            raise StoppedError(
+                f"rank {rank} cannot reach the averager at {address.uri}: {error}"
+            ) from error
+        self._watchdog = _Watchdog(self._reader.cancel, deadline_s)
+        try:
+            with self._watched():
+                self._writer.begin(SCHEMA)
+        except BaseException:
+            self.close(abandon=True)
+            raise
+
+    def send_header(self, header: dict[str, Any]) -> None:
+        with self._watched():
+            self._writer.write_metadata(pack_header(header))
+
+    def send(self, message: pa.RecordBatch) -> None:
+        with self._watched():
+            self._writer.write_batch(message)
+
+    def receive(self) -> pa.RecordBatch:
+        """The next message with data; headers in between say that the averager is alive."""
+        while True:
+            with self._watched():
+                chunk = self._reader.read_chunk()
+            if chunk.data is not None:
+                return chunk.data
+
+    def send_last(self, header: dict[str, Any]) -> None:
+        """Send a header and wait for the averager to end the exchange.
+
+        Leaving before it has would look like a crash.
+        """
+        with self._watched():
+            self._writer.write_metadata(pack_header(header))
+            self._writer.done_writing()
+        try:
+            while True:
+                with self._watched(ends=True):
+                    self._reader.read_chunk()
+        except _Ended:
+            return
+
+    def close(self, *, abandon: bool) -> None:
+        self._watchdog.stop()
+        if abandon:
+            self._reader.cancel()
+        try:
+            self._writer.close()
+        except pa.ArrowException as error:
+            # The averager ended the exchange first; whoever has to know has been told.
+            logger.debug("rank %d closed a connection that had ended: %s", self._rank, error)
+        finally:
+            self._client.close()
 
     @contextmanager
-    def _connection(self, waiting_for: str | None = None) -> Iterator[None]:
-        """Turn a broken or overdue exchange into an error of ours."""
-        if waiting_for is not None:
-            self._watchdog.arm(self._deadline_s)
+    def _watched(self, *, ends: bool = False) -> Iterator[None]:
+        """Limit the time of one message, and turn a broken exchange into an error of ours."""
+        self._watchdog.arm()
         try:
             yield
-        except (flight.FlightError, pa.ArrowException, StopIteration, OSError) as error:
-            if waiting_for is not None and self._watchdog.fired:
+        except StopIteration as end:
+            if ends:
+                raise _Ended from end
+            raise StoppedError(f"the averager ended its exchange with rank {self._rank}") from end
+        except (flight.FlightError, pa.ArrowException, OSError) as error:
+            if self._watchdog.fired:
                 raise DeadlineError(
-                    f"rank {self.rank} waited {self._deadline_s:.0f} s for {waiting_for}"
+                    f"rank {self._rank} heard nothing from the averager for "
+                    f"{self._watchdog.deadline_s:g} s"
                 ) from error
-            raise StoppedError(f"rank {self.rank} was stopped by the averager: {error}") from error
+            raise StoppedError(f"rank {self._rank} was stopped by the averager: {error}") from error
         finally:
-            if waiting_for is not None:
-                self._watchdog.disarm()
+            self._watchdog.disarm()
+
+
+class _Ended(Exception):
+    """The averager ended the exchange, as it should."""
 
 
 class _Watchdog:
-    """Cancel the exchange when an answer is overdue; Flight has no deadline for a single read."""
+    """Cancel the exchange when a message is overdue; Flight has no deadline for a single one."""
 
-    def __init__(self, cancel: Any) -> None:
+    def __init__(self, cancel: Callable[[], None], deadline_s: float) -> None:
+        self.deadline_s = deadline_s
         self.fired = False
         self._cancel = cancel
         self._due = math.inf
@@ -210,8 +272,8 @@ class _Watchdog:
         self._thread = threading.Thread(target=self._watch, name="sparkdl-watchdog", daemon=True)
         self._thread.start()
 
-    def arm(self, seconds: float) -> None:
-        self._due = time.monotonic() + seconds
+    def arm(self) -> None:
+        self._due = time.monotonic() + self.deadline_s
 
     def disarm(self) -> None:
         self._due = math.inf
@@ -221,7 +283,7 @@ class _Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(0.5):
+        while not self._stopped.wait(min(0.5, self.deadline_s / 4)):
             if time.monotonic() > self._due:
                 self.fired = True
                 self._cancel()

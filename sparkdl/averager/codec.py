@@ -88,7 +88,7 @@ class BFloat16Changes:
         if not segment.averaged or base is None:
             values.copy_(reply)
             return
-        base.add_(reply)
+        base.add_(reply.to(base.device))
         values.copy_(base)
 
     def commit(self, center: list[Tensor], mean: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,12 +1,15 @@
 """Who takes part in a round, when it is complete, and what came out: the averager without sockets.
 
-    join:      every rank, once; returns when all are there
+    join:       every rank, once; returns when all are there
     contribute: every active rank, once a round; returns the reply when the round is committed
     a rank whose window was its last of the epoch is no longer active; its reply comes when no rank
     is active any more, that is with the epoch's final center. Then all are active again.
 
 Every method is called from the thread that serves one worker. The first failure ends the run: it is
 raised in every thread that waits here, and in the driver's.
+
+A rank is overdue when someone waits for it and nothing was heard of it for ``deadline_s``. Whoever
+waits notices, and so does the driver's thread, which looks at regular intervals.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ class Rounds:
         center: the initial center, a tensor of ``center_dtype`` a segment; owned from here on.
         world_size: number of workers.
         codec: what the replies are and how the mean becomes the center.
-        deadline_s: the longest that anyone is waited for, in seconds.
+        deadline_s: the longest that a rank may be silent while it is waited for, in seconds.
     """
 
     def __init__(
@@ -59,11 +62,13 @@ class Rounds:
         self._spare = [torch.empty_like(segment) for segment in center]
         self._reply = self.center
         self._condition = threading.Condition()
+        self._everyone = frozenset(range(world_size))
         self._hosts: dict[int, str] = {}
+        self._heard = dict.fromkeys(self._everyone, time.monotonic())
         self._active: set[int] = set()
         self._arrived: set[int] = set()
         self._complete: set[int] = set()
-        self._readers = 0
+        self._readers: set[int] = set()
         self._finished: set[int] = set()
         self._round = 0
         self._epoch = 1
@@ -85,7 +90,7 @@ class Rounds:
         """
         with self._condition:
             self._raise_if_failed()
-            if not 0 <= rank < self.world_size:
+            if rank not in self._everyone:
                 raise TrainingError(
                     f"a task with rank {rank} on {host} joined a run of {self.world_size} workers: "
                     "Spark started more tasks than the run has workers"
@@ -99,27 +104,32 @@ class Rounds:
             if len(self._hosts) == self.world_size:
                 self._start_epoch()
                 self._condition.notify_all()
-            self._wait(
-                lambda: len(self._hosts) == self.world_size,
-                lambda: (
-                    f"{len(self._hosts)} of {self.world_size} workers are there, but "
-                    + self._name(set(range(self.world_size)) - set(self._hosts))
-                    + " did not start. All have to run at once: are other jobs using the cluster?"
-                ),
-            )
+            self._wait(lambda: len(self._hosts) == self.world_size)
 
-    def contribute(self, report: WindowReport, values: Iterable[Tensor]) -> list[Tensor]:
+    def hear(self, rank: int) -> None:
+        """Take note that a rank is alive: something of it arrived, or it took something."""
+        self._heard[rank] = time.monotonic()
+
+    def contribute(
+        self,
+        report: WindowReport,
+        values: Iterable[Tensor],
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> list[Tensor]:
         """Add one worker's contribution and wait for the outcome.
 
         Args:
             report: what was trained on; ``report.examples`` weigh the contribution.
             values: its chunks in the order of ``chunks``; not read without examples.
+            on_progress: called for each round that ends while the outcome is still to come, which
+                happens to ranks that are done with the epoch.
 
         Returns:
-            The reply to send, a tensor a segment. ``release`` it once sent.
+            What to send, a tensor a segment: the epoch's final center after the last window, else
+            the codec's reply. ``release`` it once sent.
 
         Raises:
-            DeadlineError: the other ranks did not contribute in time.
+            DeadlineError: a rank that is waited for was silent too long.
             StoppedError: the run failed elsewhere.
         """
         rank = report.rank
@@ -127,30 +137,32 @@ class Rounds:
         accumulator.declare(rank, report.examples)
         if report.examples:
             for index, chunk in enumerate(values):
-                accumulator.add(rank, index, chunk, self.deadline_s)
+                self.hear(rank)
+                accumulator.add(rank, index, chunk, 2 * self.deadline_s)
         with self._condition:
             self._raise_if_failed()
             epoch, number = self._epoch, self._round
             self._reports.append(report)
             self.events.put(report)
+            self._complete.add(rank)
             if report.last:
                 self._active.discard(rank)
-            self._complete.add(rank)
-            if self._complete == self._arrived and not (self._active - self._complete):
+            if self._complete == self._arrived and self._active <= self._complete:
                 self._commit()
-            self._wait(
-                lambda: self._epoch > epoch if report.last else self._round > number,
-                lambda: (
-                    self._name(self._active - self._complete)
-                    + f" did not contribute to round {self._round + 1} (epoch {self._epoch})"
-                ),
-            )
-            return self._reply
+        while True:
+            with self._condition:
+                self._wait(lambda ended=number: self._round > ended)  # type: ignore[misc]
+                if not report.last:
+                    return self._reply
+                if self._epoch > epoch:
+                    return self.center
+                number = self._round
+            on_progress()
 
-    def release(self) -> None:
+    def release(self, rank: int) -> None:
         """Say that a reply was sent; the next round's sums may then overwrite it."""
         with self._condition:
-            self._readers -= 1
+            self._readers.discard(rank)
             self._condition.notify_all()
 
     def finish(self, rank: int) -> None:
@@ -170,12 +182,25 @@ class Rounds:
                 self.events.put(None)
             self._condition.notify_all()
 
+    def check_deadline(self) -> None:
+        """Look whether a rank that is waited for has been silent too long.
+
+        Raises:
+            DeadlineError: it has; the message names it and what it was waited for.
+        """
+        with self._condition:
+            limit = time.monotonic() - self.deadline_s
+            silent = {rank for rank in self._waited_for() if self._heard[rank] <= limit}
+            if silent:
+                raise DeadlineError(
+                    f"{self._name(silent)} {self._what_is_missing()} within {self.deadline_s:g} s. "
+                    "If it takes longer here, raise the estimator's 'timeout'"
+                )
+
     def _enter(self, report: WindowReport) -> Accumulator:
         with self._condition:
-            self._wait(
-                lambda: self._readers == 0,
-                lambda: f"{self._readers} workers did not take the center of round {self._round}",
-            )
+            self.hear(report.rank)
+            self._wait(lambda: not self._readers)
             if report.rank not in self._active or report.rank in self._arrived:
                 raise TrainingError(
                     f"rank {report.rank} contributed out of turn in epoch {report.epoch}, "
@@ -197,10 +222,11 @@ class Rounds:
             self._spare = old if self.center is self._spare else self._spare
         self._round += 1
         self._accumulator = None
-        self._readers = len(self._arrived & self._active)
+        self._readers = self._arrived & self._active
         self._arrived, self._complete = set(), set()
         if not self._active:
             self._end_epoch()
+        self._heard = dict.fromkeys(self._everyone, time.monotonic())
         self._condition.notify_all()
 
     def _end_epoch(self) -> None:
@@ -209,25 +235,43 @@ class Rounds:
         self.events.put(summarize_epoch(self._epoch, self._reports, rounds, seconds))
         self._epoch += 1
         self._epoch_first_round = self._round
-        self._readers = self.world_size
+        self._readers = set(self._everyone)
         self._start_epoch()
 
     def _start_epoch(self) -> None:
-        self._active = set(range(self.world_size))
+        self._active = set(self._everyone)
         self._reports = []
         self._epoch_started = time.monotonic()
+        self._heard = dict.fromkeys(self._everyone, time.monotonic())
 
-    def _wait(self, condition: Callable[[], bool], missing: Callable[[], str]) -> None:
-        """Wait with the deadline; ``missing`` says who or what did not come."""
-        met = self._condition.wait_for(
-            lambda: self.failure is not None or condition(), timeout=self.deadline_s
-        )
-        self._raise_if_failed()
-        if not met:
-            raise DeadlineError(
-                f"after {self.deadline_s:g} s, {missing()}. If it takes longer here, raise the "
-                "estimator's 'timeout'"
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition, as long as nobody is overdue."""
+        while True:
+            now = time.monotonic()
+            due = min((self._heard[rank] for rank in self._waited_for()), default=now)
+            met = self._condition.wait_for(
+                lambda: self.failure is not None or condition(),
+                timeout=max(0.01, due + self.deadline_s - now),
             )
+            self._raise_if_failed()
+            if met:
+                return
+            self.check_deadline()
+
+    def _waited_for(self) -> set[int]:
+        if len(self._hosts) < self.world_size:
+            return set(self._everyone - self._hosts.keys())
+        return (self._readers or self._active - self._complete) - self._finished
+
+    def _what_is_missing(self) -> str:
+        if len(self._hosts) < self.world_size:
+            return (
+                f"did not start ({len(self._hosts)} of {self.world_size} workers did; all have to "
+                "run at once: are other jobs using the cluster?)"
+            )
+        if self._readers:
+            return f"did not take the center of round {self._round}"
+        return f"did not contribute to round {self._round + 1} (epoch {self._epoch})"
 
     def _raise_if_failed(self) -> None:
         if self.failure is not None:

@@ -6,6 +6,7 @@ One worker is one long-lived Flight exchange, from joining to leaving:
     {"join": rank, "host": ...}  ------> wait for all ranks
                                  <------ initial center, chunk by chunk
     {"window": report}, chunks   ------> add in rank order, wait for the round
+                                 <------ {"waiting": true}, only after a last window, each round
                                  <------ the reply, chunk by chunk
     ... a round a window ...
     {"finish": true}             ------>
@@ -22,23 +23,16 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
 from torch import Tensor
 
 from sparkdl.averager.codec import Codec
+from sparkdl.averager.headers import raise_reported_failure, read_join, read_window
 from sparkdl.averager.rounds import Event, Rounds
-from sparkdl.averager.wire import SCHEMA, from_message, to_message, unpack_header
-from sparkdl.errors import (
-    DeadlineError,
-    NonFiniteError,
-    SparkDLError,
-    TrainingError,
-    WorkerError,
-    WorkerLostError,
-)
+from sparkdl.averager.wire import SCHEMA, from_message, pack_header, to_message, unpack_header
+from sparkdl.errors import DeadlineError, SparkDLError, TrainingError, WorkerLostError
 from sparkdl.events import WindowReport
 from sparkdl.protocols import Layout
 
@@ -67,7 +61,7 @@ class Averager:
         codec: how values travel and how the mean becomes the center.
         host: interface to bind to, an address or name of this machine.
         advertised_host: the name under which workers reach it; ``host`` by default.
-        deadline_s: the longest that anyone is waited for, in seconds.
+        deadline_s: the longest that a worker may be silent while it is waited for, in seconds.
     """
 
     def __init__(
@@ -123,18 +117,17 @@ class Averager:
         Raises:
             WorkerError: the user's code raised on a worker.
             WorkerLostError: a worker's connection broke.
-            DeadlineError: nothing was heard from any worker for ``deadline_s``.
+            DeadlineError: a worker that was waited for was silent for ``deadline_s``.
         """
+        interval_s = min(1.0, self._rounds.deadline_s / 4)
         while True:
             try:
-                event = self._rounds.events.get(timeout=self._rounds.deadline_s)
+                event = self._rounds.events.get(timeout=interval_s)
             except queue.Empty:
-                self._rounds.fail(
-                    DeadlineError(
-                        f"no worker reported anything for {self._rounds.deadline_s:.0f} s. If a "
-                        "window of this model takes longer, raise the estimator's 'timeout'"
-                    )
-                )
+                try:
+                    self._rounds.check_deadline()
+                except DeadlineError as error:
+                    self._rounds.fail(error)
                 continue
             if self._rounds.failure is not None:
                 raise self._rounds.failure
@@ -157,58 +150,67 @@ class _FlightService(flight.FlightServerBase):  # type: ignore[misc]
         writer: flight.MetadataRecordBatchWriter,
     ) -> None:
         """Serve one worker from joining to leaving."""
-        rank, host = _read_join(descriptor)
+        rank, host = -1, "a worker"
         try:
+            hello = unpack_header(pa.py_buffer(descriptor.command or b""))
+            raise_reported_failure(hello)
+            rank, host = read_join(hello)
             writer.begin(SCHEMA)
             self._rounds.join(rank, host)
-            self._send(writer, self._rounds.center, kinds={"parameters", "buffers"})
-            while (header := self._receive_header(reader)).get("finish") is None:
-                report = _read_window(header, rank)
-                reply = self._rounds.contribute(report, self._receive(reader))
-                self._send(writer, reply)
-                self._rounds.release()
+            self._send(writer, rank, self._rounds.center, kinds={"parameters", "buffers"})
+            while not (header := unpack_header(_next(reader, rank).app_metadata)).get("finish"):
+                self._serve_round(read_window(header, rank), reader, writer)
             self._rounds.finish(rank)
-        except TrainingError as error:
+        except SparkDLError as error:
             self._rounds.fail(error)
             raise flight.FlightServerError(str(self._rounds.failure or error)) from error
-        except (flight.FlightError, pa.ArrowException, StopIteration, OSError) as error:
-            lost = WorkerLostError(
-                f"the connection to rank {rank} on {host} broke in the middle of training "
-                f"({type(error).__name__}: {error}). The executor's log says why; a process killed "
-                "for memory needs more spark.executor.memoryOverhead"
+        except (flight.FlightError, pa.ArrowException, OSError) as error:
+            self._rounds.fail(
+                WorkerLostError(
+                    f"the connection to rank {rank} on {host} broke in the middle of training "
+                    f"({type(error).__name__}: {error}). The executor's log says why; a process "
+                    "killed for memory needs more spark.executor.memoryOverhead"
+                )
             )
-            self._rounds.fail(lost)
             raise
 
-    def _receive(self, reader: flight.MetadataRecordBatchReader) -> Iterator[Tensor]:
+    def _serve_round(
+        self,
+        report: WindowReport,
+        reader: flight.MetadataRecordBatchReader,
+        writer: flight.MetadataRecordBatchWriter,
+    ) -> None:
+        def still_waiting() -> None:
+            writer.write_metadata(pack_header({"waiting": True}))
+
+        values = self._receive(reader, report.rank)
+        reply = self._rounds.contribute(report, values, still_waiting)
+        # Who was done early has missed rounds: the changes of the last one would not be enough.
+        everything = {segment.kind for segment in self._rounds.layout}
+        self._send(writer, report.rank, reply, kinds=everything if report.last else None)
+        self._rounds.release(report.rank)
+
+    def _receive(self, reader: flight.MetadataRecordBatchReader, rank: int) -> Iterator[Tensor]:
         for chunk in self._rounds.chunks:
-            message = reader.read_chunk()
-            if message.app_metadata is not None:
-                _raise_reported_failure(unpack_header(message.app_metadata))
+            message = _next(reader, rank)
             dtype = self._codec.wire_dtype(self._rounds.layout[chunk.segment])
             yield from_message(message.data, dtype, chunk.stop - chunk.start)
-
-    def _receive_header(self, reader: flight.MetadataRecordBatchReader) -> dict[str, Any]:
-        header = unpack_header(reader.read_chunk().app_metadata)
-        _raise_reported_failure(header)
-        return header
 
     def _send(
         self,
         writer: flight.MetadataRecordBatchWriter,
+        rank: int,
         segments: list[Tensor],
-        kinds: set[str] | None = None,
+        kinds: set[str] | None,
     ) -> None:
-        """Send segments; the initial center, chosen by ``kinds``, in full precision."""
+        """Send the center's segments of some kinds as they are, or all as the codec has it."""
         for chunk in self._rounds.chunks:
             segment = self._rounds.layout[chunk.segment]
-            if kinds is None:
-                dtype = self._codec.wire_dtype(segment)
-            elif segment.kind in kinds:
-                dtype = segment.dtype
-            else:
+            if kinds is not None and segment.kind not in kinds:
                 continue
+            dtype = self._codec.wire_dtype(segment) if kinds is None else segment.center_dtype
             writer.write_batch(to_message(chunk.of(segments).to(dtype)))
+            self._rounds.hear(rank)
 
 
 class _TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc]
@@ -226,27 +228,15 @@ class _TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc]
             raise flight.FlightUnauthenticatedError("the call does not carry this job's token")
 
 
-def _read_join(descriptor: flight.FlightDescriptor) -> tuple[int, str]:
-    fields = unpack_header(pa.py_buffer(descriptor.command or b""))
-    rank, host = fields.get("join"), fields.get("host")
-    if not isinstance(rank, int) or not isinstance(host, str):
-        raise flight.FlightServerError(f"an exchange starts with a rank and a host, not {fields}")
-    return rank, host
-
-
-def _read_window(header: dict[str, Any], rank: int) -> WindowReport:
+def _next(reader: flight.MetadataRecordBatchReader, rank: int) -> flight.FlightStreamChunk:
+    """The worker's next message, unless it says that the worker failed."""
     try:
-        report = WindowReport(**header["window"])
-    except (KeyError, TypeError) as error:
-        raise TrainingError(f"rank {rank} sent a header that no worker sends: {header}") from error
-    if report.rank != rank:
-        raise TrainingError(f"rank {rank} sent a contribution in the name of rank {report.rank}")
-    return report
-
-
-def _raise_reported_failure(header: dict[str, Any]) -> None:
-    failure = header.get("failure")
-    if failure is None:
-        return
-    kind = NonFiniteError if failure.pop("non_finite") else WorkerError
-    raise kind(failure.pop("message"), **failure)
+        message = reader.read_chunk()
+    except StopIteration:
+        raise WorkerLostError(
+            f"rank {rank} ended its connection in the middle of training. The executor's log says "
+            "why"
+        ) from None
+    if message.app_metadata is not None:
+        raise_reported_failure(unpack_header(message.app_metadata))
+    return message

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparkdl.checkpoint.recipe import load_recipe, save_recipe
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
-from sparkdl.feed.columns import ColumnSpec
+from sparkdl.protocols import ColumnSpec
 
 DESCRIPTION = "module.json"
 WEIGHTS = "module.safetensors"
@@ -86,20 +87,21 @@ def read_module(directory: Path, *, trust: bool) -> SavedModule:
     path = directory / DESCRIPTION
     if not path.is_file():
         raise ConfigError(f"there is no saved model in {directory}: {DESCRIPTION} is missing")
-    description = json.loads(path.read_text())
-    if description["format"] > FORMAT:
-        raise ConfigError(
-            f"the model in {directory} has format {description['format']}, newer than the {FORMAT} "
-            "that this version of sparkdl-torch reads. Upgrade it"
-        )
+    description = _read_description(path)
     builder = load_recipe(description["model"], directory, "model", trust=trust)
     with torch.random.fork_rng(devices=[]):
         module: nn.Module = builder if isinstance(builder, nn.Module) else builder()
-    state = load_file(directory / WEIGHTS)
+    state = _read_weights(directory / WEIGHTS)
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     if len(dtypes) == 1:
         module = module.to(dtypes.pop())
-    module.load_state_dict(state)
+    try:
+        module.load_state_dict(state)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the weights in {directory / WEIGHTS} are those of another architecture than the "
+            f"model builds now: {error}"
+        ) from error
     return SavedModule(
         module=module.eval(),
         builder=builder,
@@ -111,6 +113,27 @@ def read_module(directory: Path, *, trust: bool) -> SavedModule:
         output_width=description["output_width"],
         history=[EpochSummary(**epoch) for epoch in description["history"]],
     )
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    try:
+        description: dict[str, Any] = json.loads(path.read_text())
+        newest = description["format"]
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"{path} is damaged or no saved model: {error!r}") from error
+    if newest > FORMAT:
+        raise ConfigError(
+            f"the model in {path.parent} has format {newest}, newer than the {FORMAT} that this "
+            "version of sparkdl-torch reads. Upgrade it"
+        )
+    return description
+
+
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"the weights in {path} are missing or damaged: {error}") from error
 
 
 def load_module(path: str | Path, *, trust: bool = False) -> nn.Module:

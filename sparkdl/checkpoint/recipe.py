@@ -93,7 +93,10 @@ def load_recipe(saved: dict[str, Any], directory: Path, name: str, *, trust: boo
             "trust=True)) or inside `with sparkdl.trusted_pickles():`; to do without, give "
             f"{name} as a class or function of an importable module"
         )
-    return cloudpickle.loads((directory / recipe["pickle"]).read_bytes())
+    path = directory / recipe["pickle"]
+    if not path.is_file():
+        raise ConfigError(f"{name} was saved as a pickle, but {path} is missing")
+    return cloudpickle.loads(path.read_bytes())
 
 
 class _Indescribable(Exception):

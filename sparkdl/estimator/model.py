@@ -17,7 +17,7 @@ from sparkdl.estimator.head import Head
 from sparkdl.estimator.params import InputOutputParams
 from sparkdl.estimator.persistence import ModelReader, ModelWriter
 from sparkdl.events import EpochSummary
-from sparkdl.feed.columns import ColumnSpec
+from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.columns import input_column
 from sparkdl.spark.inference import SharedModel, prediction_column, share_model
 

@@ -20,8 +20,8 @@ from sparkdl.estimator.head import Head, head_of
 from sparkdl.estimator.params import EstimatorParams
 from sparkdl.estimator.probe import build, probe
 from sparkdl.estimator.shipping import require_picklable
-from sparkdl.feed.columns import ColumnSpec, FeedSchema
-from sparkdl.protocols import LossFunction
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.protocols import ColumnSpec, LossFunction
 from sparkdl.spark.checks import ColumnFacts, DataFacts, check_facts, collect_facts
 from sparkdl.spark.columns import input_column
 from sparkdl.spark.launcher import Workers

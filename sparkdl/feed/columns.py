@@ -10,26 +10,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from sparkdl.errors import DataError
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnSpec:
-    """One column and the tensor that it becomes.
-
-    Attributes:
-        name: the column's name, as the user knows it.
-        dtype: the tensor's element type.
-        width: elements a row for an array column; None for a scalar column.
-    """
-
-    name: str
-    dtype: torch.dtype
-    width: int | None = None
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        """Shape of one row's value."""
-        return () if self.width is None else (self.width,)
+from sparkdl.protocols import ColumnSpec
 
 
 @dataclass(frozen=True, slots=True)

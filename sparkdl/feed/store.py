@@ -19,7 +19,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from sparkdl.feed.columns import ColumnSpec
+from sparkdl.protocols import ColumnSpec
 
 
 class PartitionStore:

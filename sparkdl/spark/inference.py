@@ -15,7 +15,8 @@ from pyspark.sql import Column
 from pyspark.sql.pandas.functions import arrow_udf
 from torch import Tensor, nn
 
-from sparkdl.feed.columns import ColumnSpec, to_tensor
+from sparkdl.feed.columns import to_tensor
+from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.columns import InputColumn
 from sparkdl.spark.devices import choose_device
 

@@ -77,6 +77,13 @@ def launch(workers: Workers, job: Job) -> Launch:
             context.setJobGroup(group, workers.description, interruptOnCancel=True)
             try:
                 feed.mapInArrow(task, OUTPUT_DDL).collect()
+                # Dropped if every worker has finished, as it should be.
+                averager.fail(
+                    TrainingError(
+                        "the Spark job ended before training did: a worker left without a word, "
+                        f"perhaps because it could not reach the driver at {averager.address.uri}"
+                    )
+                )
             except Exception as error:  # whatever ends the Spark job ends the run
                 averager.fail(_as_training_error(error))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -130,7 +131,12 @@ def _train_in_process(
 
 def _watch(workers: Sequence[multiprocessing.process.BaseProcess], averager: Averager) -> None:
     """Tell the averager of a process that ends with an error before it could join."""
-    for rank, worker in enumerate(workers):
-        worker.join()
-        if worker.exitcode:
-            averager.fail(WorkerLostError(f"rank {rank} exited with code {worker.exitcode}"))
+    ranks = {worker.sentinel: rank for rank, worker in enumerate(workers)}
+    while ranks:
+        for sentinel in multiprocessing.connection.wait(list(ranks)):
+            rank = ranks.pop(sentinel)  # type: ignore[arg-type]
+            workers[rank].join()
+            if workers[rank].exitcode:
+                averager.fail(
+                    WorkerLostError(f"rank {rank} exited with code {workers[rank].exitcode}")
+                )

@@ -1,0 +1,94 @@
+"""The headers that workers send, checked: a token holder's mistake must not become a hang."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from sparkdl.errors import NonFiniteError, TrainingError, WorkerError
+from sparkdl.events import WindowReport
+
+_WINDOW_TYPES: dict[str, tuple[type, ...]] = {
+    "rank": (int,),
+    "epoch": (int,),
+    "step": (int,),
+    "examples": (int,),
+    "loss_sum": (float, int),
+    "last": (bool,),
+}
+_FAILURE_TYPES: dict[str, tuple[type, ...]] = {
+    "message": (str,),
+    "non_finite": (bool,),
+    "rank": (int,),
+    "epoch": (int,),
+    "step": (int,),
+    "worker_traceback": (str,),
+}
+
+
+def failure_header(error: WorkerError) -> dict[str, Any]:
+    """What a worker sends when its user's code has raised."""
+    return {
+        "failure": {
+            "message": str(error),
+            "non_finite": isinstance(error, NonFiniteError),
+            "rank": error.rank,
+            "epoch": error.epoch,
+            "step": error.step,
+            "worker_traceback": error.worker_traceback,
+        }
+    }
+
+
+def window_header(window: WindowReport) -> dict[str, Any]:
+    """What a worker sends before a contribution."""
+    return {"window": dataclasses.asdict(window)}
+
+
+def read_join(header: dict[str, Any]) -> tuple[int, str]:
+    """Rank and host of a worker that joins.
+
+    Raises:
+        TrainingError: the header does not have them.
+    """
+    rank, host = header.get("join"), header.get("host")
+    if not isinstance(rank, int) or not isinstance(host, str):
+        raise TrainingError(f"an exchange starts with a rank and a host, not with {header}")
+    return rank, host
+
+
+def read_window(header: dict[str, Any], rank: int) -> WindowReport:
+    """The report of a contribution.
+
+    Raises:
+        TrainingError: the header is not one, or is of another rank.
+    """
+    fields = _checked(header.get("window"), _WINDOW_TYPES, rank)
+    if fields["examples"] < 0 or fields["rank"] != rank:
+        raise TrainingError(f"rank {rank} sent a window that cannot be its own: {fields}")
+    return WindowReport(**fields)
+
+
+def raise_reported_failure(header: dict[str, Any]) -> None:
+    """Raise the error that a worker reports, if the header is such a report.
+
+    Raises:
+        WorkerError: it is; NonFiniteError if the contribution was not finite.
+        TrainingError: it pretends to be.
+    """
+    if "failure" not in header:
+        return
+    fields = _checked(header["failure"], _FAILURE_TYPES, None)
+    kind = NonFiniteError if fields.pop("non_finite") else WorkerError
+    raise kind(fields.pop("message"), **fields)
+
+
+def _checked(fields: Any, types: dict[str, tuple[type, ...]], rank: int | None) -> dict[str, Any]:
+    if (
+        not isinstance(fields, dict)
+        or fields.keys() != types.keys()
+        or not all(type(fields[name]) in types[name] for name in types)
+    ):
+        sender = "a worker" if rank is None else f"rank {rank}"
+        raise TrainingError(f"{sender} sent a header that no worker sends: {fields!r}")
+    return fields

@@ -1,0 +1,160 @@
+"""A module's files: weights as safetensors, the rest as JSON; no Spark anywhere."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Net
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from sparkdl import EpochSummary, load_module
+from sparkdl.checkpoint.module_files import SavedModule, read_module, write_module
+from sparkdl.errors import ConfigError, SparkDLError
+from sparkdl.protocols import ColumnSpec
+
+HISTORY = [
+    EpochSummary(epoch=1, loss=0.5, examples=10, rounds=3, seconds=0.25),
+    EpochSummary(epoch=2, loss=float("inf"), examples=10, rounds=3, seconds=0.5),
+]
+FEATURES = (ColumnSpec("features", torch.float32, 4), ColumnSpec("carrier", torch.int64))
+
+
+def write(module: nn.Module, builder: Any, directory: Path) -> None:
+    write_module(SavedModule(module, builder, FEATURES, "logits", 3, HISTORY), directory)
+
+
+def same_state(first: nn.Module, second: nn.Module) -> bool:
+    mine, other = first.state_dict(), second.state_dict()
+    return mine.keys() == other.keys() and all(
+        mine[k].dtype == other[k].dtype and torch.equal(mine[k], other[k]) for k in mine
+    )
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    module = Net()
+    write(module, Net, tmp_path)
+    loaded = read_module(tmp_path, trust=False)
+    assert same_state(loaded.module, module)
+    assert loaded.builder is Net
+    assert loaded.features == FEATURES
+    assert (loaded.head, loaded.output_width) == ("logits", 3)
+    assert list(loaded.history) == HISTORY
+    assert not loaded.module.training
+
+
+def test_weights_are_plain_safetensors_under_torchs_names(tmp_path: Path) -> None:
+    module = Net()
+    write(module, Net, tmp_path)
+    weights = load_file(tmp_path / "module.safetensors")
+    assert weights.keys() == module.state_dict().keys()
+
+
+def test_buffers_of_other_dtypes_come_back(tmp_path: Path) -> None:
+    builder = partial(nn.BatchNorm1d, 3)
+    module = builder()
+    module(torch.randn(8, 3))
+    write(module, builder, tmp_path)
+    loaded = load_module(tmp_path)
+    assert same_state(loaded, module)
+    assert int(loaded.get_buffer("num_batches_tracked")) == 1
+
+
+def test_a_float64_module_comes_back_in_float64(tmp_path: Path) -> None:
+    module = Net().double()
+    write(module, Net, tmp_path)
+    assert same_state(load_module(tmp_path), module)
+
+
+class Mixed(nn.Module):
+    """float32 and float64 side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 3)
+        self.second = nn.Linear(3, 2).double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.second(self.first(features).double())
+
+
+def test_a_module_of_two_dtypes_comes_back_with_both(tmp_path: Path) -> None:
+    module = Mixed()
+    write(module, Mixed, tmp_path)
+    assert same_state(load_module(tmp_path), module)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(4, 4)
+        self.decoder = nn.Linear(4, 4)
+        self.decoder.weight = self.encoder.weight
+
+
+def test_tied_parameters_come_back_tied(tmp_path: Path) -> None:
+    module = Tied()
+    write(module, Tied, tmp_path)
+    loaded = load_module(tmp_path)
+    assert same_state(loaded, module)
+    assert loaded.get_parameter("decoder.weight") is loaded.get_parameter("encoder.weight")
+
+
+def test_parameters_that_are_views_of_one_buffer_are_saved_each_by_itself(tmp_path: Path) -> None:
+    flat = torch.arange(15.0)
+    module = nn.Linear(4, 3)
+    module.weight.data, module.bias.data = flat[:12].view(3, 4), flat[12:]
+    write(module, partial(nn.Linear, 4, 3), tmp_path)
+    assert same_state(load_module(tmp_path), module)
+
+
+def test_loading_leaves_the_random_state_as_it_was(tmp_path: Path) -> None:
+    write(Net(), Net, tmp_path)
+    before = torch.random.get_rng_state()
+    load_module(tmp_path)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no saved model in .*module\.json is missing"):
+        load_module(tmp_path)
+
+
+def test_a_newer_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    write(Net(), Net, tmp_path)
+    path = tmp_path / "module.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    with pytest.raises(ConfigError, match="format 99, newer than the 1"):
+        load_module(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage", ["no weights", "cut weights", "cut description", "foreign description"]
+)
+def test_damaged_files_are_refused_by_name_and_place(tmp_path: Path, damage: str) -> None:
+    write(Net(), Net, tmp_path)
+    weights, description = tmp_path / "module.safetensors", tmp_path / "module.json"
+    if damage == "no weights":
+        weights.unlink()
+    elif damage == "cut weights":
+        weights.write_bytes(weights.read_bytes()[:-20])
+    elif damage == "cut description":
+        description.write_text(description.read_text()[:-20])
+    else:
+        description.write_text("{}")
+    with pytest.raises(SparkDLError) as caught:
+        load_module(tmp_path)
+    name = weights.name if "weights" in damage else description.name
+    assert name in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
+    write(Net(), partial(Net, width=5), tmp_path)
+    with pytest.raises(SparkDLError, match="size mismatch"):
+        load_module(tmp_path)

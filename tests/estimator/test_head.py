@@ -1,0 +1,139 @@
+"""Heads: told from the loss; classes and probabilities as torch itself would compute them."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from sparkdl.errors import ConfigError
+from sparkdl.estimator.head import Head, head_of
+
+
+class MyCrossEntropy(nn.CrossEntropyLoss):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("loss", "head"),
+    [
+        (nn.CrossEntropyLoss(), Head.LOGITS),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), Head.LOGITS),
+        (MyCrossEntropy(), Head.LOGITS),
+        (nn.NLLLoss(), Head.LOG_PROBABILITIES),
+        (nn.BCEWithLogitsLoss(), Head.BINARY_LOGIT),
+        (nn.BCELoss(), Head.BINARY_PROBABILITY),
+        (nn.MultiMarginLoss(), Head.SCORES),
+        (functional.cross_entropy, Head.LOGITS),
+        (functional.nll_loss, Head.LOG_PROBABILITIES),
+        (functional.binary_cross_entropy_with_logits, Head.BINARY_LOGIT),
+        (functional.binary_cross_entropy, Head.BINARY_PROBABILITY),
+        (functional.multi_margin_loss, Head.SCORES),
+        (partial(functional.cross_entropy, label_smoothing=0.1), Head.LOGITS),
+        (partial(partial(functional.nll_loss)), Head.LOG_PROBABILITIES),
+        (nn.MSELoss(), Head.UNKNOWN),
+        (functional.l1_loss, Head.UNKNOWN),
+        (lambda outputs, targets: outputs.mean(), Head.UNKNOWN),
+    ],
+)
+def test_the_head_is_told_from_the_loss(loss: Any, head: Head) -> None:
+    assert head_of(loss) is head
+
+
+def test_an_unhashable_callable_is_an_unknown_head() -> None:
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, outputs: Any, targets: Any) -> Any:
+            return outputs
+
+    assert head_of(Unhashable()) is Head.UNKNOWN
+
+
+logits = st.lists(
+    st.lists(st.floats(-50, 50, width=32), min_size=3, max_size=3), min_size=1, max_size=6
+)
+
+
+@given(rows=logits)
+def test_probabilities_of_logits_are_their_softmax(rows: list[list[float]]) -> None:
+    probabilities = Head.LOGITS.probabilities(torch.tensor(rows))
+    for row, mine in zip(rows, probabilities.tolist(), strict=True):
+        exponentials = [math.exp(value - max(row)) for value in row]
+        assert mine == pytest.approx([e / sum(exponentials) for e in exponentials], abs=1e-6)
+
+
+@given(rows=logits)
+def test_the_class_of_logits_has_the_largest_probability(rows: list[list[float]]) -> None:
+    outputs = torch.tensor(rows)
+    classes = Head.LOGITS.classes(outputs)
+    assert classes.dtype is torch.float64
+    for row, winner in zip(rows, classes.tolist(), strict=True):
+        assert row[int(winner)] == max(row)
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 1)])
+def test_one_logit_becomes_two_probabilities(shape: tuple[int, ...]) -> None:
+    values = [-3.0, -0.1, 0.0, 0.1, 3.0]
+    probabilities = Head.BINARY_LOGIT.probabilities(torch.tensor(values).view(shape))
+    expected = [[1 - p, p] for p in (1 / (1 + math.exp(-v)) for v in values)]
+    torch.testing.assert_close(probabilities, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 1)])
+def test_the_class_of_one_logit_is_its_sign(shape: tuple[int, ...]) -> None:
+    outputs = torch.tensor([-3.0, -0.1, 0.0, 0.1, 3.0]).view(shape)
+    assert Head.BINARY_LOGIT.classes(outputs).tolist() == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+def test_one_probability_is_that_of_class_one(shape: tuple[int, ...]) -> None:
+    outputs = torch.tensor([0.0, 0.25, 0.75, 1.0]).view(shape)
+    head = Head.BINARY_PROBABILITY
+    assert head.classes(outputs).tolist() == [0, 0, 1, 1]
+    assert head.probabilities(outputs).tolist() == [[1, 0], [0.75, 0.25], [0.25, 0.75], [0, 1]]
+
+
+def test_log_probabilities_are_exponentiated() -> None:
+    scores = torch.randn(4, 3, dtype=torch.float64)
+    outputs = functional.log_softmax(scores, dim=1)
+    torch.testing.assert_close(Head.LOG_PROBABILITIES.probabilities(outputs), scores.softmax(dim=1))
+    assert torch.equal(Head.LOG_PROBABILITIES.classes(outputs), scores.argmax(dim=1).double())
+
+
+@pytest.mark.parametrize("head", [Head.SCORES, Head.UNKNOWN])
+def test_probabilities_need_a_loss_that_says_what_outputs_mean(head: Head) -> None:
+    with pytest.raises(ConfigError, match=r"CrossEntropyLoss.*outputType='raw'"):
+        head.probabilities(torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (4, 1, 1)])
+@pytest.mark.parametrize("head", [Head.BINARY_LOGIT, Head.BINARY_PROBABILITY])
+def test_a_single_output_head_refuses_other_shapes(head: Head, shape: tuple[int, ...]) -> None:
+    for method in (head.classes, head.probabilities):
+        with pytest.raises(ConfigError, match="single output") as caught:
+            method(torch.zeros(shape))
+        assert str(shape) in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1), (4, 3, 2)])
+def test_classes_need_one_score_a_class(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="shape") as caught:
+        Head.LOGITS.classes(torch.zeros(shape))
+    assert str(shape) in str(caught.value)
+
+
+def test_what_targets_a_head_takes() -> None:
+    assert {head for head in Head if head.takes_class_index} == {
+        Head.LOGITS,
+        Head.LOG_PROBABILITIES,
+        Head.SCORES,
+    }
+    assert {head for head in Head if not head.is_classification} == {Head.UNKNOWN}

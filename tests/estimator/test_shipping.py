@@ -1,0 +1,132 @@
+"""What cannot travel to the executors is named by the way to it."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.errors import ModelError
+from sparkdl.estimator.shipping import require_picklable
+
+
+class Net(nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+class NeedsLock:
+    def __init__(self, lock: Any) -> None:
+        self.lock = lock
+
+
+def message(value: Any) -> str:
+    with pytest.raises(ModelError) as caught:
+        require_picklable("model", value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Net(),
+        Net,
+        partial(Net, note=3),
+        lambda: Net(),
+        nn.CrossEntropyLoss(),
+        partial(torch.optim.SGD, lr=0.1),
+        {"a": [Net()]},
+    ],
+    ids=["module", "class", "partial", "lambda", "loss", "optimizer", "containers"],
+)
+def test_what_can_travel_passes(value: Any) -> None:
+    require_picklable("model", value)
+
+
+def test_an_attribute_is_named_with_its_type_and_the_fix() -> None:
+    text = message(Net(guard=threading.Lock()))
+    assert "model cannot be sent to the executors: model.guard is a lock" in text
+    assert "__getstate__" in text
+
+
+def test_an_attribute_of_a_nested_module_is_named_by_its_path() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Net(guard=threading.Lock())))
+    assert "model.1.0.guard is a lock" in message(model)
+
+
+def test_an_attribute_of_an_attribute_is_named() -> None:
+    assert "model.helper.lock is a lock" in message(Net(helper=NeedsLock(threading.Lock())))
+
+
+def test_an_element_of_a_container_is_named() -> None:
+    assert "model.parts[1]['x'] is a lock" in message(Net(parts=[1, {"x": threading.Lock()}]))
+    assert "model.pair[0] is a lock" in message(Net(pair=(threading.Lock(), 2)))
+
+
+def test_a_closure_variable_is_named() -> None:
+    guard = threading.Lock()
+
+    def build() -> nn.Module:
+        with guard:
+            return Net()
+
+    assert "model (its variable 'guard') is a lock" in message(build)
+
+
+def test_a_keyword_of_a_partial_is_named() -> None:
+    assert "model.keywords['note'] is a lock" in message(partial(Net, note=threading.Lock()))
+
+
+def test_an_argument_of_a_partial_is_named() -> None:
+    assert "model.args[0] is a lock" in message(partial(NeedsLock, threading.Lock()))
+
+
+def test_what_a_partial_calls_is_searched_too() -> None:
+    guard = threading.Lock()
+    text = message(partial(lambda width: guard, width=3))
+    assert "model.func (its variable 'guard') is a lock" in text
+
+
+def test_an_open_file_is_named_with_its_type(tmp_path: Any) -> None:
+    with open(tmp_path / "log.txt", "w") as log:
+        assert "model.log is a TextIOWrapper" in message(Net(log=log))
+
+
+def test_the_reason_of_an_object_that_refuses_is_shown() -> None:
+    class Refuses:
+        def __reduce__(self) -> Any:
+            raise RuntimeError("not me")
+
+    text = message(Net(part=Refuses()))
+    assert "model.part is a Refuses" in text
+    assert "not me" in text
+
+
+def test_the_param_is_named() -> None:
+    with pytest.raises(ModelError, match=r"^optimizer cannot be sent to the executors"):
+        require_picklable("optimizer", partial(torch.optim.SGD, lr=threading.Lock()))
+
+
+def test_a_closure_variable_that_is_not_yet_bound_does_not_hide_the_culprit() -> None:
+    guard = threading.Lock()
+
+    def build() -> Any:
+        return (later, guard)
+
+    text = message(build)
+    later = 1  # bound only now
+    assert "guard" in text
+    assert later == 1
+
+
+def test_objects_that_hold_each_other_do_not_search_forever() -> None:
+    first, second = NeedsLock(None), NeedsLock(threading.Lock())
+    first.lock, second.other = second, first  # type: ignore[attr-defined]
+    assert "lock" in message(first)

@@ -1,0 +1,313 @@
+"""A replica's state is a few flat buffers, and model and optimizer go on working on views."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from toys import mlp
+
+from sparkdl.protocols import Batch
+from sparkdl.replica import Replica, align_targets
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": SGD,
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adam": partial(torch.optim.Adam, lr=0.01),
+    "amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.01, initial_accumulator_value=0.1),
+    "adadelta": torch.optim.Adadelta,
+}
+
+
+def batch(seed: int = 0, rows: int = 5) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
+    return Batch((features,), torch.arange(rows) % 3, last=False)
+
+
+def replica_of(module: nn.Module, optimizer: Any = SGD) -> Replica:
+    return Replica(module, optimizer, nn.CrossEntropyLoss())
+
+
+def batch_norm_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+
+
+def views_of(tensors: list[Tensor], flats: list[Tensor]) -> bool:
+    """Whether every tensor lives inside one of the flat buffers."""
+    homes = {flat.untyped_storage().data_ptr() for flat in flats}
+    return all(tensor.untyped_storage().data_ptr() in homes for tensor in tensors)
+
+
+def test_the_layout_is_one_segment_a_kind_and_dtype() -> None:
+    layout = replica_of(batch_norm_net()).layout(with_optimizer=False)
+    assert [(s.kind, s.dtype, s.numel) for s in layout] == [
+        ("parameters", torch.float64, 6 * 4 + 4 + 4 + 4 + 4 * 3 + 3),
+        ("buffers", torch.float64, 8),
+        ("buffers", torch.int64, 1),
+    ]
+    assert [s.averaged for s in layout] == [True, True, False]
+
+
+def test_segments_match_the_layout() -> None:
+    replica = replica_of(batch_norm_net(), OPTIMIZERS["adam"])
+    layout = replica.layout(with_optimizer=True)
+    segments = replica.segments(with_optimizer=True)
+    assert [(s.dtype, s.numel) for s in layout] == [(t.dtype, t.numel()) for t in segments]
+
+
+def test_flattening_does_not_change_a_value() -> None:
+    module = batch_norm_net()
+    before = copy.deepcopy(module.state_dict())
+    after = replica_of(module).module.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_and_buffers_stay_views_of_the_flat_buffers(name: str) -> None:
+    replica = replica_of(batch_norm_net(), OPTIMIZERS[name])
+    for seed in range(3):
+        replica.step(batch(seed))
+        flats = replica.segments(with_optimizer=True)
+        assert views_of([*replica.module.parameters(), *replica.module.buffers()], flats)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_state_lives_in_the_flat_buffers_and_is_used_from_there(name: str) -> None:
+    replica = replica_of(mlp(), OPTIMIZERS[name])
+    for seed in range(3):
+        replica.step(batch(seed))
+        flats = replica.segments(with_optimizer=True)
+        state = [
+            value
+            for values in replica.optimizer.state.values()
+            for value in values.values()
+            if isinstance(value, Tensor)
+        ]
+        assert views_of(state, flats)
+    assert [f.data_ptr() for f in flats] == [
+        f.data_ptr() for f in replica.segments(with_optimizer=True)
+    ]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("flatten_first", [False, True])
+def test_training_equals_plain_torch(name: str, flatten_first: bool) -> None:
+    replica = replica_of(batch_norm_net(), OPTIMIZERS[name])
+    oracle = batch_norm_net()
+    optimizer = OPTIMIZERS[name](oracle.parameters())
+    for seed in range(5):
+        if flatten_first and seed:  # once there is state, moving it must not disturb it
+            replica.segments(with_optimizer=True)
+        loss = replica.step(batch(seed))
+        optimizer.zero_grad()
+        (features,), targets = batch(seed).features, batch(seed).targets
+        expected = nn.functional.cross_entropy(oracle(features), targets)
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        replica.module.state_dict(), oracle.state_dict(), rtol=1e-9, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_trained_and_an_untrained_replica_have_the_same_layout(name: str) -> None:
+    trained, untrained = (replica_of(batch_norm_net(), OPTIMIZERS[name]) for _ in range(2))
+    trained.step(batch(0))
+    trained.step(batch(1))
+    assert trained.layout(with_optimizer=True) == untrained.layout(with_optimizer=True)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_asking_an_untrained_replica_for_its_layout_does_not_move_its_parameters(name: str) -> None:
+    replica = replica_of(mlp(), OPTIMIZERS[name])
+    replica.layout(with_optimizer=True)
+    expected = mlp().state_dict()
+    assert all(torch.equal(value, expected[k]) for k, value in replica.module.state_dict().items())
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(6, 3).double()
+        self.unused = nn.Linear(2, 2).double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.used(features)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_parameter_that_forward_does_not_use_keeps_its_value_and_its_place(name: str) -> None:
+    replica = replica_of(PartlyUsed(), OPTIMIZERS[name])
+    before = replica.module.unused.weight.detach().clone()
+    layouts = set()
+    for seed in range(3):
+        replica.step(batch(seed))
+        replica.segments(with_optimizer=True)
+        layouts.add(replica.layout(with_optimizer=True))
+    assert torch.equal(replica.module.unused.weight, before)
+    assert layouts == {replica_of(PartlyUsed(), OPTIMIZERS[name]).layout(with_optimizer=True)}
+
+
+def test_writing_to_the_segments_moves_the_model() -> None:
+    replica = replica_of(batch_norm_net(), OPTIMIZERS["adam"])
+    replica.step(batch())
+    for segment in replica.segments(with_optimizer=True):
+        segment.fill_(2)
+    assert all(bool((v == 2).all()) for v in replica.module.state_dict().values())
+    assert all(
+        bool((value == 2).all())
+        for values in replica.optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, Tensor)
+    )
+
+
+class Reassigns(nn.Module):
+    """Assigns its buffer anew in every forward instead of writing to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("mean", torch.zeros(6))
+        self.seen: Tensor
+        self.mean: Tensor
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.seen = self.seen + len(features)
+        self.mean = features.mean(dim=0).float()
+        return self.net(features)
+
+
+def test_a_buffer_that_the_model_assigns_anew_is_taken_back_into_the_flat_buffer() -> None:
+    replica = replica_of(Reassigns())
+    module = replica.module
+    assert isinstance(module, Reassigns)
+    for rounds in range(1, 4):
+        replica.step(batch(rounds))
+        segments = replica.segments(with_optimizer=False)
+        assert module.seen.item() == 5 * rounds
+        assert segments[1].tolist() == [5.0 * rounds, *module.mean.tolist()]
+        assert views_of([module.seen, module.mean], segments)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(6, 6, bias=False).double()
+        self.second = nn.Linear(6, 6, bias=False).double()
+        self.second.weight = self.first.weight
+        scale = torch.ones(1, dtype=torch.float64)
+        self.register_buffer("scale", scale)
+        self.register_buffer("same_scale", scale)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.second(self.first(features)) * self.scale
+
+
+def test_tied_weights_stay_tied_and_travel_once() -> None:
+    replica = replica_of(Tied())
+    module = replica.module
+    assert isinstance(module, Tied)
+    replica.step(batch())
+    layout = replica.layout(with_optimizer=False)
+    assert [segment.numel for segment in layout] == [36, 1]
+    assert module.first.weight is module.second.weight
+    replica.segments(with_optimizer=False)[1].fill_(3)
+    assert module.scale.item() == module.same_scale.item() == 3
+
+
+def test_frozen_parameters_travel_but_are_not_trained() -> None:
+    module = mlp()
+    for parameter in module[0].parameters():
+        parameter.requires_grad_(False)
+    replica = replica_of(module, OPTIMIZERS["momentum"])
+    frozen = module[0].weight.detach().clone()
+    replica.step(batch())
+    layout = replica.layout(with_optimizer=True)
+    assert [(s.kind, s.numel) for s in layout] == [
+        ("parameters", 6 * 8 + 8 + 8 * 3 + 3),
+        ("optimizer", 8 * 3 + 3),
+    ]
+    assert torch.equal(module[0].weight, frozen)
+    assert not module[0].weight.requires_grad
+    assert module[2].weight.requires_grad
+
+
+def test_dtypes_travel_in_segments_of_their_own() -> None:
+    module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).double()})
+    module["c"] = nn.Linear(3, 3).half()
+    layout = Replica(module, SGD, nn.MSELoss()).layout(with_optimizer=False)
+    assert [(s.dtype, s.numel) for s in layout] == [
+        (torch.float32, 6),
+        (torch.float64, 6),
+        (torch.float16, 12),
+    ]
+    assert [s.center_dtype for s in layout] == [torch.float32, torch.float64, torch.float32]
+
+
+def test_gradients_of_one_step_do_not_leak_into_the_next() -> None:
+    replica = replica_of(mlp())
+    replica.forward_backward(batch())
+    first = [p.grad.clone() for p in replica.module.parameters() if p.grad is not None]
+    replica.forward_backward(batch())
+    second = [p.grad for p in replica.module.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True) if b is not None)
+
+
+def test_the_loss_of_a_step_is_detached() -> None:
+    assert not replica_of(mlp()).step(batch()).requires_grad
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.integers(1, 6))
+def test_a_regression_targets_shape_follows_outputs_of_one_column(rows: int) -> None:
+    outputs = torch.zeros(rows, 1)
+    assert align_targets(outputs, torch.zeros(rows)).shape == (rows, 1)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets"),
+    [
+        (torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)),
+        (torch.zeros(4, 1), torch.zeros(4, dtype=torch.int64)),
+        (torch.zeros(4), torch.zeros(4)),
+        (torch.zeros(4, 1), torch.zeros(4, 1)),
+        (torch.zeros(4, 2), torch.zeros(4)),
+    ],
+)
+def test_other_targets_keep_their_shape(outputs: Tensor, targets: Tensor) -> None:
+    assert align_targets(outputs, targets) is targets
+
+
+def test_a_loss_with_weights_of_its_own_works() -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+    replica = Replica(mlp(), SGD, loss)
+    (features,) = batch().features
+    expected = loss(mlp()(features), batch().targets)
+    assert replica.step(batch()).item() == pytest.approx(expected.item())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_on_a_gpu_state_is_flat_on_the_device_and_layouts_agree(name: str) -> None:
+    trained = Replica(batch_norm_net(), OPTIMIZERS[name], nn.CrossEntropyLoss(), "cuda")
+    untrained = Replica(batch_norm_net(), OPTIMIZERS[name], nn.CrossEntropyLoss(), "cuda")
+    trained.step(batch())
+    assert trained.layout(with_optimizer=True) == untrained.layout(with_optimizer=True)
+    assert all(p.is_cuda for p in trained.module.parameters())
+    assert all(s.is_cuda for s in trained.segments(with_optimizer=False))

@@ -1,0 +1,485 @@
+"""Whole runs that go wrong: the error names who, where and when, and everybody leaves."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from torch import Tensor, nn
+from toys import Data, classification, make_job, mlp, sparkdl_threads
+
+import sparkdl.averager.client
+from sparkdl.averager import Averager, AveragerAddress
+from sparkdl.driver import run
+from sparkdl.errors import (
+    DeadlineError,
+    NonFiniteError,
+    TrainingError,
+    WorkerError,
+    WorkerLostError,
+)
+from sparkdl.strategies import ParameterAveraging
+from sparkdl.testing import run_world
+from sparkdl.worker import Job, Place, report_failure, train
+
+MARK = 777.0
+"""A feature value by which a model recognizes the row at which to misbehave."""
+
+
+def marked(sizes: list[int], *rows: int) -> Data:
+    data = classification(sizes)
+    data.features[list(rows), 0] = MARK
+    return data
+
+
+class Marked(nn.Module):
+    """Does something at the marked row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, features: Tensor) -> Tensor:
+        if (features[:, 0] == MARK).any():
+            self.at_mark()
+        return self.net(features)
+
+    def at_mark(self) -> None:
+        raise NotImplementedError
+
+
+class Raises(Marked):
+    def at_mark(self) -> None:
+        raise ZeroDivisionError("the user's own mistake")
+
+
+class Sleeps(Marked):
+    def at_mark(self) -> None:
+        time.sleep(4)
+
+
+class SleepsABit(Marked):
+    def at_mark(self) -> None:
+        time.sleep(0.9)
+
+
+class Kills(Marked):
+    def at_mark(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Overflows(Marked):
+    def at_mark(self) -> None:
+        with torch.no_grad():
+            next(self.parameters()).view(-1)[:3] = float("inf")
+
+
+@pytest.fixture(autouse=True)
+def _nobody_stays() -> Iterator[None]:
+    before = set(sparkdl_threads())
+    yield
+    deadline = time.monotonic() + 5
+    while set(sparkdl_threads()) - before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert set(sparkdl_threads()) - before == set()
+
+
+def test_an_error_in_the_model_names_rank_epoch_and_step_and_shows_the_workers_traceback() -> None:
+    data = marked([12, 12], 12 + 9)  # rank 1's third minibatch of four
+    with pytest.raises(WorkerError) as caught:
+        run_world(make_job(Raises()), data.shards())
+
+    error = caught.value
+    assert (error.rank, error.epoch, error.step) == (1, 1, 3)
+    assert "rank 1, epoch 1, step 3" in str(error)
+    assert "ZeroDivisionError: the user's own mistake" in str(error)
+    assert "in at_mark" in error.worker_traceback
+    assert "test_worker.py" in error.worker_traceback
+
+
+def test_an_error_in_a_later_epoch_names_that_epoch() -> None:
+    class SecondTime(Marked):
+        seen = 0
+
+        def at_mark(self) -> None:
+            self.seen += 1
+            if self.seen == 2:
+                raise ZeroDivisionError
+
+    with pytest.raises(WorkerError) as caught:
+        run_world(make_job(SecondTime(), epochs=3), marked([8], 0).shards())
+    assert caught.value.epoch == 2
+    assert caught.value.step in (3, 4)
+
+
+def test_an_error_ends_the_run_long_before_the_deadline() -> None:
+    data = marked([12, 12, 12], 0)
+    started = time.monotonic()
+    with pytest.raises(WorkerError):
+        run_world(make_job(Raises(), deadline_s=60), data.shards())
+    assert time.monotonic() - started < 20
+
+
+def test_an_error_while_building_the_model_on_a_worker_is_the_workers_error() -> None:
+    main = threading.main_thread()
+
+    def build() -> nn.Module:
+        if threading.current_thread() is not main:
+            raise LookupError("no weights on this host")
+        return mlp()
+
+    with pytest.raises(WorkerError, match="LookupError: no weights on this host") as caught:
+        run_world(make_job(build), classification([4, 4]).shards())
+    assert (caught.value.epoch, caught.value.step) == (0, 0)
+    assert "in build" in caught.value.worker_traceback
+
+
+@pytest.mark.parametrize("part", ["loss", "optimizer"])
+def test_an_error_in_loss_or_optimizer_is_the_workers_error(part: str) -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        raise KeyError("in the loss")
+
+    main = threading.main_thread()
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if threading.current_thread() is not main:  # the driver steps a replica of its own
+                raise KeyError("in the optimizer")
+
+    changes = {"loss": loss} if part == "loss" else {"optimizer": partial(Optimizer, lr=0.1)}
+    with pytest.raises(WorkerError, match=f"KeyError: 'in the {part}'"):
+        run_world(make_job(mlp(), **changes), classification([4, 4]).shards())
+
+
+def test_an_error_in_the_source_of_rows_is_the_workers_error() -> None:
+    def rows() -> Iterator[pa.RecordBatch]:
+        yield from classification([4]).shards()[0]
+        raise OSError("the upstream broke")
+
+    with pytest.raises(WorkerError, match="OSError: the upstream broke"):
+        run_world(make_job(mlp()), [rows(), classification([4]).shards()[0]])  # type: ignore[list-item]
+
+
+def test_bad_rows_are_a_workers_error_that_names_the_column() -> None:
+    data = classification([4, 4])
+    shards = data.shards()
+    bad = pa.record_batch(
+        {"features": shards[1][0].column(0), "label": pa.array([0, None, 1, 2], pa.int64())}
+    )
+    with pytest.raises(WorkerError, match=r"rank 1, .*column 'label' has 1 null"):
+        run_world(make_job(mlp()), [shards[0], [bad]])
+
+
+def test_a_non_finite_contribution_names_rank_epoch_and_step() -> None:
+    data = marked([16, 16], 16 + 5)  # rank 1's second minibatch, the end of its first window
+    job = make_job(Overflows(), strategy=ParameterAveraging(period=2), epochs=2)
+    with pytest.raises(NonFiniteError) as caught:
+        run_world(job, data.shards())
+
+    error = caught.value
+    assert (error.rank, error.epoch, error.step) == (1, 1, 2)
+    for part in ("rank 1", "epoch 1", "step 2", "NaN or infinite"):
+        assert part in str(error)
+
+
+def test_a_diverged_loss_is_a_non_finite_error() -> None:
+    data = classification([8, 8])
+    data.features[:] *= 1e8
+    job = make_job(nn.Linear(6, 3).double(), optimizer=partial(torch.optim.SGD, lr=1e302), epochs=5)
+    with pytest.raises(NonFiniteError, match="learning rate"):
+        run_world(job, data.shards())
+
+
+@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
+def test_non_finite_values_do_not_reach_the_center(wire_dtype: str) -> None:
+    class BadBuffer(Overflows):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("statistic", torch.zeros(2))
+
+        def at_mark(self) -> None:
+            self.get_buffer("statistic")[1] = float("nan")
+
+    averagers: list[Averager] = []
+    strategy = ParameterAveraging(period=1, wire_dtype=wire_dtype)  # type: ignore[arg-type]
+    job = make_job(BadBuffer(), strategy=strategy)
+    shards = marked([8, 8], 0).shards()
+    with pytest.raises(NonFiniteError, match="rank 0"):
+        run(job, 2, ranks(job, shards, {0: 0, 1: 1}, averagers))
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in averagers[0].center)
+
+
+@contextmanager
+def _started(workers: list[threading.Thread], wait_s: float) -> Iterator[None]:
+    for worker in workers:
+        worker.start()
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.join(wait_s)
+        assert not any(worker.is_alive() for worker in workers)
+
+
+@contextmanager
+def _late(workers: Any, seconds: float) -> Iterator[None]:
+    """Enter ``workers``, but only some time after the run has begun."""
+    timer = threading.Timer(seconds, workers.__enter__)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join(10)
+        workers.__exit__(None, None, None)
+
+
+def ranks(
+    job: Job, shards: Any, wanted: dict[int, int], averagers: list[Averager] | None = None
+) -> Any:
+    """Launch threads of our own choosing: {shard: rank it claims}."""
+
+    def launch(averager: Averager) -> Any:
+        if averagers is not None:
+            averagers.append(averager)
+        workers = [
+            threading.Thread(
+                target=train,
+                args=(job, Place(rank=rank, directory=Path("/tmp")), averager.address, shards[s]),
+                name=f"sparkdl-rank-{rank}",
+                daemon=True,
+            )
+            for s, rank in wanted.items()
+        ]
+        return _started(workers, 20)
+
+    return launch
+
+
+def test_a_rank_that_never_joins_is_named_within_the_deadline() -> None:
+    job = make_job(mlp(), deadline_s=1.0)
+    shards = classification([4, 4, 4]).shards()
+    started = time.monotonic()
+    with pytest.raises(DeadlineError, match="rank 1"):
+        run(job, 3, ranks(job, shards, {0: 0, 2: 2}))
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("silent", [0, 1, 2])
+def test_a_rank_that_goes_silent_is_named_within_the_deadline(silent: int) -> None:
+    data = marked([8, 8, 8], 8 * silent + 6)  # in the second minibatch
+    job = make_job(Sleeps(), deadline_s=1.0)
+    started = time.monotonic()
+    with pytest.raises(DeadlineError, match=f"rank {silent}"):
+        run_world(job, data.shards())
+    assert time.monotonic() - started < 20
+
+
+def test_start_up_and_the_first_window_have_the_deadline_each() -> None:
+    """Workers that come late and then train for long are heard of in between: they join."""
+    job = make_job(SleepsABit(), deadline_s=1.5)
+    shards = marked([4, 4], 0, 4).shards()
+    plain = ranks(job, shards, {0: 0, 1: 1})
+
+    def launch(averager: Averager) -> Any:
+        return _late(plain(averager), 0.9)
+
+    outcome = run(job, 2, launch)
+    assert outcome.history[0].examples == 8
+
+
+def test_a_worker_without_rows_waits_for_a_long_epoch_of_the_others() -> None:
+    """Progress is being made all the time, so no deadline is missed."""
+
+    class Slow(Marked):
+        def forward(self, features: Tensor) -> Tensor:
+            time.sleep(0.4)
+            return self.net(features)
+
+    data = classification([0, 40])  # 10 windows of 0.4 s
+    outcome = run_world(make_job(Slow(), deadline_s=1.5), data.shards())
+    assert outcome.history[0].examples == 40
+
+
+def test_a_slow_upload_does_not_make_its_sender_look_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 sends for 1.2 s of a deadline of 1.5 s; it is rank 1 who stays away."""
+    to_message = sparkdl.averager.client.to_message
+
+    def slowly(values: Tensor) -> pa.RecordBatch:
+        time.sleep(1.2)
+        return to_message(values)
+
+    monkeypatch.setattr(sparkdl.averager.client, "to_message", slowly)
+    job = make_job(Sleeps(), deadline_s=1.5)
+    with pytest.raises(DeadlineError, match="rank 1"):
+        run_world(job, marked([4, 4], 5).shards())
+
+
+def test_a_process_killed_in_a_step_is_lost_by_name() -> None:
+    data = marked([12, 12], 12 + 5)
+    started = time.monotonic()
+    with pytest.raises(WorkerLostError, match="rank 1"):
+        run_world(make_job(Kills(), deadline_s=60), data.shards(), ranks_as="processes")
+    assert time.monotonic() - started < 60
+
+
+class EndsOnArrival:
+    """A shard that ends the process which unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (3,)
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_before_it_joins_is_noticed_at_once() -> None:
+    shard = classification([8]).shards()[0]
+    started = time.monotonic()
+    with pytest.raises(WorkerLostError, match="rank 1 exited with code 3"):
+        run_world(
+            make_job(mlp(), deadline_s=60),
+            [shard, EndsOnArrival()],  # type: ignore[list-item]
+            ranks_as="processes",
+        )
+    assert time.monotonic() - started < 55
+
+
+def test_a_rank_outside_the_world_ends_the_run() -> None:
+    job = make_job(mlp(), deadline_s=10)
+    shards = classification([4, 4]).shards()
+    with pytest.raises(TrainingError, match=r"rank 2 .* joined a run of 2 workers"):
+        run(job, 2, ranks(job, shards, {0: 0, 1: 2}))
+
+
+def test_a_rank_that_joins_twice_ends_the_run() -> None:
+    job = make_job(mlp(), deadline_s=10)
+    shards = classification([4, 4]).shards()
+    with pytest.raises(TrainingError, match=r"rank 0 joined from .* a second time"):
+        run(job, 2, ranks(job, shards, {0: 0, 1: 0}))
+
+
+def test_a_replica_of_another_shape_ends_the_run() -> None:
+    main = threading.main_thread()
+
+    def build() -> nn.Module:
+        return mlp() if threading.current_thread() is main else mlp(classes=5)
+
+    with pytest.raises(TrainingError, match="same model"):
+        run_world(make_job(build, deadline_s=10), classification([4, 4]).shards())
+
+
+def test_a_worker_that_could_not_start_says_why() -> None:
+    job = make_job(mlp(), deadline_s=10)
+
+    def launch(averager: Averager) -> Any:
+        error = ImportError("No module named 'timm'")
+        reporter = threading.Thread(target=report_failure, args=(averager.address, 1, error))
+        return _started([reporter], 10)
+
+    with pytest.raises(WorkerError, match=r"rank 1.*ImportError: No module named 'timm'") as caught:
+        run(job, 2, launch)
+    assert (caught.value.rank, caught.value.epoch, caught.value.step) == (1, 0, 0)
+
+
+def test_an_error_raised_on_a_worker_survives_pickling_in_the_driver() -> None:
+    with pytest.raises(WorkerError) as caught:
+        run_world(make_job(Raises()), marked([4], 0).shards())
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.rank, again.step) == (str(caught.value), 0, 1)
+
+
+def test_a_failed_run_leaves_no_file_behind(tmp_path: Path) -> None:
+    job = make_job(Raises())
+    shards = marked([8], 6).shards()
+
+    def launch(averager: Averager) -> Any:
+        place = Place(rank=0, directory=tmp_path)
+        worker = threading.Thread(target=train, args=(job, place, averager.address, shards[0]))
+        return _started([worker], 10)
+
+    with pytest.raises(WorkerError):
+        run(job, 1, launch)
+    assert list(tmp_path.iterdir()) == []
+
+
+class NoAverager:
+    """Lets one worker train alone in the test's own thread; threads share torch's generator."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __enter__(self) -> NoAverager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def receive_center(self, *_: object) -> None:
+        pass
+
+    def exchange(self, *_: object) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def test_replicas_start_equal_and_draw_different_dropout_masks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sparkdl.worker.AveragerClient", NoAverager)
+    starts: list[Tensor] = []
+    masks: list[Tensor] = []
+
+    class Recorder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(6, 3, dtype=torch.float64)
+            starts.append(self.net.weight.detach().clone())
+
+        def forward(self, features: Tensor) -> Tensor:
+            masks.append(nn.functional.dropout(torch.ones(64)))
+            return self.net(features)
+
+    for rank in (0, 1, 0):
+        place = Place(rank=rank, directory=tmp_path)
+        shard = classification([4]).shards()[0]
+        train(make_job(Recorder), place, AveragerAddress("grpc://nowhere:1", ""), shard)
+
+    assert torch.equal(starts[0], starts[1])
+    assert torch.equal(masks[0], masks[2])
+    assert not torch.equal(masks[0], masks[1])
+
+
+def test_a_worker_stopped_by_the_averager_returns_without_raising() -> None:
+    job = make_job(mlp(), deadline_s=5)
+    returned: list[bool] = []
+    with Averager((), [], 2, job.strategy.codec, deadline_s=5) as averager:
+
+        def work() -> None:
+            train(job, Place(rank=0, directory=Path("/tmp")), averager.address, [])
+            returned.append(True)
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        time.sleep(0.2)
+        averager.fail(TrainingError("changed our mind"))
+        worker.join(10)
+    assert returned == [True]
+
+
+def test_a_worker_that_comes_after_the_run_was_closed_does_not_hang() -> None:
+    with Averager((), [], 1, make_job(mlp()).strategy.codec, deadline_s=5) as averager:
+        address: AveragerAddress = averager.address
+    started = time.monotonic()
+    train(make_job(mlp(), deadline_s=2), Place(rank=0, directory=Path("/tmp")), address, [])
+    assert time.monotonic() - started < 15

@@ -1,0 +1,219 @@
+"""Small models, data and reference algorithms that several tests share; nothing here is sparkdl's.
+
+``average_by_hand`` is the oracle of parameter averaging: plain torch replicas in one process, means
+in float64 numpy.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import nn
+
+from sparkdl.driver import as_builder
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.feed import permutation
+from sparkdl.protocols import ColumnSpec
+from sparkdl.strategies import ParameterAveraging
+from sparkdl.testing import batches_of
+from sparkdl.worker import Job
+
+SEED = 11
+
+
+@dataclass(frozen=True)
+class Data:
+    """Rows of one table: features (n, width), targets (n,), and how many rows each rank has."""
+
+    features: np.ndarray
+    targets: np.ndarray
+    sizes: tuple[int, ...]
+
+    def shard(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        start = sum(self.sizes[:rank])
+        stop = start + self.sizes[rank]
+        return self.features[start:stop], self.targets[start:stop]
+
+    def shards(self, rows_a_batch: int = 7) -> list[list[pa.RecordBatch]]:
+        return [
+            batches_of(rows_a_batch, features=features, label=targets) if len(targets) else []
+            for features, targets in map(self.shard, range(len(self.sizes)))
+        ]
+
+
+def classification(
+    sizes: Sequence[int],
+    *,
+    width: int = 6,
+    classes: int = 3,
+    dtype: Any = np.float64,
+    seed: int = 0,
+) -> Data:
+    """Gaussian features, the class told by a random linear map."""
+    generator = np.random.default_rng(seed)
+    features = generator.normal(size=(sum(sizes), width)).astype(dtype)
+    targets = (features @ generator.normal(size=(width, classes))).argmax(axis=1)
+    return Data(features, targets.astype(np.int64), tuple(sizes))
+
+
+def schema(width: int = 6, dtype: torch.dtype = torch.float64) -> FeedSchema:
+    return FeedSchema((ColumnSpec("features", dtype, width),), ColumnSpec("label", torch.int64))
+
+
+def mlp(width: int = 6, classes: int = 3, seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, classes)).double()
+
+
+def cnn(classes: int = 3, seed: int = 4) -> nn.Module:
+    """For rows of 36 numbers, an image of 6 x 6."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 6, 6)),
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 5, 2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(20, classes),
+    ).double()
+
+
+def make_job(model: Any, **changes: Any) -> Job:
+    """A job on ``schema()``: SGD at 0.1, period 1, one epoch, batches of 4, a short deadline."""
+    settings: dict[str, Any] = {
+        "model": as_builder(model),
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "strategy": ParameterAveraging(period=1),
+        "schema": schema(),
+        "epochs": 1,
+        "batch_size": 4,
+        "seed": SEED,
+        "deadline_s": 30.0,
+    }
+    return Job(**{**settings, **changes})
+
+
+def parameters_of(module: nn.Module) -> dict[str, np.ndarray]:
+    return {name: p.detach().double().numpy().copy() for name, p in module.named_parameters()}
+
+
+def relative_error(module: nn.Module, oracle: nn.Module) -> float:
+    """Largest difference of the two state dicts, relative to the largest value of each tensor."""
+    mine, other = module.state_dict(), oracle.state_dict()
+    assert mine.keys() == other.keys()
+    return max(
+        float((mine[k] - other[k]).abs().max() / other[k].abs().max().clamp_min(1e-12))
+        for k in other
+        if other[k].is_floating_point()
+    )
+
+
+def sgd_on_union(
+    model: nn.Module, data: Data, *, lr: float, epochs: int, batch_size: int, dtype: torch.dtype
+) -> nn.Module:
+    """Single-process SGD; step t trains on the ranks' t-th minibatches put together."""
+    module = copy.deepcopy(model).train()
+    optimizer = torch.optim.SGD(module.parameters(), lr=lr)
+    for epoch in range(1, epochs + 1):
+        plans = [batches_by_hand(data, rank, epoch, batch_size) for rank in range(len(data.sizes))]
+        for step in range(max(map(len, plans))):
+            parts = [plan[step] for plan in plans if step < len(plan)]
+            features = torch.from_numpy(np.concatenate([f for f, _ in parts])).to(dtype)
+            targets = torch.from_numpy(np.concatenate([t for _, t in parts]))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(module(features), targets).backward()
+            optimizer.step()
+    return module
+
+
+def batches_by_hand(
+    data: Data, rank: int, epoch: int, batch_size: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The minibatches of one rank: arrival order in epoch 1, the documented permutation later."""
+    features, targets = data.shard(rank)
+    order = np.arange(len(targets))
+    if epoch > 1:
+        order = permutation(len(targets), seed=SEED, epoch=epoch, rank=rank).numpy()
+    return [
+        (features[order[i : i + batch_size]], targets[order[i : i + batch_size]])
+        for i in range(0, len(order), batch_size)
+    ]
+
+
+def average_by_hand(
+    model: nn.Module,
+    optimizer: Any,
+    data: Data,
+    *,
+    period: int,
+    epochs: int,
+    batch_size: int,
+    average_optimizer_state: bool,
+) -> nn.Module:
+    """Local training in windows of ``period`` minibatches, then a mean weighted by examples."""
+    ranks = range(len(data.sizes))
+    modules = [copy.deepcopy(model).train() for _ in ranks]
+    optimizers = [optimizer(module.parameters()) for module in modules]
+    for epoch in range(1, epochs + 1):
+        plans = [batches_by_hand(data, rank, epoch, batch_size) for rank in ranks]
+        for start in range(0, max(map(len, plans)), period):
+            windows = {r: plans[r][start : start + period] for r in ranks if start < len(plans[r])}
+            for rank, window in windows.items():
+                _train_by_hand(modules[rank], optimizers[rank], window)
+            weights = {r: sum(len(t) for _, t in window) for r, window in windows.items()}
+            _average([m.state_dict() for m in modules], weights)
+            if average_optimizer_state:
+                _average_optimizers(optimizers, weights)
+    return modules[0]
+
+
+def _train_by_hand(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    window: list[tuple[np.ndarray, np.ndarray]],
+) -> None:
+    for features, targets in window:
+        optimizer.zero_grad()
+        outputs = module(torch.from_numpy(features))
+        nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
+        optimizer.step()
+
+
+def _average(states: list[dict[Any, torch.Tensor]], weights: dict[int, int]) -> None:
+    """Write the mean of the ranks in ``weights`` into the tensors of every rank."""
+    for key in states[min(weights)]:
+        members = {rank: states[rank][key] for rank in weights}
+        mean = sum(
+            weights[rank] * tensor.double().numpy() for rank, tensor in members.items()
+        ) / sum(weights.values())
+        first = members[min(weights)].clone()
+        for state in states:
+            if key in state:
+                value = torch.as_tensor(mean) if first.is_floating_point() else first
+                state[key].copy_(value)
+
+
+def _average_optimizers(optimizers: list[torch.optim.Optimizer], weights: dict[int, int]) -> None:
+    parameter_lists = [optimizer.param_groups[0]["params"] for optimizer in optimizers]
+    for place in range(len(parameter_lists[0])):
+        states = [
+            {k: v for k, v in optimizer.state[ps[place]].items() if isinstance(v, torch.Tensor)}
+            for optimizer, ps in zip(optimizers, parameter_lists, strict=True)
+        ]
+        with torch.no_grad():
+            _average(states, weights)
+
+
+def sparkdl_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("sparkdl")]
