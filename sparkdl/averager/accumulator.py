@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import numpy as np
 from torch import Tensor
 
 from sparkdl.averager.wire import Chunk
@@ -72,8 +73,9 @@ class Accumulator:
             total.copy_(values)
         elif averaged:
             weight = self._weight(rank)
-            if weight == 1.0:
-                total.add_(values)
+            if weight == 1.0 and values.dtype == total.dtype:
+                # numpy adds in this thread; torch would wake its pool for every chunk.
+                np.add(total.numpy(), values.numpy(), out=total.numpy())
             else:
                 total.add_(values, alpha=weight)
         if averaged and rank == self._last_rank:

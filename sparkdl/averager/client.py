@@ -27,6 +27,7 @@ from sparkdl.averager.wire import (
     pack_header,
     plan_chunks,
     to_message,
+    unpack_header,
 )
 from sparkdl.errors import DeadlineError, NonFiniteError, StoppedError, WorkerError
 from sparkdl.events import WindowReport
@@ -55,6 +56,7 @@ class AveragerClient:
         self.rank = rank
         self._codec = codec
         self._base: list[Tensor] = []
+        self._credit = 1
         hello = {"join": rank, "host": socket.gethostname()}
         self._connection = _Connection(address, hello, rank, 2 * deadline_s)
 
@@ -78,6 +80,7 @@ class AveragerClient:
         """
         state = list(segments)
         self._extend_base(state, layout)
+        self._credit = int(self._connection.receive_header()["credit"])
         self._receive_center(state, layout, plan_chunks(layout))
 
     def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
@@ -88,7 +91,9 @@ class AveragerClient:
         self._extend_base(state, layout)
         self._connection.send_header(window_header(window))
         if window.examples:
-            for chunk in chunks:
+            for index, chunk in enumerate(chunks):
+                if index >= self._credit:
+                    self._connection.receive_header()
                 self._send(chunk, state, layout[chunk.segment], window)
         if window.last:
             self._receive_center(state, layout, chunks)
@@ -207,6 +212,11 @@ class _Connection:
                 chunk = self._reader.read_chunk()
             if chunk.data is not None:
                 return chunk.data
+
+    def receive_header(self) -> dict[str, Any]:
+        """The next message, which is a header."""
+        with self._watched():
+            return unpack_header(self._reader.read_chunk().app_metadata)
 
     def send_last(self, header: dict[str, Any]) -> None:
         """Send a header and wait for the averager to end the exchange.

@@ -4,8 +4,10 @@ One worker is one long-lived Flight exchange, from joining to leaving:
 
     worker                               averager
     {"join": rank, "host": ...}  ------> wait for all ranks
+                                 <------ {"credit": chunks to send ahead}
                                  <------ initial center, chunk by chunk
     {"window": report}, chunks   ------> add in rank order, wait for the round
+                                 <------ {"added": true}, once a chunk, while any needs credit
                                  <------ {"waiting": true}, only after a last window, each round
                                  <------ the reply, chunk by chunk
     ... a round a window ...
@@ -31,7 +33,14 @@ from torch import Tensor
 from sparkdl.averager.codec import Codec
 from sparkdl.averager.headers import raise_reported_failure, read_join, read_window
 from sparkdl.averager.rounds import Event, Rounds
-from sparkdl.averager.wire import SCHEMA, from_message, pack_header, to_message, unpack_header
+from sparkdl.averager.wire import (
+    SCHEMA,
+    credit_chunks,
+    from_message,
+    pack_header,
+    to_message,
+    unpack_header,
+)
 from sparkdl.errors import DeadlineError, SparkDLError, TrainingError, WorkerLostError
 from sparkdl.events import WindowReport
 from sparkdl.protocols import Layout
@@ -39,6 +48,7 @@ from sparkdl.protocols import Layout
 logger = logging.getLogger(__name__)
 
 TOKEN_HEADER = "authorization"
+_ADDED = pack_header({"added": True})
 SHUTDOWN_S = 10.0
 """Seconds to wait for workers' connections to end before the service is left to itself."""
 
@@ -141,6 +151,7 @@ class _FlightService(flight.FlightServerBase):  # type: ignore[misc]
         super().__init__(location, middleware={"token": _TokenCheck(token)})
         self._rounds = rounds
         self._codec = codec
+        self._credit = credit_chunks(rounds.world_size)
 
     def do_exchange(
         self,
@@ -157,6 +168,7 @@ class _FlightService(flight.FlightServerBase):  # type: ignore[misc]
             rank, host = read_join(hello)
             writer.begin(SCHEMA)
             self._rounds.join(rank, host)
+            writer.write_metadata(pack_header({"credit": self._credit}))
             self._send(writer, rank, self._rounds.center, kinds={"parameters", "buffers"})
             while not (header := unpack_header(_next(reader, rank).app_metadata)).get("finish"):
                 self._serve_round(read_window(header, rank), reader, writer)
@@ -183,18 +195,27 @@ class _FlightService(flight.FlightServerBase):  # type: ignore[misc]
         def still_waiting() -> None:
             writer.write_metadata(pack_header({"waiting": True}))
 
-        values = self._receive(reader, report.rank)
+        values = self._receive(reader, writer, report.rank)
         reply = self._rounds.contribute(report, values, still_waiting)
         # Who was done early has missed rounds: the changes of the last one would not be enough.
         everything = {segment.kind for segment in self._rounds.layout}
         self._send(writer, report.rank, reply, kinds=everything if report.last else None)
         self._rounds.release(report.rank)
 
-    def _receive(self, reader: flight.MetadataRecordBatchReader, rank: int) -> Iterator[Tensor]:
-        for chunk in self._rounds.chunks:
+    def _receive(
+        self,
+        reader: flight.MetadataRecordBatchReader,
+        writer: flight.MetadataRecordBatchWriter,
+        rank: int,
+    ) -> Iterator[Tensor]:
+        """Yield a contribution's chunks, giving credit for another once one has been added."""
+        chunks = self._rounds.chunks
+        for index, chunk in enumerate(chunks):
             message = _next(reader, rank)
             dtype = self._codec.wire_dtype(self._rounds.layout[chunk.segment])
             yield from_message(message.data, dtype, chunk.stop - chunk.start)
+            if index + self._credit < len(chunks):
+                writer.write_metadata(_ADDED)
 
     def _send(
         self,

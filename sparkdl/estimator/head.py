@@ -121,6 +121,35 @@ def head_of(loss: Any) -> Head:
         return Head.UNKNOWN
 
 
+def output_function(
+    output_type: str, head: Head, width: int | None
+) -> tuple[Callable[[Tensor], Tensor], bool]:
+    """From outputs to predictions, and whether those are vectors.
+
+    Args:
+        output_type: ``auto``, ``class``, ``probability`` or ``raw``.
+        head: what the outputs mean.
+        width: numbers a row; None for outputs without a dimension of their own.
+
+    Raises:
+        ConfigError: outputs of this meaning and width have no such predictions.
+    """
+    if output_type == "auto":
+        output_type = "class" if head.is_classification else "raw"
+    if output_type == "raw":
+        wide = width is not None and width > 1
+        return functools.partial(_flat_rows, wide=wide), wide
+    function = head.classes if output_type == "class" else head.probabilities
+    # On one made-up row here, rather than on the first real one in an executor.
+    function(torch.zeros(1) if width is None else torch.zeros(1, width))
+    return function, output_type == "probability"
+
+
+def _flat_rows(outputs: Tensor, *, wide: bool) -> Tensor:
+    """Outputs as (n, k), or (n,) if there is one number a row."""
+    return outputs.reshape(len(outputs), -1) if wide else outputs.reshape(len(outputs))
+
+
 def _single(outputs: Tensor) -> Tensor:
     if outputs.dim() == 2 and outputs.shape[1] == 1:
         return outputs[:, 0]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame
-from torch import Tensor, nn
+from torch import nn
 
 from sparkdl.checkpoint.module_files import SavedModule
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.estimator.head import Head
+from sparkdl.estimator.head import Head, output_function
 from sparkdl.estimator.params import InputOutputParams
 from sparkdl.estimator.persistence import ModelReader, ModelWriter
 from sparkdl.events import EpochSummary
@@ -67,25 +66,13 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
                 f"named: {', '.join(names)}"
             )
         columns = [input_column(dataset, name, "featuresCol") for name in names]
-        output, as_vector = self._output()
+        output, as_vector = output_function(self.getOutputType(), self._head, self._output_width)
         if self._shared is None:
             self._shared = share_model(self.module, dataset.sparkSession.sparkContext)
         return dataset.withColumn(
             name,
             prediction_column(self._shared, columns, self._features, output, as_vector=as_vector),
         )
-
-    def _output(self) -> tuple[Callable[[Tensor], Tensor], bool]:
-        """From outputs to predictions, and whether those are vectors."""
-        kind = self.getOutputType()
-        if kind == "auto":
-            kind = "class" if self._head.is_classification else "raw"
-        if kind == "class":
-            return self._head.classes, False
-        if kind == "probability":
-            return self._head.probabilities, True
-        wide = self._output_width is not None and self._output_width > 1
-        return partial(_flat_rows, wide=wide), wide
 
     def write(self) -> ModelWriter:
         """A writer: ``model.write().overwrite().save(path)``."""
@@ -133,8 +120,3 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
         """A copy with other Params; it shares the module."""
         copied: TorchModel = super().copy(extra)
         return copied
-
-
-def _flat_rows(outputs: Tensor, *, wide: bool) -> Tensor:
-    """Outputs as (n, k), or (n,) if there is one number a row."""
-    return outputs.reshape(len(outputs), -1) if wide else outputs.reshape(len(outputs))

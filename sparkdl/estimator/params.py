@@ -96,6 +96,13 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
         typeConverter=_one_of("outputType", OUTPUT_TYPES),
     )
 
+    def _set(self, **values: Any) -> Self:
+        # pyspark.ml lets None pass without a look at it.
+        for name, value in values.items():
+            if value is None:
+                self.getParam(name).typeConverter(value)
+        return super()._set(**values)
+
     def getFeaturesCols(self) -> list[str] | None:
         """Gets the value of featuresCols or its default value."""
         return self.getOrDefault(self.featuresCols)

@@ -101,7 +101,7 @@ class EstimatorReader(MLReader[Any]):
         """Load from a path on any file system that Spark knows."""
         with fetch(path) as directory:
             metadata = read_metadata(directory)
-            saved = json.loads((directory / OBJECTS).read_text())
+            saved = _read_json(directory / OBJECTS)
             objects = {
                 name: load_recipe(recipe, directory, name, trust=self._trust)
                 for name, recipe in saved.items()
@@ -128,13 +128,20 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     """Read the Params of a saved stage.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it is damaged.
     """
     path = directory / "metadata" / "part-00000"
     if not path.is_file():
         raise ConfigError(f"there is no saved stage in {directory}: metadata/ is missing")
-    metadata: dict[str, Any] = json.loads(path.read_text())
-    return metadata
+    return _read_json(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is missing or damaged: {error}") from error
+    return values
 
 
 def restore_params(instance: Any, metadata: dict[str, Any]) -> Any:

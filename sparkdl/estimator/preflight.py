@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import nn
 
 from sparkdl.driver import as_builder
 from sparkdl.errors import DataError
-from sparkdl.estimator.head import Head, head_of
+from sparkdl.estimator.head import Head, head_of, output_function
 from sparkdl.estimator.params import EstimatorParams
 from sparkdl.estimator.probe import build, probe
 from sparkdl.estimator.shipping import require_picklable
@@ -84,6 +85,7 @@ def preflight(params: EstimatorParams, frame: DataFrame) -> Preflight:
     facts = facts_wanted.result()
     check_facts(facts, num_workers)
     *feature_facts, label_facts = facts.columns
+    _refuse_nan_labels(label_facts)
     head = head_of(params.getLoss())
     schema = FeedSchema(
         tuple(_spec(f, f.column.tensor_dtype(fractions)) for f in feature_facts),
@@ -111,7 +113,17 @@ def preflight(params: EstimatorParams, frame: DataFrame) -> Preflight:
         description=_describe(params, num_workers),
     )
     width = None if outputs.dim() == 1 else outputs[0].numel()
+    output_function(params.getOutputType(), head, width)
     return Preflight(job, workers, head, width, facts.rows)
+
+
+def _refuse_nan_labels(label: ColumnFacts) -> None:
+    # SQL takes NaN for the largest of all numbers.
+    if label.largest is not None and math.isnan(label.largest):
+        raise DataError(
+            f"label column '{label.column.name}' holds NaN (not a number), which no loss can learn "
+            f"from. Drop those rows first: df.where(~F.isnan('{label.column.name}'))"
+        )
 
 
 def _balanced(facts: DataFacts) -> bool:

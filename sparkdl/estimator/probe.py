@@ -6,11 +6,12 @@ a label out of range, a wrong width or a loss that wants another dtype all show 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparkdl.driver import build_replica
 from sparkdl.errors import DataError, ModelError
@@ -29,18 +30,27 @@ def build(
     Raises:
         ModelError: the model or its optimizer cannot be built.
     """
+
+    def checked_model() -> nn.Module:
+        module = model()
+        if not isinstance(module, nn.Module):
+            raise ModelError(f"model builds a {type(module).__name__}; it must return an nn.Module")
+        # Before the optimizer sees them: torch's own say only "empty parameter list".
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ModelError(
+                f"{type(module).__name__} has no parameter that requires a gradient: there is "
+                "nothing to train"
+            )
+        return module
+
     try:
-        replica = build_replica(model, optimizer, loss, seed)
+        return build_replica(checked_model, optimizer, loss, seed)
+    except ModelError:
+        raise
     except Exception as error:  # the user's constructors may raise anything
         raise ModelError(
             f"the model or its optimizer cannot be built: {type(error).__name__}: {error}"
         ) from error
-    if not any(parameter.requires_grad for parameter in replica.module.parameters()):
-        raise ModelError(
-            f"{type(replica.module).__name__} has no parameter that requires a gradient: there is "
-            "nothing to train"
-        )
-    return replica
 
 
 def probe(
@@ -95,14 +105,18 @@ def _step(replica: Replica, batch: Batch, label: ColumnFacts, head: Head) -> Ten
             f"the model returns shape {tuple(outputs.shape)} for features of {shapes}; the first "
             "dimension must be the rows"
         )
-    _check_label_range(label, outputs, head)
+    ignored = getattr(replica.loss, "ignore_index", None)
+    _check_label_range(label, outputs, head, ignored)
     targets = align_targets(outputs, batch.targets)
     both = (
         f"outputs {_dtype(outputs)} {tuple(outputs.shape)} and "
         f"targets {_dtype(targets)} {tuple(targets.shape)}"
     )
     try:
-        loss = replica.loss(outputs, targets)
+        with warnings.catch_warnings():
+            # torch only warns before it broadcasts (2, 2) outputs against (2,) targets.
+            warnings.filterwarnings("error", message="Using a target size")
+            loss = replica.loss(outputs, targets)
     except Exception as error:  # the user's loss may raise anything
         _fail(f"the loss fails on {both} (label column '{label.column.name}')", error)
     if not isinstance(loss, Tensor) or loss.dim() != 0:
@@ -116,13 +130,15 @@ def _step(replica: Replica, batch: Batch, label: ColumnFacts, head: Head) -> Ten
     return outputs.detach()
 
 
-def _check_label_range(label: ColumnFacts, outputs: Tensor, head: Head) -> None:
+def _check_label_range(
+    label: ColumnFacts, outputs: Tensor, head: Head, ignored: int | None
+) -> None:
     name, low, high = label.column.name, label.smallest, label.largest
     if low is None or high is None or label.column.is_array:
         return
     if head.takes_class_index and outputs.dim() >= 2:
         classes = outputs.shape[1]
-        if low < 0 or high >= classes:
+        if (low < 0 and low != ignored) or high >= classes:
             raise DataError(
                 f"label column '{name}' holds {low:g} to {high:g}, but the model has {classes} "
                 f"outputs and so takes classes 0 to {classes - 1}. Number the classes from 0 "

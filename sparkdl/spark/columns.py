@@ -63,7 +63,9 @@ class InputColumn:
         column = quoted(self.name)
         if not self.is_vector:
             return column
-        return vector_to_array(column, dtype="float64" if precise else "float32")
+        values = vector_to_array(column, dtype="float64" if precise else "float32")
+        # It raises on null, which the checks are to count and name.
+        return F.when(column.isNotNull(), values)
 
 
 def quoted(name: str) -> Column:

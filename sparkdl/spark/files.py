@@ -52,6 +52,8 @@ def fetch(path: str) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
         fs, paths = _hadoop(target)
+        if not fs.exists(paths(target)):
+            raise ConfigError(f"there is nothing at {path}")
         copied = Path(scratch) / "fetched"
         fs.copyToLocalFile(False, paths(target), paths(copied.as_uri()), True)
         yield copied

@@ -70,7 +70,8 @@ def launch(workers: Workers, job: Job) -> Launch:
         task = bootstrap.make_task(
             "sparkdl.spark.task:run_worker_task",
             (payload, averager.address.uri, averager.address.token, workers.device),
-            {"torch": torch.__version__, "sparkdl": __version__},
+            # A plain str: torch's own kind cannot be unpickled where torch is missing.
+            {"torch": str(torch.__version__), "sparkdl": __version__},
         )
 
         def run_job() -> None:
