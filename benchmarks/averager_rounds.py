@@ -1,0 +1,63 @@
+"""Rounds of sparkdl's averager: the service in this process, which is the driver, and workers."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from round_processes import RoundProcesses
+
+from sparkdl.averager.client import AveragerClient
+from sparkdl.averager.codec import FullPrecision
+from sparkdl.averager.server import Averager, AveragerAddress
+from sparkdl.events import WindowReport
+from sparkdl.protocols import Segment
+
+
+@contextmanager
+def rounds(workers: int, numel: int) -> Iterator[RoundProcesses]:
+    """Opens an averager here and starts the workers, each a process of its own.
+
+    Args:
+        workers: how many contribute.
+        numel: number of float32 parameters.
+
+    Yields:
+        The worker processes; each ``round()`` is one round of the averager.
+    """
+    layout = (Segment("parameters", torch.float32, numel),)
+    with (
+        Averager(layout, [torch.zeros(numel)], workers, FullPrecision()) as averager,
+        RoundProcesses(
+            _member,
+            workers,
+            (numel, averager.address),
+            contribution=float,
+            expected=(workers - 1) / 2,
+        ) as processes,
+    ):
+        yield processes
+
+
+def _member(
+    rank: int, numel: int, address: AveragerAddress
+) -> tuple[Callable[[], None], torch.Tensor]:
+    vector = torch.empty(numel)
+    client = AveragerClient(address, rank, FullPrecision())
+    client.receive_center([vector], (Segment("parameters", torch.float32, numel),))
+    steps = itertools.count(1)
+
+    def take_part() -> None:
+        client.exchange(
+            [vector],
+            WindowReport(
+                rank=rank,
+                epoch=1,
+                step=next(steps),
+                examples=64,
+                loss_sum=0.0,
+                last=False,
+            ),
+        )
+
+    return take_part, vector

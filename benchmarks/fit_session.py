@@ -1,0 +1,159 @@
+"""Child process of startup.py and whole_job.py: one fresh Spark session, two fits in it.
+
+Prints, as its last line, ``{"contender": ..., "fits": [{"seconds": ..., "first_step": ...,
+"accuracy": ...}, ...]}``: wall time of the call, time from the call to the first optimizer step
+(null where it is not observed), and the trained model's accuracy on the test rows. Starting the
+session is not part of any figure, and no Spark job runs in it before the first fit.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import digits
+import harness
+import torch
+from peers import averaging_loop, ddp
+from pyspark.sql import SparkSession
+from torch import nn
+
+MASTER = f"local-cluster[{digits.WORKERS},1,2048]"
+CONF = {"spark.executor.memory": "2048m", "spark.ui.enabled": "false"}
+
+
+class StampedSGD(torch.optim.SGD):
+    """SGD that notes when its first step ended, in a file of its own below ``stamps``."""
+
+    def __init__(self, parameters: Any, *, stamps: Path, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self._stamps: Path | None = stamps
+
+    def step(self, closure: Any = None) -> Any:
+        """Takes one step, as SGD does."""
+        result = super().step(closure)
+        if self._stamps is not None:
+            stamp = self._stamps / f"{os.getpid()}-{time.time_ns()}"
+            stamp.write_text(repr(time.time()))
+            self._stamps = None
+        return result
+
+
+def first_step_of_all(stamps: Path) -> float:
+    """Returns when the last worker took its first step, as seconds since the epoch.
+
+    The driver's own process is left out: it may try a step before it launches anything.
+    """
+    drivers = f"{os.getpid()}-"
+    times = [
+        float(stamp.read_text()) for stamp in stamps.iterdir() if not stamp.name.startswith(drivers)
+    ]
+    if len(times) != digits.WORKERS:
+        raise RuntimeError(f"{len(times)} first steps noted in {stamps}, not {digits.WORKERS}")
+    return max(times)
+
+
+def plain_session() -> SparkSession:
+    """Returns a session as users build it."""
+    return harness.session(MASTER, CONF)
+
+
+def sparkdl_session() -> SparkSession:
+    """Returns a session with the same settings from sparkdl's own function."""
+    from sparkdl import create_session
+
+    return create_session("benchmark", master=MASTER, conf=CONF)
+
+
+def fit_ours(
+    spark: SparkSession, folder: Path, epochs: int, period: int
+) -> tuple[nn.Module, float | None]:
+    """Fits a TorchEstimator on the Parquet files; returns the model and the first step's time."""
+    from functools import partial
+
+    from sparkdl import ParameterAveraging, TorchEstimator
+
+    # With the schema given, reading defines a DataFrame and runs nothing before the clock starts.
+    frame = spark.read.schema("features array<float>, label long").parquet(str(folder / "train"))
+    with tempfile.TemporaryDirectory() as stamps:
+        estimator = TorchEstimator(
+            model=digits.build_mlp,
+            loss=nn.CrossEntropyLoss(),
+            optimizer=partial(StampedSGD, stamps=Path(stamps), **digits.make_optimizer.keywords),
+            strategy=ParameterAveraging(period=period),
+            epochs=epochs,
+            batchSize=digits.BATCH_SIZE,
+            numWorkers=digits.WORKERS,
+            device="cpu",
+            seed=7,
+            progress=False,
+        )
+        model = estimator.fit(frame)
+        return model.module, first_step_of_all(Path(stamps))
+
+
+def fit_torch_distributor(
+    spark: SparkSession, folder: Path, epochs: int, period: int
+) -> tuple[nn.Module, float | None]:
+    """Runs DDP by TorchDistributor; returns the model and the first step's time."""
+    from pyspark.ml.torch.distributor import TorchDistributor
+
+    distributor = TorchDistributor(digits.WORKERS, local_mode=False, use_gpu=False)
+    result: dict[str, Any] | None = distributor.run(ddp.train, folder, epochs)
+    if result is None:  # its way to say that a process failed
+        raise RuntimeError("TorchDistributor returned nothing: the training failed")
+    model = digits.build_mlp()
+    model.load_state_dict(
+        {name: torch.from_numpy(value) for name, value in result["state"].items()}
+    )
+    return model, result["first_step"]
+
+
+def fit_averaging_loop(
+    spark: SparkSession, folder: Path, epochs: int, period: int
+) -> tuple[nn.Module, float | None]:
+    """Runs the hand-written loop; returns the model. Its first step is not observed."""
+    return averaging_loop.fit(spark, folder, epochs=epochs, period=period), None
+
+
+Fit = Callable[[SparkSession, Path, int, int], tuple[nn.Module, float | None]]
+CONTENDERS: dict[str, tuple[Callable[[], SparkSession], Fit]] = {
+    "sparkdl": (sparkdl_session, fit_ours),
+    "sparkdl_plain_session": (plain_session, fit_ours),
+    "torch_distributor": (plain_session, fit_torch_distributor),
+    "averaging_loop": (plain_session, fit_averaging_loop),
+}
+
+
+def main() -> None:
+    """Fits twice with one contender and prints what it measured."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("contender", choices=CONTENDERS)
+    options.add_argument("folder", type=Path)
+    options.add_argument("--epochs", type=int, default=digits.EPOCHS)
+    options.add_argument("--period", type=int, default=5)
+    chosen = options.parse_args()
+    make_session, fit = CONTENDERS[chosen.contender]
+    spark = make_session()
+    fits = []
+    for _ in range(2):
+        called = time.time()
+        model, first_step = fit(spark, chosen.folder, chosen.epochs, chosen.period)
+        seconds = time.time() - called
+        fits.append(
+            {
+                "seconds": round(seconds, 3),
+                "first_step": None if first_step is None else round(first_step - called, 3),
+                "accuracy": round(digits.accuracy(model, chosen.folder), 4),
+            }
+        )
+    spark.stop()
+    print(json.dumps({"contender": chosen.contender, "fits": fits}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""What every benchmark shares: interleaved repeats, claims, child processes and the last JSON line.
+
+A benchmark measures ours and its peers in one run, turn by turn, so that a busy minute of the
+machine hits all of them; it compares medians and says with numbers whether each claim was met.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pyspark.sql import SparkSession
+
+FOLDER = Path(__file__).resolve().parent
+CHILD_TIMEOUT_SECONDS = 600.0
+
+Measured = TypeVar("Measured")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One ratio and the bound it is held to.
+
+    Args:
+        name: what is compared, as shown to the reader.
+        ratio: the measured ratio, dimensionless.
+        target: its bound.
+        at_least: True where more is better (the ratio must reach the target), False where the
+            ratio must not exceed it.
+    """
+
+    name: str
+    ratio: float
+    target: float
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool:
+        """True when the ratio is on the right side of the target."""
+        return self.ratio >= self.target if self.at_least else self.ratio <= self.target
+
+    def __str__(self) -> str:
+        bound = "at least" if self.at_least else "at most"
+        verdict = "met" if self.met else "MISSED"
+        return f"{self.name}: {self.ratio:.3f} ({bound} {self.target:g}): {verdict}"
+
+
+def arguments(
+    description: str | None, *, repeats: int, quick_repeats: int = 1
+) -> argparse.Namespace:
+    """Reads the command line of a benchmark that takes only the common options.
+
+    Args:
+        description: the first words of ``--help``; usually the module's docstring.
+        repeats: how often each contender is measured by default.
+        quick_repeats: how often with ``--quick``.
+
+    Returns:
+        A namespace with ``repeats`` (int) and ``quick`` (bool).
+    """
+    return parse(parser(description), repeats=repeats, quick_repeats=quick_repeats)
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser with the common options ``--repeats`` and ``--quick``."""
+    result = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("--repeats", type=int, help="measurements of each contender")
+    result.add_argument("--quick", action="store_true", help="few repeats: a check, not a result")
+    return result
+
+
+def parse(
+    options: argparse.ArgumentParser, *, repeats: int, quick_repeats: int = 1
+) -> argparse.Namespace:
+    """Parses the command line and fills in ``repeats``, which must be at least 1."""
+    parsed = options.parse_args()
+    if parsed.repeats is None:
+        parsed.repeats = quick_repeats if parsed.quick else repeats
+    if parsed.repeats < 1:
+        options.error(f"--repeats must be at least 1, got {parsed.repeats}")
+    return parsed
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[], Measured]], *, repeats: int, warmups: int = 0
+) -> dict[str, list[Measured]]:
+    """Measures every contender in turn, ``repeats`` times over.
+
+    Args:
+        contenders: name to a function that runs once and returns what it measured.
+        repeats: number of kept measurements each.
+        warmups: number of earlier turns that are thrown away.
+
+    Returns:
+        name to its ``repeats`` measurements, in order.
+    """
+    for _ in range(warmups):
+        for run in contenders.values():
+            run()
+    measured: dict[str, list[Measured]] = {name: [] for name in contenders}
+    for _ in range(repeats):
+        for name, run in contenders.items():
+            measured[name].append(run())
+    return measured
+
+
+def show(name: str, values: Sequence[float], *, unit: str = "s", digits: int = 4) -> float:
+    """Prints median, range and count of some measurements and returns the median."""
+    middle = statistics.median(values)
+    low, high = min(values), max(values)
+    print(
+        f"{name}: median {middle:,.{digits}f} {unit} "
+        f"[{low:,.{digits}f} to {high:,.{digits}f}], n={len(values)}",
+        flush=True,
+    )
+    return middle
+
+
+def report(benchmark: str, claims: Sequence[Claim], measured: Mapping[str, Any]) -> None:
+    """Prints each claim, then the one JSON line that ends every benchmark.
+
+    Args:
+        benchmark: name of the benchmark.
+        claims: at least one; the first is the headline.
+        measured: the figures behind the ratios, JSON-serialisable, with units in their names.
+    """
+    for claim in claims:
+        print(claim)
+    detail = {
+        "claims": [
+            {
+                "name": claim.name,
+                "ratio": round(claim.ratio, 4),
+                "target": claim.target,
+                "bound": "at least" if claim.at_least else "at most",
+                "met": claim.met,
+            }
+            for claim in claims
+        ],
+        **measured,
+        "machine": _machine(),
+    }
+    line = {
+        "benchmark": benchmark,
+        "ratio": round(claims[0].ratio, 4),
+        "target": claims[0].target,
+        "detail": detail,
+    }
+    print(json.dumps(line), flush=True)
+
+
+def _machine() -> dict[str, Any]:
+    packages = ("torch", "pyspark", "pyarrow", "numpy")
+    return {
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        **{package: version(package) for package in packages},
+    }
+
+
+def child_environment(python: str | Path = sys.executable) -> dict[str, str]:
+    """Returns the environment in which children, and the executors below them, find our modules.
+
+    Args:
+        python: the interpreter that the executors are to run.
+    """
+    environment = dict(os.environ)
+    roots = [str(FOLDER), str(FOLDER.parent), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(root for root in roots if root)
+    environment["PYSPARK_PYTHON"] = environment["PYSPARK_DRIVER_PYTHON"] = str(python)
+    return environment
+
+
+def run_child(
+    command: Sequence[str | Path],
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = CHILD_TIMEOUT_SECONDS,
+) -> dict[str, Any]:
+    """Runs a command whose last line of standard output is a JSON object, and returns that object.
+
+    Args:
+        command: the program and its arguments.
+        environment: the child's whole environment; ``child_environment()`` if left out.
+        timeout: seconds after which the child and everything that it started is killed.
+
+    Raises:
+        RuntimeError: the child failed, ran past the timeout or printed no JSON; its last lines of
+            output are in the message.
+    """
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        env=dict(environment) if environment is not None else child_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that a JVM below it can be ended with it
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired as expired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        message = _failure(command, f"still ran after {timeout:g} s", output, errors)
+        raise RuntimeError(message) from expired
+    if process.returncode != 0:
+        raise RuntimeError(_failure(command, f"exit code {process.returncode}", output, errors))
+    lines = output.strip().splitlines()
+    try:
+        result = json.loads(lines[-1])
+    except (IndexError, ValueError) as error:
+        raise RuntimeError(_failure(command, "no JSON line at the end", output, errors)) from error
+    return dict(result)
+
+
+def _failure(command: Sequence[str | Path], what: str, output: str, errors: str) -> str:
+    tail = "\n".join((output + "\n" + errors).strip().splitlines()[-40:])
+    return f"{' '.join(map(str, command))}: {what}. Its last lines:\n{tail}"
+
+
+def session(master: str, conf: Mapping[str, str]) -> SparkSession:
+    """Starts a Spark session as users build it; ``child_environment`` must be in force."""
+    builder = SparkSession.builder.master(master).appName("benchmark")
+    for key, value in conf.items():
+        builder = builder.config(key, value)
+    return builder.getOrCreate()
+
+
+def torchrun(script: Path, *arguments: str, processes: int) -> dict[str, Any]:
+    """Runs a script under torchrun on this machine, one torch thread a process.
+
+    Args:
+        script: the file; its rank 0 prints a JSON object as its last line.
+        arguments: handed to the script.
+        processes: number of ranks.
+
+    Returns:
+        The object that rank 0 printed.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    environment = child_environment() | {"OMP_NUM_THREADS": "1"}
+    return run_child(
+        [*launcher, f"--nproc_per_node={processes}", script, *arguments],
+        environment=environment,
+    )

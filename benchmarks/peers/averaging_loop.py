@@ -1,0 +1,117 @@
+"""Parameter averaging as one writes it by hand in PySpark: a Spark job for every round.
+
+The driver broadcasts parameters and momentum, every partition trains ``period`` batches and
+returns the result, treeReduce adds them up. It is the best case of such a loop: tensors, model
+and optimizer stay in the Python workers between rounds, and the iterator is drained, without
+which Spark would start new Python processes for every round.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import digits
+import numpy as np
+import torch
+from pyspark import Broadcast
+from pyspark.sql import SparkSession
+from torch import nn
+
+_replicas: dict[tuple[Path, int], "_Replica"] = {}
+"""What this Python worker keeps between rounds, by data set and partition."""
+
+
+class _Replica:
+    """Model, optimizer and the tensors of one partition."""
+
+    def __init__(self, folder: Path, partition: int) -> None:
+        torch.set_num_threads(1)
+        self.features, self.labels = digits.read_rows(digits.shard_path(folder, partition))
+        self.model = digits.build_mlp()
+        self.optimizer = digits.make_optimizer(self.model.parameters())
+        self.momentum = [torch.zeros_like(parameter) for parameter in self.model.parameters()]
+        for parameter, momentum in zip(self.model.parameters(), self.momentum, strict=True):
+            self.optimizer.state[parameter]["momentum_buffer"] = momentum
+
+    def load(self, center: np.ndarray) -> None:
+        parameters, momentum = torch.from_numpy(center.copy()).chunk(2)
+        nn.utils.vector_to_parameters(parameters, self.model.parameters())
+        sizes = [buffer.numel() for buffer in self.momentum]
+        for buffer, part in zip(self.momentum, torch.split(momentum, sizes), strict=True):
+            buffer.copy_(part.view_as(buffer))
+
+    def flat(self) -> np.ndarray:
+        parameters = nn.utils.parameters_to_vector(self.model.parameters()).detach()
+        return torch.cat([parameters, nn.utils.parameters_to_vector(self.momentum)]).numpy()
+
+    def batches(self, epoch: int, first: int, count: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(epoch)
+        order = torch.randperm(len(self.features), generator=generator)
+        return list(torch.split(order, digits.BATCH_SIZE)[first : first + count])
+
+
+def _window(
+    partition: int,
+    rows: Iterator[Any],
+    *,
+    folder: Path,
+    center: "Broadcast[np.ndarray]",
+    epoch: int,
+    first: int,
+    period: int,
+) -> Iterator[tuple[np.ndarray, int]]:
+    for _ in rows:
+        pass
+    replica = _replicas.get((folder, partition))
+    if replica is None:
+        replica = _replicas.setdefault((folder, partition), _Replica(folder, partition))
+    replica.load(center.value)
+    examples = 0
+    for batch in replica.batches(epoch, first, period):
+        features, labels = replica.features[batch], replica.labels[batch]
+        digits.train_step(replica.model, replica.optimizer, features, labels)
+        examples += len(batch)
+    yield replica.flat() * examples, examples
+
+
+def _add(left: tuple[np.ndarray, int], right: tuple[np.ndarray, int]) -> tuple[np.ndarray, int]:
+    return left[0] + right[0], left[1] + right[1]
+
+
+def fit(spark: SparkSession, folder: Path, *, epochs: int, period: int) -> nn.Module:
+    """Trains the MLP, averaging parameters and momentum every ``period`` batches.
+
+    Args:
+        spark: the session.
+        folder: data set written by ``digits.write``.
+        epochs: passes over the data.
+        period: local batches between two rounds.
+
+    Returns:
+        The trained model.
+    """
+    torch.manual_seed(7)
+    model = digits.build_mlp()
+    parameters = nn.utils.parameters_to_vector(model.parameters()).detach()
+    center = torch.cat([parameters, torch.zeros_like(parameters)]).numpy()
+    context = spark.sparkContext
+    slots = context.parallelize(range(digits.WORKERS), digits.WORKERS)
+    steps = -(-digits.TRAIN_ROWS // digits.WORKERS // digits.BATCH_SIZE)
+    for epoch in range(epochs):
+        for first in range(0, steps, period):
+            broadcast = context.broadcast(center)
+            window = partial(
+                _window,
+                folder=folder,
+                center=broadcast,
+                epoch=epoch,
+                first=first,
+                period=period,
+            )
+            total, examples = slots.mapPartitionsWithIndex(window).treeReduce(_add)
+            center = total / np.float32(examples)
+            broadcast.unpersist()
+    parameters, _ = torch.from_numpy(center).chunk(2)
+    nn.utils.vector_to_parameters(parameters, model.parameters())
+    return model

@@ -1,0 +1,87 @@
+"""The same task by elephas 7.3 with Keras on its torch backend; runs in elephas' own environment.
+
+``elephas_job.py FOLDER`` prints what fit_session.py prints. elephas averages the
+replicas' changes once an epoch, by a Spark job each; reading the file and building the RDD of
+numpy rows that it wants happen before the clock starts.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["KERAS_BACKEND"] = "torch"  # before Keras is imported, here and in the executors
+
+import digits
+import keras  # type: ignore[import-not-found]
+import numpy as np
+from elephas.spark_model import SparkModel  # type: ignore[import-not-found]
+from elephas.utils.rdd_utils import to_simple_rdd  # type: ignore[import-not-found]
+from pyspark import RDD
+from pyspark.sql import SparkSession
+
+
+def session() -> SparkSession:
+    """Returns a session with the settings that the other contenders have."""
+    return (
+        SparkSession.builder.master(f"local-cluster[{digits.WORKERS},1,2048]")
+        .config("spark.executor.memory", "2048m")
+        .config("spark.ui.enabled", "false")
+        .config("spark.executorEnv.OMP_NUM_THREADS", "1")
+        .getOrCreate()
+    )
+
+
+def build_model() -> keras.Model:
+    """Returns the compiled MLP 784-256-128-10."""
+    model = keras.Sequential(
+        [
+            keras.Input((digits.PIXELS,)),
+            keras.layers.Dense(256, activation="relu"),
+            keras.layers.Dense(128, activation="relu"),
+            keras.layers.Dense(10, activation="softmax"),
+        ]
+    )
+    optimizer = keras.optimizers.SGD(digits.LEARNING_RATE, momentum=digits.MOMENTUM)
+    model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy")
+    return model
+
+
+def fit(rows: RDD[Any], epochs: int) -> keras.Model:
+    """Trains in both executors; returns the averaged model."""
+    keras.utils.set_random_seed(7)
+    spark_model = SparkModel(build_model())
+    options = {"epochs": epochs, "batch_size": digits.BATCH_SIZE, "verbose": 0}
+    spark_model.fit(rows, validation_split=0.0, **options)
+    return spark_model.master_network
+
+
+def accuracy(model: keras.Model, folder: Path) -> float:
+    """Returns the fraction of the test rows that the model classifies correctly."""
+    features, labels = digits.read_rows(folder / "test.parquet")
+    predicted = model.predict(features.numpy(), verbose=0).argmax(axis=1)
+    return float((predicted == labels.numpy()).mean())
+
+
+def main(folder: Path) -> None:
+    """Fits twice in one fresh session and prints what it measured."""
+    spark = session()
+    shards = [digits.read_rows(digits.shard_path(folder, rank)) for rank in range(digits.WORKERS)]
+    features = np.concatenate([features.numpy() for features, _ in shards])
+    labels = np.concatenate([labels.numpy() for _, labels in shards])
+    rows = to_simple_rdd(spark.sparkContext, features, labels)
+    measured = []
+    for _ in range(2):
+        called = time.time()
+        model = fit(rows, digits.EPOCHS)
+        seconds = time.time() - called
+        score = round(accuracy(model, folder), 4)
+        measured.append({"seconds": round(seconds, 3), "first_step": None, "accuracy": score})
+    spark.stop()
+    print(json.dumps({"contender": "elephas", "fits": measured}), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,127 @@
+"""Processes that take part in averaging rounds, started together and timed as one.
+
+Their clocks agree: ``time.perf_counter`` counts from the machine's start on Linux.
+"""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+import torch
+
+ROUND_TIMEOUT_SECONDS = 120.0
+
+Member = Callable[..., tuple[Callable[[], None], torch.Tensor]]
+"""Called as ``member(rank, *arguments)`` in a process of its own. Returns what takes part in one
+round, and the float32 vector of shape (numel,) that goes into it and comes out averaged."""
+
+
+class RoundProcesses:
+    """``count`` processes, each a member of every round.
+
+    Before each round a member fills its vector with ``contribution(rank)``; after it, outside the
+    measured time, it checks that the vector holds ``expected`` everywhere.
+
+    Args:
+        member: an importable function, see ``Member``.
+        count: number of processes; their ranks are 0 to count - 1.
+        arguments: handed to the member behind its rank; picklable.
+        contribution: from rank to the value that it contributes; picklable.
+        expected: the average.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        count: int,
+        arguments: tuple[Any, ...],
+        *,
+        contribution: Callable[[int], float],
+        expected: float,
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            values = (contribution(rank), expected)
+            process = context.Process(
+                target=_serve,
+                args=(theirs, member, rank, arguments, values),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+        self._wait()
+
+    def round(self) -> float:
+        """Runs one round; returns the seconds from its start to the last member's end."""
+        start = time.perf_counter()
+        for connection in self._connections:
+            connection.send("round")
+        return max(self._wait()) - start
+
+    def _wait(self) -> list[float]:
+        """Returns when each member ended its round, after all of them prepared the next."""
+        ends = [float(answer) for answer in self._answers()]
+        # All have ended; only now may they look at the result, which costs time of the same cores.
+        for connection in self._connections:
+            connection.send("prepare")
+        self._answers()
+        return ends
+
+    def _answers(self) -> list[Any]:
+        answers = []
+        deadline = time.monotonic() + ROUND_TIMEOUT_SECONDS
+        for rank, connection in enumerate(self._connections):
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"no answer from process {rank} in {ROUND_TIMEOUT_SECONDS:g} s")
+            try:
+                answers.append(connection.recv())
+            except EOFError as error:
+                raise RuntimeError(f"process {rank} failed; its traceback is above") from error
+        return answers
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in self._connections:
+            connection.close()  # a member that waits for its next round ends on it
+        for process in self._processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(
+    connection: Connection,
+    member: Member,
+    rank: int,
+    arguments: tuple[Any, ...],
+    values: tuple[float, float],
+) -> None:
+    """Body of one process: one round for each word that it is sent, until nobody is there."""
+    contribution, expected = values
+    try:
+        torch.set_num_threads(1)
+        take_part, vector = member(rank, *arguments)
+        vector.fill_(expected)  # as if a round were over: the first thing asked is to prepare
+        connection.send(time.perf_counter())
+        while True:
+            if connection.recv() == "round":
+                take_part()
+                connection.send(time.perf_counter())
+                continue
+            if not torch.equal(vector, torch.full_like(vector, expected)):
+                raise RuntimeError(f"the average is {vector[0]}, ..., {vector[-1]}, not {expected}")
+            vector.fill_(contribution)
+            connection.send("prepared")
+    except EOFError:
+        os._exit(0)  # gloo now and then aborts on leaving; nothing is left to do here

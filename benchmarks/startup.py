@@ -1,0 +1,67 @@
+"""Seconds from calling ``fit()`` to the first optimizer step, against pyspark's TorchDistributor.
+
+Every measurement is a process of its own with a fresh session on local-cluster[2,1,2048]; it fits
+twice. Both train the same MLP from the same Parquet files on two workers. Ours is timed when the
+later of its workers has taken a step, in a session made by ``sparkdl.create_session`` and in one
+that the user built.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import digits
+import harness
+
+TARGETS = {"first fit": 0.5, "second fit": 0.15}
+PEER = "torch_distributor"
+CONTENDERS = ("sparkdl", "sparkdl_plain_session", PEER)
+
+
+def main() -> None:
+    """Measures and reports."""
+    chosen = harness.arguments(__doc__, repeats=5)
+    with tempfile.TemporaryDirectory() as folder:
+        digits.write(Path(folder))
+        measured = measure(Path(folder), chosen.repeats)
+    medians = {
+        name: {
+            fit: harness.show(f"{name}, {fit}, to the first step", [run[index] for run in runs])
+            for index, fit in enumerate(TARGETS)
+        }
+        for name, runs in measured.items()
+    }
+    claims = [
+        harness.Claim(
+            name=f"{name} / {PEER}, {fit}",
+            ratio=medians[name][fit] / medians[PEER][fit],
+            target=target,
+        )
+        for name in CONTENDERS
+        if name != PEER
+        for fit, target in TARGETS.items()
+    ]
+    harness.report("startup", claims, {"median_seconds": medians, "seconds": measured})
+
+
+def measure(folder: Path, repeats: int) -> dict[str, list[list[float]]]:
+    """Returns, for each contender and repeat, the seconds to the first step of both fits."""
+    turns: dict[str, Callable[[], list[float]]] = {
+        name: partial(first_steps, name, folder) for name in CONTENDERS
+    }
+    return harness.interleave(turns, repeats=repeats)
+
+
+def first_steps(name: str, folder: Path) -> list[float]:
+    """Fits twice, one epoch each, in a fresh session; returns the seconds to each first step."""
+    script = harness.FOLDER / "fit_session.py"
+    child: dict[str, Any] = harness.run_child([sys.executable, script, name, folder, "--epochs=1"])
+    print(f"  {name}: {child['fits']}", flush=True)
+    return [fit["first_step"] for fit in child["fits"]]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Fits leave no thread, port, process or file behind, in the driver and in the executors."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from frames import estimator, frame, same_bits
+from models import Saboteur
+from pyspark.sql import SparkSession
+
+from sparkdl import TorchModel
+from sparkdl.errors import WorkerError
+
+LISTENING = "0A"
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What can be left behind."""
+
+    threads: tuple[str, ...]
+    ports: frozenset[int]
+    python_processes: frozenset[int]
+    files: frozenset[str]
+    open_files: int
+    """Open files without a name, in all Python processes."""
+
+
+def take_traces() -> Traces:
+    pythons = [pid for pid in descendants(os.getpid()) if is_python(pid)]
+    return Traces(
+        tuple(sorted(t.name for t in threading.enumerate() if "sparkdl" in t.name)),
+        frozenset(listening_ports(os.getpid())),
+        frozenset(pythons),
+        frozenset(our_files()),
+        sum(len(unnamed_files(pid)) for pid in [os.getpid(), *pythons]),
+    )
+
+
+def descendants(root: int) -> list[int]:
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it ended in between
+                continue
+            parents[int(entry.name)] = int(fields[1])
+    found = [root]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found[1:]
+
+
+def is_python(pid: int) -> bool:
+    try:
+        return b"python" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
+    except OSError:
+        return False
+
+
+def links(pid: int) -> list[str]:
+    found = []
+    try:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                found.append(os.readlink(entry))
+            except OSError:  # closed in between
+                continue
+    except OSError:
+        return []
+    return found
+
+
+def unnamed_files(pid: int) -> list[str]:
+    return [link for link in links(pid) if link.endswith("(deleted)")]
+
+
+def listening_ports(pid: int) -> list[int]:
+    sockets = {link[8:-1] for link in links(pid) if link.startswith("socket:[")}
+    ports = []
+    for table in ("tcp", "tcp6"):
+        path = Path(f"/proc/{pid}/net/{table}")
+        for line in path.read_text().splitlines()[1:] if path.exists() else []:
+            fields = line.split()
+            if fields[3] == LISTENING and fields[9] in sockets:
+                ports.append(int(fields[1].rpartition(":")[2], 16))
+    return ports
+
+
+def our_files() -> list[str]:
+    """Temporary files: all of the driver's, and the executors' except Spark's own."""
+    spark_local = Path(os.environ["SPARK_LOCAL_DIRS"])
+    found = [*Path(tempfile.gettempdir()).rglob("*"), *spark_local.rglob("*sparkdl*")]
+    # pyspark keeps the driver's copy of a broadcast value under such a name in pyspark-*.
+    found += [p for p in spark_local.rglob("tmp*") if not p.parent.name.startswith("pyspark-")]
+    return [str(path) for path in found]
+
+
+def eventually(found: Callable[[], Traces], wanted: Callable[[Traces], bool]) -> Traces:
+    """Give what ends by itself, such as a Python worker's clean-up, a few seconds."""
+    deadline = time.monotonic() + 10
+    traces = found()
+    while not wanted(traces) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        traces = found()
+    return traces
+
+
+def assert_no_more_than(before: Traces) -> None:
+    def settled(traces: Traces) -> bool:
+        return (
+            traces.threads == before.threads
+            and traces.ports == before.ports
+            and traces.open_files <= before.open_files
+            and len(traces.python_processes) <= len(before.python_processes)
+            and traces.files <= before.files
+        )
+
+    after = eventually(take_traces, settled)
+    assert after.threads == before.threads
+    assert after.ports == before.ports
+    assert after.files <= before.files
+    assert after.open_files <= before.open_files
+    assert len(after.python_processes) <= len(before.python_processes)
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs' files in the machine's are not to be seen here."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+
+
+@pytest.fixture
+def warm(spark: SparkSession) -> Traces:
+    """What there is after fits that have used every executor."""
+    for _ in range(2):
+        estimator(numWorkers=3).fit(frame(spark))
+    return take_traces()
+
+
+def test_the_traces_that_are_looked_for_would_be_seen(spark: SparkSession, tmp_path: Path) -> None:
+    """Guards the tests below, which would pass if nothing could be found."""
+    import socket
+
+    before = take_traces()
+    with socket.create_server(("127.0.0.1", 0)) as server, tempfile.TemporaryFile(dir=tmp_path):
+        done = threading.Event()
+        thread = threading.Thread(target=done.wait, args=(60,), name="sparkdl-forgotten")
+        thread.start()
+        during = take_traces()
+        done.set()
+        thread.join()
+        assert during.ports - before.ports == {server.getsockname()[1]}
+    assert "sparkdl-forgotten" in during.threads
+    assert during.open_files == before.open_files + 1
+
+
+def test_twenty_fits_in_a_row_leave_nothing_behind(spark: SparkSession, warm: Traces) -> None:
+    rows = frame(spark)
+    for seed in range(20):
+        estimator(numWorkers=3, epochs=2, seed=seed).fit(rows)
+    assert_no_more_than(warm)
+
+
+def test_two_concurrent_fits_leave_nothing_behind_and_do_not_mix(
+    spark: SparkSession, warm: Traces
+) -> None:
+    rows = frame(spark)
+
+    def fit(seed: int) -> TorchModel:
+        return estimator(numWorkers=1, epochs=3, seed=seed).fit(rows)
+
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(fit, [1, 2]))
+
+    assert_no_more_than(warm)
+    assert same_bits(together[0], fit(1))
+    assert same_bits(together[1], fit(2))
+
+
+def test_a_failed_fit_leaves_nothing_behind(
+    spark: SparkSession, warm: Traces, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        model = Saboteur(str(tmp_path / "passes"), "explode")
+        with pytest.raises(WorkerError):
+            estimator(model=model, numWorkers=3).fit(frame(spark, rows=90))
+    assert_no_more_than(warm)
+
+
+def test_a_failed_fit_keeps_the_warm_python_processes(
+    spark: SparkSession, warm: Traces, tmp_path: Path
+) -> None:
+    model = Saboteur(str(tmp_path / "passes"), "explode")
+    with pytest.raises(WorkerError):
+        estimator(model=model, numWorkers=3).fit(frame(spark, rows=90))
+    assert warm.python_processes <= take_traces().python_processes
+
+
+def test_transform_leaves_nothing_behind(spark: SparkSession, warm: Traces) -> None:
+    model = estimator(numWorkers=3).fit(frame(spark))
+    for _ in range(2):
+        model.transform(frame(spark)).collect()
+    assert_no_more_than(warm)
+
+
+def test_saving_leaves_no_scratch_files(spark: SparkSession, tmp_path: Path) -> None:
+    model = estimator().fit(frame(spark))
+    before = set(our_files())
+    model.save(str(tmp_path / "model"))
+    with pytest.raises(ValueError, match="exists already"):
+        model.save(str(tmp_path / "model"))
+    assert set(our_files()) <= before

@@ -1,0 +1,65 @@
+"""The same seed gives the same bits, however the rows reach the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from frames import estimator, frame, same_bits, with_features
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from torch import nn
+
+from sparkdl import TorchModel
+
+
+def fit(frame: DataFrame, seed: int = 7) -> TorchModel:
+    def model() -> nn.Module:  # local, because executors cannot import this module
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+    return estimator(model=model, numWorkers=3, epochs=2, seed=seed).fit(frame)
+
+
+def joined(spark: SparkSession) -> DataFrame:
+    weights = spark.range(0, 90, 1, 4).select("id", (F.col("id") % 7).alias("weight"))
+    return frame(spark, rows=90, partitions=5).join(weights.hint("shuffle_hash"), "id")
+
+
+def grouped(spark: SparkSession) -> DataFrame:
+    ids = spark.range(0, 270, 1, 4).groupBy((F.col("id") % 90).alias("id")).count()
+    return with_features(ids)
+
+
+def spread(spark: SparkSession) -> DataFrame:
+    return frame(spark, rows=90, partitions=4).repartition(3)
+
+
+@pytest.mark.parametrize("upstream", [joined, grouped, spread])
+def test_two_fits_with_one_seed_agree_to_the_bit_after_a_shuffle(
+    spark: SparkSession, upstream: Callable[[SparkSession], DataFrame]
+) -> None:
+    assert same_bits(fit(upstream(spark)), fit(upstream(spark)))
+
+
+def test_two_fits_agree_to_the_bit_and_another_seed_differs(spark: SparkSession) -> None:
+    rows = frame(spark, rows=90, partitions=3)
+    first = fit(rows)
+    assert same_bits(first, fit(rows))
+    assert not same_bits(first, fit(rows, seed=8))
+
+
+def test_rows_arriving_in_another_order_within_partitions_give_the_same_bits(
+    spark: SparkSession,
+) -> None:
+    rows = frame(spark, rows=90, partitions=3)
+    assert same_bits(
+        fit(rows.sortWithinPartitions("id")), fit(rows.sortWithinPartitions(F.desc("id")))
+    )
+
+
+def test_a_fit_leaves_the_drivers_random_state_as_it_was(spark: SparkSession) -> None:
+    ready = estimator(numWorkers=3)
+    before = torch.random.get_rng_state()
+    ready.fit(frame(spark, rows=30, partitions=3))
+    assert torch.equal(torch.random.get_rng_state(), before)

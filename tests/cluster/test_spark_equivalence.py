@@ -1,0 +1,124 @@
+"""Averaging on real executors equals single-process SGD on the union of the workers' batches."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from frames import CLASSES, estimator, features_of, frame, labels_of
+from models import RowIds, lines
+from pyspark.sql import SparkSession
+from torch import nn
+
+from sparkdl import ParameterAveraging
+
+EPOCHS = 3
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def cnn() -> nn.Module:
+    """Rows of 36 numbers are images of 6 x 6."""
+    torch.manual_seed(4)
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 6, 6)),
+        nn.Conv2d(1, 3, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(12, CLASSES),
+    )
+
+
+def sgd(model: nn.Module, steps: Iterable[list[int]], width: int) -> nn.Module:
+    """Plain SGD at 0.1, one step for each list of row ids; in float64."""
+    module = copy.deepcopy(model).double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for ids in steps:
+        optimizer.zero_grad()
+        outputs = module(torch.from_numpy(features_of(ids, width)))
+        nn.functional.cross_entropy(outputs, torch.from_numpy(labels_of(ids))).backward()
+        optimizer.step()
+    return module
+
+
+def relative_error(module: nn.Module, oracle: nn.Module) -> float:
+    pairs = zip(module.parameters(), oracle.parameters(), strict=True)
+    return max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(("build", "width"), [(mlp, 4), (cnn, 36)], ids=["mlp", "cnn"])
+def test_whole_shards_as_batches_equal_gradient_descent_on_all_rows_in_float64(
+    spark: SparkSession, workers: int, build: type[nn.Module], width: int
+) -> None:
+    model = build()
+    rows = frame(spark, rows=60, partitions=workers, width=width)
+
+    fitted = estimator(
+        model=model.double(),
+        strategy=ParameterAveraging(period=1),
+        epochs=EPOCHS,
+        batchSize=60,
+        numWorkers=workers,
+    ).fit(rows)
+
+    oracle = sgd(build(), [list(range(60))] * EPOCHS, width)
+    assert relative_error(fitted.module, build().double()) > 1e-3  # it was trained at all
+    assert relative_error(fitted.module, oracle) <= 1e-6
+
+
+def test_whole_shards_in_float32_equal_gradient_descent_to_float32_precision(
+    spark: SparkSession,
+) -> None:
+    fitted = estimator(
+        model=mlp(), strategy=ParameterAveraging(period=1), epochs=EPOCHS, batchSize=60
+    ).fit(frame(spark, partitions=2))
+
+    oracle = sgd(mlp(), [list(range(60))] * EPOCHS, 4)
+    assert relative_error(fitted.module, oracle) <= 1e-5
+
+
+@pytest.mark.parametrize("rows", [60, 47], ids=["equal-shards", "unequal-shards"])
+def test_recorded_minibatches_replayed_in_one_process_give_the_same_parameters(
+    spark: SparkSession, tmp_path: Path, rows: int
+) -> None:
+    trace = tmp_path / "ids"
+    torch.manual_seed(5)
+    model = RowIds(str(trace)).double()
+    before = copy.deepcopy(model.layers)
+
+    fitted = estimator(
+        model=model,
+        featuresCols=["features", "id"],
+        strategy=ParameterAveraging(period=1),
+        epochs=2,
+        batchSize=7,
+        numWorkers=3,
+    ).fit(frame(spark, rows=rows, partitions=5))
+
+    batches: dict[int, list[list[int]]] = defaultdict(list)
+    for line in lines(trace):
+        rank, *ids = map(int, line.split())
+        batches[rank].append(ids)
+    steps: list[list[int]] = []
+    for epoch in range(2):
+        plans = [of_rank[: len(of_rank) // 2] for of_rank in batches.values()]
+        if epoch:
+            plans = [of_rank[len(of_rank) // 2 :] for of_rank in batches.values()]
+        steps += [
+            [i for plan in plans if step < len(plan) for i in plan[step]]
+            for step in range(max(map(len, plans)))
+        ]
+    assert len(batches) == 3
+    assert sum(map(len, steps)) == 2 * rows
+    oracle = sgd(before, steps, 4)
+    assert relative_error(fitted.module.layers, oracle) <= 1e-6
+    assert [epoch.examples for epoch in fitted.history] == [rows, rows]

@@ -1,0 +1,171 @@
+"""Columns and values that cannot be trained on are refused before any worker takes a step."""
+
+from __future__ import annotations
+
+import pytest
+from frames import Refuse, estimator, frame
+from pyspark.ml.functions import array_to_vector
+from pyspark.sql import Column, SparkSession
+from pyspark.sql import functions as F
+from torch import nn
+
+from sparkdl.errors import DataError
+
+
+@pytest.mark.parametrize("param", ["featuresCol", "labelCol"])
+def test_a_missing_column_is_named_with_those_there_are(
+    spark: SparkSession, refuse: Refuse, param: str
+) -> None:
+    refuse(frame(spark), DataError, param, "'nowhere'", "id, features, label", **{param: "nowhere"})
+
+
+def test_a_missing_column_among_several_is_named(spark: SparkSession, refuse: Refuse) -> None:
+    refuse(
+        frame(spark), DataError, "featuresCols", "'nowhere'", featuresCols=["features", "nowhere"]
+    )
+
+
+@pytest.mark.parametrize("name", ["features", "label"])
+def test_a_column_doubled_by_a_join_is_named_with_its_count(
+    spark: SparkSession, refuse: Refuse, name: str
+) -> None:
+    left, right = frame(spark), frame(spark).select(F.col("id").alias("other"), name)
+    doubled = left.join(right, left.id == right.other)
+    refuse(doubled, DataError, f"'{name}'", "2 times", "rename")
+
+
+UNSUPPORTED = {
+    "string": ("'a'", "string", "StringIndexer"),
+    "timestamp": ("timestamp_seconds(id)", "timestamp", "unix_timestamp"),
+    "date": ("date_from_unix_date(cast(id as int))", "date", "dayofyear"),
+    "decimal": ("cast(id as decimal(10,2))", "decimal(10,2)", "cast('double')"),
+    "map": ("map('a', id)", "map<string,bigint>", "columns of their own"),
+    "struct": ("struct(id)", "struct<id:bigint>", "columns of their own"),
+    "binary": ("encode('a', 'utf-8')", "binary", "array<float>"),
+    "array of strings": ("array('a')", "array<string>", "array of numbers"),
+    "array of arrays": ("array(features)", "array<array<double>>", "array of numbers"),
+}
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_an_unsupported_type_is_named_with_the_way_out(
+    spark: SparkSession, refuse: Refuse, kind: str
+) -> None:
+    expression, type_name, fix = UNSUPPORTED[kind]
+    rows = frame(spark).withColumn("features", F.expr(expression))
+    refuse(rows, DataError, "'features'", type_name, fix)
+
+
+def test_a_label_of_an_unsupported_type_is_named(spark: SparkSession, refuse: Refuse) -> None:
+    rows = frame(spark).withColumn("label", F.col("label").cast("string"))
+    refuse(rows, DataError, "'label'", "labelCol", "string", "StringIndexer")
+
+
+def null_where(column: Column, condition: Column) -> Column:
+    return F.when(~condition, column)
+
+
+@pytest.mark.parametrize("name", ["features", "label"])
+def test_nulls_are_counted_and_their_column_named(
+    spark: SparkSession, refuse: Refuse, name: str
+) -> None:
+    rows = frame(spark, rows=60).withColumn(name, null_where(F.col(name), F.col("id") % 20 == 1))
+    refuse(rows, DataError, f"'{name}'", "3 null values in 60 rows", "na.drop")
+
+
+def test_nulls_of_a_vector_column_are_counted(spark: SparkSession, refuse: Refuse) -> None:
+    vectors = null_where(array_to_vector("features"), F.col("id") < 2)
+    rows = frame(spark).withColumn("features", vectors)
+    refuse(rows, DataError, "'features'", "2 null values in 60 rows")
+
+
+@pytest.mark.parametrize("element", ["double", "float", "int", "bigint"])
+def test_rows_with_nulls_inside_arrays_are_counted(
+    spark: SparkSession, refuse: Refuse, element: str
+) -> None:
+    holed = F.transform("features", lambda x: null_where(x, (F.col("id") % 15 == 2)))
+    rows = frame(spark).withColumn("features", holed.cast(f"array<{element}>"))
+    refuse(rows, DataError, "'features'", "null elements", "4 of 60 rows")
+
+
+def test_arrays_of_unequal_length_are_refused_with_the_extremes(
+    spark: SparkSession, refuse: Refuse
+) -> None:
+    cut = F.when(F.col("id") == 33, F.slice("features", 1, 2)).otherwise(F.col("features"))
+    rows = frame(spark).withColumn("features", cut)
+    refuse(rows, DataError, "'features'", "arrays of 2 to 4 elements", "same number")
+
+
+def test_vectors_of_unequal_length_are_refused_with_the_extremes(
+    spark: SparkSession, refuse: Refuse
+) -> None:
+    longer = F.concat("features", F.array(F.lit(1.0)))
+    mixed = F.when(F.col("id") == 33, longer).otherwise(F.col("features"))
+    rows = frame(spark).withColumn("features", array_to_vector(mixed))
+    refuse(rows, DataError, "'features'", "4 to 5 elements")
+
+
+def test_arrays_without_elements_are_refused(spark: SparkSession, refuse: Refuse) -> None:
+    rows = frame(spark).withColumn("features", F.slice("features", 1, 0))
+    refuse(rows, DataError, "'features'", "empty arrays")
+
+
+def test_an_empty_frame_is_refused(spark: SparkSession, refuse: Refuse) -> None:
+    refuse(frame(spark).where("id < 0"), DataError, "DataFrame is empty")
+
+
+def test_fewer_rows_than_workers_are_refused_with_both_numbers(
+    spark: SparkSession, refuse: Refuse
+) -> None:
+    refuse(frame(spark, rows=2), DataError, "2 rows", "3 workers", "numWorkers", numWorkers=3)
+
+
+@pytest.mark.parametrize(
+    ("expression", "found"), [("label + 1", "1 to 3"), ("label - 1", "-1 to 1")]
+)
+def test_class_labels_out_of_range_are_refused_with_the_range_that_fits(
+    spark: SparkSession, refuse: Refuse, expression: str, found: str
+) -> None:
+    rows = frame(spark).withColumn("label", F.expr(expression))
+    refuse(rows, DataError, "'label'", found, "3 outputs", "0 to 2", "StringIndexer")
+
+
+def test_doubles_that_are_whole_are_refused_as_class_labels_only_if_out_of_range(
+    spark: SparkSession, refuse: Refuse
+) -> None:
+    rows = frame(spark).withColumn("label", F.expr("cast(label + 1 as double)"))
+    refuse(rows, DataError, "'label'", "1 to 3", "0 to 2")
+
+
+@pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss(), nn.BCELoss()])
+def test_binary_labels_above_one_are_refused(
+    spark: SparkSession, refuse: Refuse, loss: nn.Module
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid())
+    refuse(frame(spark), DataError, "'label'", "0 to 2", "0 to 1", loss=loss, model=model)
+
+
+def test_labels_with_fractions_are_refused_for_a_loss_of_class_indices(
+    spark: SparkSession, refuse: Refuse
+) -> None:
+    rows = frame(spark).withColumn("label", F.expr("label + if(id < 5, 0.25D, 0D)"))
+    refuse(rows, DataError, "'label'", "double", "5 numbers that are not whole", "CrossEntropyLoss")
+
+
+def test_a_name_with_dots_and_spaces_is_taken_as_it_is(spark: SparkSession, refuse: Refuse) -> None:
+    rows = frame(spark).withColumn("my.own col", F.lit("text"))
+    refuse(rows, DataError, "'my.own col'", "string", featuresCol="my.own col")
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.MSELoss()])
+def test_labels_that_are_nan_are_refused(
+    spark: SparkSession, refuse: Refuse, loss: nn.Module
+) -> None:
+    rows = frame(spark).withColumn("label", F.expr("if(id = 17, double('NaN'), double(label))"))
+    refuse(rows, DataError, "'label'", "NaN", loss=loss)
+
+
+def test_a_label_that_the_loss_ignores_is_not_out_of_range(spark: SparkSession) -> None:
+    rows = frame(spark).withColumn("label", F.expr("if(id < 5, -1, label)"))
+    model = estimator(loss=nn.CrossEntropyLoss(ignore_index=-1)).fit(rows)
+    assert model.history[0].examples == 60

@@ -1,0 +1,100 @@
+"""The estimator is a pyspark.ml stage like any other: pipelines, grids, cross-validation."""
+
+from __future__ import annotations
+
+import pytest
+from frames import estimator, frame, same_bits
+from pyspark.ml import Pipeline, Transformer
+from pyspark.ml.evaluation import MulticlassClassificationEvaluator
+from pyspark.ml.feature import VectorAssembler
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
+from pyspark.sql import DataFrame, SparkSession
+
+from sparkdl import ParameterAveraging, TorchModel
+
+NAMES = ["x0", "x1", "x2", "x3"]
+
+
+@pytest.fixture(scope="module")
+def rows(spark: SparkSession) -> DataFrame:
+    """Features as columns of their own."""
+    return frame(spark).selectExpr(
+        "id", "label", *[f"features[{k}] as {name}" for k, name in enumerate(NAMES)]
+    )
+
+
+def assembler() -> VectorAssembler:
+    return VectorAssembler(inputCols=NAMES, outputCol="features")
+
+
+def test_a_pipeline_of_assembler_and_estimator_fits_and_predicts(rows: DataFrame) -> None:
+    model = Pipeline(stages=[assembler(), estimator()]).fit(rows)
+    predicted = model.transform(rows)
+    assert predicted.columns == [*rows.columns, "features", "prediction"]
+    assert {row.prediction for row in predicted.collect()} <= {0.0, 1.0, 2.0}
+
+
+def test_params_given_to_fit_win_and_leave_the_estimator_as_it_was(rows: DataFrame) -> None:
+    original = estimator()
+    model = original.fit(assembler().transform(rows), {original.epochs: 3})
+    assert [epoch.epoch for epoch in model.history] == [1, 2, 3]
+    assert original.getEpochs() == 1
+
+
+def test_a_model_takes_over_its_columns_from_the_estimator(rows: DataFrame) -> None:
+    given = assembler().transform(rows).withColumnRenamed("features", "inputs")
+    model = estimator(featuresCol="inputs", predictionCol="guess", outputType="raw").fit(given)
+    assert (model.getFeaturesCol(), model.getPredictionCol()) == ("inputs", "guess")
+    assert model.getOutputType() == "raw"
+
+
+def test_fitting_twice_does_not_continue_from_the_first_fit(rows: DataFrame) -> None:
+    again = estimator()
+    given = assembler().transform(rows).repartition(2).cache()
+    try:
+        first = again.fit(given)
+        second = again.fit(given)
+    finally:
+        given.unpersist()
+    assert same_bits(first, second)
+
+
+@pytest.mark.parametrize("parallelism", [1, 2])
+def test_a_cross_validator_tries_batch_sizes_and_strategies(
+    rows: DataFrame, parallelism: int
+) -> None:
+    stage = estimator(numWorkers=1)
+    grid = (
+        ParamGridBuilder()
+        .addGrid(stage.batchSize, [5, 20])
+        .addGrid(stage.strategy, [ParameterAveraging(period=1)])
+        .build()
+    )
+    validator = CrossValidator(
+        estimator=Pipeline(stages=[assembler(), stage]),
+        estimatorParamMaps=grid,
+        evaluator=MulticlassClassificationEvaluator(metricName="accuracy"),
+        numFolds=2,
+        seed=1,
+        parallelism=parallelism,
+    )
+    best = validator.fit(rows)
+    assert len(best.avgMetrics) == 2
+    assert all(0 <= accuracy <= 1 for accuracy in best.avgMetrics)
+    stages: list[Transformer] = best.bestModel.stages
+    assert isinstance(stages[-1], TorchModel)
+    assert best.transform(rows).count() == 60
+
+
+def test_two_candidates_are_trained_at_once_on_slots_of_their_own(rows: DataFrame) -> None:
+    stage = estimator(numWorkers=1)
+    split = TrainValidationSplit(
+        estimator=stage,
+        estimatorParamMaps=ParamGridBuilder().addGrid(stage.batchSize, [5, 20]).build(),
+        evaluator=MulticlassClassificationEvaluator(metricName="accuracy"),
+        trainRatio=0.5,
+        seed=1,
+        parallelism=2,
+    )
+    best = split.fit(assembler().transform(rows))
+    assert len(best.validationMetrics) == 2

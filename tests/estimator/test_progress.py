@@ -1,0 +1,62 @@
+"""The bar in the driver, and silence when it is not wanted."""
+
+from __future__ import annotations
+
+import pytest
+from frames import estimator, frame
+from pyspark.sql import SparkSession
+
+from sparkdl.estimator.progress import ProgressBar
+from sparkdl.events import EpochSummary, WindowReport
+
+
+def test_a_fit_without_progress_prints_nothing(
+    spark: SparkSession, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = frame(spark)
+    capfd.readouterr()
+    estimator(progress=False).fit(rows)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_fit_with_progress_shows_rows_epoch_and_loss(
+    spark: SparkSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    estimator(progress=True, epochs=2).fit(frame(spark))
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "epoch 2/2" in shown.err
+    assert "120/120" in shown.err
+    assert "loss " in shown.err
+    assert "rows/s" in shown.err
+
+
+def window(rank: int, examples: int, loss_sum: float) -> WindowReport:
+    return WindowReport(
+        rank=rank, epoch=1, step=1, examples=examples, loss_sum=loss_sum, last=False
+    )
+
+
+def test_the_loss_shown_is_the_mean_over_the_rows_of_the_epoch_so_far(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with ProgressBar(40, 2, visible=True) as bar:
+        bar(window(0, 10, 10.0))
+        bar(window(1, 30, 90.0))
+    assert "loss 2.5000" in capsys.readouterr().err
+
+
+def test_the_loss_shown_starts_anew_with_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressBar(10, 2, visible=True) as bar:
+        bar(window(0, 10, 100.0))
+        bar(EpochSummary(epoch=1, loss=10.0, examples=10, rounds=1, seconds=1.0))
+        bar(window(0, 10, 20.0))
+    shown = capsys.readouterr().err
+    assert "loss 2.0000" in shown
+    assert "epoch 2/2" in shown
+
+
+def test_a_window_without_rows_is_no_division_by_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressBar(10, 1, visible=True) as bar:
+        bar(window(0, 0, 0.0))
+    assert "loss nan" in capsys.readouterr().err

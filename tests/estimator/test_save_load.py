@@ -1,0 +1,263 @@
+"""Saved estimators, models and pipelines come back the same, also without Spark."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from frames import estimator, features_of, frame
+from models import Net
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.feature import VectorAssembler
+from pyspark.sql import DataFrame, SparkSession
+from torch import nn
+
+from sparkdl import ParameterAveraging, TorchEstimator, TorchModel, load_module, trusted_pickles
+from sparkdl.errors import ConfigError, SparkDLError
+
+
+@pytest.fixture(scope="module")
+def rows(spark: SparkSession) -> DataFrame:
+    return frame(spark)
+
+
+@pytest.fixture(scope="module")
+def described(rows: DataFrame) -> TorchModel:
+    """From a class that can be imported."""
+    return estimator(model=Net, epochs=2, outputType="probability").fit(rows)
+
+
+@pytest.fixture(scope="module")
+def pickled(rows: DataFrame) -> TorchModel:
+    """From an instance."""
+    return estimator(model=Net()).fit(rows)
+
+
+def predictions(model: TorchModel | PipelineModel, rows: DataFrame) -> list[object]:
+    return [row[0] for row in model.transform(rows).orderBy("id").select("prediction").collect()]
+
+
+def test_a_loaded_model_gives_identical_predictions(
+    described: TorchModel, rows: DataFrame, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "model")
+    described.write().overwrite().save(path)
+    assert predictions(TorchModel.load(path), rows) == predictions(described, rows)
+
+
+def test_a_loaded_model_keeps_history_uid_and_params(described: TorchModel, tmp_path: Path) -> None:
+    path = str(tmp_path / "model")
+    described.save(path)
+    loaded = TorchModel.load(path)
+    assert loaded.history == described.history
+    assert len(loaded.history) == 2
+    assert loaded.uid == described.uid
+    assert loaded.getOutputType() == "probability"
+    assert loaded.getFeaturesCol() == "features"
+    assert not loaded.module.training
+
+
+def test_a_file_uri_is_a_path_like_any_other(described: TorchModel, tmp_path: Path) -> None:
+    uri = (tmp_path / "with space" / "model").as_uri()
+    described.save(uri)
+    assert TorchModel.load(uri).history == described.history
+
+
+def test_a_model_that_can_be_imported_is_saved_without_pickle(
+    described: TorchModel, tmp_path: Path
+) -> None:
+    described.save(str(tmp_path / "model"))
+    names = {path.name for path in (tmp_path / "model").rglob("*") if path.is_file()}
+    assert names == {"module.json", "module.safetensors", "part-00000"}
+
+
+def test_an_instance_is_refused_without_trust_and_loads_with_it(
+    pickled: TorchModel, rows: DataFrame, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "model")
+    pickled.save(path)
+    with pytest.raises(ConfigError, match="trust=True"):
+        TorchModel.load(path)
+    with pytest.raises(ConfigError, match="trust=True"):
+        load_module(path)
+    expected = predictions(pickled, rows)
+    assert predictions(TorchModel.load(path, trust=True), rows) == expected
+    with trusted_pickles():
+        assert predictions(TorchModel.load(path), rows) == expected
+    with pytest.raises(ConfigError, match="trust=True"):
+        TorchModel.load(path)
+
+
+def test_a_locally_defined_builder_is_refused_without_trust(
+    rows: DataFrame, tmp_path: Path
+) -> None:
+    def build() -> nn.Module:
+        return nn.Linear(4, 3)
+
+    model = estimator(model=build).fit(rows)
+    model.save(str(tmp_path / "model"))
+    with pytest.raises(ConfigError, match="a pickle"):
+        TorchModel.load(str(tmp_path / "model"))
+    loaded = TorchModel.load(str(tmp_path / "model"), trust=True)
+    assert torch.equal(loaded.module.weight, model.module.weight)
+
+
+def test_a_saved_model_is_overwritten_only_if_asked(
+    described: TorchModel, pickled: TorchModel, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "model")
+    pickled.save(path)
+    with pytest.raises(ConfigError, match=r"exists already.*overwrite\(\)"):
+        described.save(path)
+    assert (tmp_path / "model" / "model.pkl").exists()
+    described.write().overwrite().save(path)
+    assert not (tmp_path / "model" / "model.pkl").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["model"], "something was left beside"
+
+
+def test_a_model_loads_without_java_and_gives_identical_outputs(
+    described: TorchModel, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "model")
+    described.save(path)
+    features = features_of(range(8)).tolist()
+    script = (
+        "import json, sys, torch, sparkdl\n"
+        "from pyspark import SparkContext\n"
+        "module = sparkdl.load_module(sys.argv[1])\n"
+        "model = sparkdl.TorchModel.load(sys.argv[1])\n"
+        "x = torch.tensor(json.loads(sys.argv[2]))\n"
+        "print(json.dumps({'outputs': module(x).tolist(), 'again': model.module(x).tolist(),\n"
+        "    'epochs': len(model.history), 'jvm': SparkContext._gateway is not None}))\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "JAVA_HOME"}
+    environment["PATH"] = str(tmp_path)
+    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
+
+    done = subprocess.run(
+        [sys.executable, "-c", script, path, json.dumps(features)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    expected = described.module(torch.tensor(features)).tolist()
+    assert answer == {"outputs": expected, "again": expected, "epochs": 2, "jvm": False}
+
+
+def test_a_pipeline_model_is_saved_and_loaded(rows: DataFrame, tmp_path: Path) -> None:
+    model = pipeline(Net).fit(columns(rows))
+    path = str(tmp_path / "pipeline")
+    model.write().overwrite().save(path)
+    loaded = PipelineModel.load(path)
+    assert predictions(loaded, columns(rows)) == predictions(model, columns(rows))
+
+
+def test_a_pickled_pipeline_model_loads_inside_trusted_pickles_only(
+    rows: DataFrame, tmp_path: Path
+) -> None:
+    model = pipeline(Net()).fit(columns(rows))
+    path = str(tmp_path / "pipeline")
+    model.save(path)
+    with pytest.raises(ConfigError, match="trusted_pickles"):
+        PipelineModel.load(path)
+    with trusted_pickles():
+        loaded = PipelineModel.load(path)
+    assert predictions(loaded, columns(rows)) == predictions(model, columns(rows))
+
+
+def test_a_saved_pipeline_is_loaded_and_fits_the_same_model(
+    rows: DataFrame, tmp_path: Path
+) -> None:
+    original = pipeline(Net)
+    path = str(tmp_path / "pipeline")
+    original.save(path)
+    refitted = Pipeline.load(path).fit(columns(rows))
+    expected = predictions(original.fit(columns(rows)), columns(rows))
+    assert predictions(refitted, columns(rows)) == expected
+
+
+def columns(rows: DataFrame) -> DataFrame:
+    return rows.selectExpr("id", "label", *[f"features[{k}] as x{k}" for k in range(4)])
+
+
+def pipeline(model: object) -> Pipeline:
+    assembler = VectorAssembler(inputCols=["x0", "x1", "x2", "x3"], outputCol="features")
+    return Pipeline(stages=[assembler, estimator(model=model)])
+
+
+def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
+    original = estimator(
+        model=partial(Net, outputs=5),
+        loss=nn.CrossEntropyLoss(label_smoothing=0.1),
+        optimizer=partial(torch.optim.AdamW, lr=0.01, betas=(0.8, 0.99)),
+        strategy=ParameterAveraging(period=4, average_optimizer_state=False, wire_dtype="bfloat16"),
+        featuresCols=["a", "b"],
+        labelCol="target",
+        predictionCol="guess",
+        outputType="probability",
+        epochs=9,
+        batchSize=17,
+        numWorkers=None,
+        device="cpu",
+        seed=123,
+        timeout=44.0,
+    )
+    path = str(tmp_path / "estimator")
+    original.save(path)
+    loaded = TorchEstimator.load(path)
+
+    assert not list((tmp_path / "estimator").rglob("*.pkl"))
+    assert loaded.uid == original.uid
+    plain = [p.name for p in original.params if p.name not in ("model", "loss", "optimizer")]
+    assert {n: loaded.getOrDefault(n) for n in plain} == {
+        n: original.getOrDefault(n) for n in plain
+    }
+    assert isinstance(loaded.getLoss(), nn.CrossEntropyLoss)
+    assert loaded.getLoss().label_smoothing == 0.1
+    for name in ("model", "optimizer"):
+        mine, other = loaded.getOrDefault(name), original.getOrDefault(name)
+        assert (mine.func, mine.args, mine.keywords) == (other.func, other.args, other.keywords)
+
+
+def test_an_estimator_with_a_local_loss_is_refused_without_trust(tmp_path: Path) -> None:
+    path = str(tmp_path / "estimator")
+    estimator(model=Net, loss=lambda outputs, targets: outputs.mean()).save(path)
+    with pytest.raises(ConfigError, match=r"loss was saved as a pickle"):
+        TorchEstimator.load(path)
+    loaded = TorchEstimator.load(path, trust=True)
+    assert loaded.getLoss()(torch.ones(3), None) == 1
+
+
+@pytest.mark.parametrize("file", ["module.json", "module.safetensors", "metadata/part-00000"])
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_damaged_model_is_refused_by_the_name_of_the_file(
+    described: TorchModel, tmp_path: Path, file: str, damage: str
+) -> None:
+    directory = tmp_path / "model"
+    described.save(str(directory))
+    damaged = directory / file
+    if damage == "missing":
+        damaged.unlink()
+    else:
+        damaged.write_bytes(damaged.read_bytes()[:40])
+    with pytest.raises(SparkDLError) as caught:
+        TorchModel.load(str(directory))
+    assert file.split("/")[0] in str(caught.value)
+    assert str(directory) in str(caught.value)
+
+
+def test_a_path_with_nothing_there_is_refused(tmp_path: Path) -> None:
+    for load in (TorchModel.load, TorchEstimator.load):
+        with pytest.raises(ConfigError, match="nowhere"):
+            load(str(tmp_path / "nowhere"))

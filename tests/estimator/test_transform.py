@@ -1,0 +1,331 @@
+"""``transform`` adds what the module computes, in batches, and leaves everything else alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from frames import estimator, features_of, frame, frame_of_sizes, labels_of
+from models import CountsLoads, Scalar, Single, TwoTables, lines
+from pyspark.ml.evaluation import (
+    BinaryClassificationEvaluator,
+    MulticlassClassificationEvaluator,
+    RegressionEvaluator,
+)
+from pyspark.ml.functions import array_to_vector
+from pyspark.ml.linalg import Vectors
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from torch import Tensor, nn
+
+from sparkdl import TorchModel
+from sparkdl.errors import ConfigError, DataError
+
+IDS = range(60)
+
+
+@pytest.fixture(scope="module")
+def rows(spark: SparkSession) -> DataFrame:
+    return frame(spark)
+
+
+@pytest.fixture(scope="module")
+def classifier(rows: DataFrame) -> TorchModel:
+    return estimator().fit(rows)
+
+
+def binary(rows: DataFrame) -> DataFrame:
+    return rows.withColumn("label", F.col("id") % 2)
+
+
+def outputs_of(model: TorchModel) -> Tensor:
+    """The module's outputs for rows 0 to 59, by torch in this process."""
+    with torch.no_grad():
+        outputs: Tensor = model.module(torch.tensor(features_of(IDS), dtype=torch.float32))
+    return outputs
+
+
+def column_of(frame: DataFrame, name: str = "prediction") -> np.ndarray:
+    found = [row[0] for row in frame.orderBy("id").select(name).collect()]
+    return np.array([v.toArray() if hasattr(v, "toArray") else v for v in found])
+
+
+def predict(model: TorchModel, rows: DataFrame, output_type: str) -> np.ndarray:
+    return column_of(model.transform(rows, {model.outputType: output_type}))
+
+
+def close(found: np.ndarray, expected: Tensor) -> bool:
+    return found.shape == tuple(expected.shape) and np.allclose(found, expected, atol=1e-6)
+
+
+def test_auto_is_the_class_index_as_double_for_a_classification_loss(
+    classifier: TorchModel, rows: DataFrame
+) -> None:
+    predicted = classifier.transform(rows)
+    assert predicted.schema["prediction"].dataType.simpleString() == "double"
+    assert np.array_equal(column_of(predicted), outputs_of(classifier).argmax(dim=1).numpy())
+
+
+def test_each_output_type_of_logits_is_what_torch_says(
+    classifier: TorchModel, rows: DataFrame
+) -> None:
+    outputs = outputs_of(classifier)
+    assert close(predict(classifier, rows, "raw"), outputs)
+    assert close(predict(classifier, rows, "probability"), outputs.softmax(dim=1))
+    assert close(predict(classifier, rows, "class"), outputs.argmax(dim=1).double())
+
+
+def test_probabilities_are_pyspark_ml_vectors(classifier: TorchModel, rows: DataFrame) -> None:
+    predicted = classifier.transform(rows, {classifier.outputType: "probability"})
+    assert predicted.schema["prediction"].dataType.simpleString() == "vector"
+
+
+def test_log_probabilities_become_classes_and_probabilities(rows: DataFrame) -> None:
+    network = nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(dim=1))
+    model = estimator(model=network, loss=nn.NLLLoss()).fit(rows)
+    assert close(predict(model, rows, "probability"), outputs_of(model).exp())
+    assert close(predict(model, rows, "auto"), outputs_of(model).argmax(dim=1).double())
+
+
+@pytest.mark.parametrize("squeeze", [False, True], ids=["(n, 1)", "(n,)"])
+def test_a_binary_logit_becomes_class_and_two_probabilities(rows: DataFrame, squeeze: bool) -> None:
+    network = Single(squeeze=squeeze)
+    model = estimator(model=network, loss=nn.BCEWithLogitsLoss()).fit(binary(rows))
+    logits = outputs_of(model).reshape(-1)
+    positive = logits.sigmoid()
+    assert close(predict(model, rows, "auto"), (logits > 0).double())
+    assert close(predict(model, rows, "probability"), torch.stack([1 - positive, positive], dim=1))
+    assert close(predict(model, rows, "raw"), logits)
+
+
+def test_a_binary_probability_becomes_class_and_two_probabilities(rows: DataFrame) -> None:
+    model = estimator(model=Single(sigmoid=True), loss=nn.BCELoss()).fit(binary(rows))
+    positive = outputs_of(model).reshape(-1)
+    assert close(predict(model, rows, "class"), (positive > 0.5).double())
+    assert close(predict(model, rows, "probability"), torch.stack([1 - positive, positive], dim=1))
+
+
+def test_a_regression_gives_the_output_as_double_and_knows_no_probability(rows: DataFrame) -> None:
+    model = estimator(model=Single(), loss=nn.MSELoss()).fit(rows)
+    predicted = model.transform(rows)
+    assert predicted.schema["prediction"].dataType.simpleString() == "double"
+    assert close(column_of(predicted), outputs_of(model).reshape(-1))
+    with pytest.raises(ConfigError, match="outputType='raw'"):
+        model.transform(rows, {model.outputType: "probability"})
+    with pytest.raises(ConfigError, match="outputType='raw'"):
+        model.transform(rows, {model.outputType: "class"})
+
+
+def test_several_outputs_of_a_regression_are_a_vector(rows: DataFrame) -> None:
+    targets = rows.withColumn("label", F.slice("features", 1, 2))
+    model = estimator(model=nn.Linear(4, 2), loss=nn.MSELoss()).fit(targets)
+    assert close(predict(model, rows, "auto"), outputs_of(model))
+
+
+def test_rows_columns_and_their_order_within_partitions_are_unchanged(
+    spark: SparkSession, classifier: TorchModel
+) -> None:
+    before = (
+        frame_of_sizes(spark, [30, 1, 0, 5])
+        .withColumn("text", F.concat(F.lit("row "), F.col("id")))
+        .withColumn("nested", F.struct("id", F.array(F.lit(None).cast("int")).alias("empty")))
+        .withColumn("when", F.timestamp_seconds(F.col("id")))
+    )
+    after = classifier.transform(before)
+    assert after.columns == [*before.columns, "prediction"]
+    assert after.drop("prediction").rdd.glom().collect() == before.rdd.glom().collect()
+
+
+def test_more_rows_than_one_batch_holds_are_all_predicted_in_order(
+    spark: SparkSession, classifier: TorchModel
+) -> None:
+    many = frame(spark, rows=2500, partitions=1)
+    found = predict(classifier, many, "raw")
+    with torch.no_grad():
+        expected = classifier.module(torch.tensor(features_of(range(2500)), dtype=torch.float32))
+    assert close(found, expected)
+
+
+def test_an_empty_frame_gives_an_empty_frame_with_the_column(
+    spark: SparkSession, classifier: TorchModel, rows: DataFrame
+) -> None:
+    predicted = classifier.transform(rows.where("id < 0"))
+    assert predicted.collect() == []
+    assert predicted.columns[-1] == "prediction"
+
+
+def test_empty_partitions_are_no_obstacle(spark: SparkSession, classifier: TorchModel) -> None:
+    found = predict(classifier, frame_of_sizes(spark, [0, 60, 0]), "raw")
+    assert close(found, outputs_of(classifier))
+
+
+@pytest.mark.parametrize("kind", ["array<float>", "vector", "sparse"])
+def test_arrays_of_floats_and_vectors_predict_what_doubles_do(
+    spark: SparkSession, classifier: TorchModel, rows: DataFrame, kind: str
+) -> None:
+    if kind == "array<float>":
+        given = rows.withColumn("features", F.col("features").cast("array<float>"))
+    elif kind == "vector":
+        given = rows.withColumn("features", array_to_vector("features"))
+    else:
+        vectors = [
+            (i, Vectors.sparse(4, list(enumerate(map(float, values)))))
+            for i, values in enumerate(features_of(IDS))
+        ]
+        given = spark.createDataFrame(vectors, ["id", "features"])
+    assert close(predict(classifier, given, "raw"), outputs_of(classifier))
+
+
+def test_sparse_vectors_train_like_the_dense_arrays_they_stand_for(spark: SparkSession) -> None:
+    ids = np.arange(30)
+    dense = np.where(features_of(ids) > 0, features_of(ids), 0.0)
+    sparse = [
+        (Vectors.sparse(4, {k: float(v) for k, v in enumerate(x) if v}), int(y))
+        for x, y in zip(dense, labels_of(ids), strict=True)
+    ]
+    torch.manual_seed(1)
+    network = nn.Linear(4, 3)
+    fit = estimator(model=network, numWorkers=1, batchSize=30, epochs=2)
+    model = fit.fit(spark.createDataFrame(sparse, ["features", "label"]).coalesce(1))
+
+    x, y = torch.tensor(dense, dtype=torch.float32), torch.tensor(labels_of(ids))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(x), y).backward()
+        optimizer.step()
+    assert torch.allclose(model.module.weight, network.weight, rtol=1e-5, atol=1e-7)
+
+
+def test_several_columns_reach_the_model_as_arguments_and_integers_as_int64(
+    rows: DataFrame,
+) -> None:
+    given = rows.withColumn("carrier", (F.col("id") % 5).cast("short"))
+    model = estimator(model=TwoTables(), featuresCols=["carrier", "features"]).fit(given)
+    with torch.no_grad():
+        expected = model.module(
+            torch.tensor([i % 5 for i in IDS]),
+            torch.tensor(features_of(IDS), dtype=torch.float32),
+        )
+    assert close(predict(model, given, "raw"), expected)
+
+
+def test_a_scalar_column_feeds_a_vector_of_one_number_a_row(rows: DataFrame) -> None:
+    given = rows.selectExpr("id", "cast(id as double) / 60 as x", "id % 7 / 7 as label")
+    model = estimator(model=Scalar(), loss=nn.MSELoss(), featuresCol="x").fit(given)
+    slope = float(model.module.slope.detach())
+    assert slope != 0.5
+    assert np.allclose(predict(model, given, "auto"), slope * np.arange(60) / 60)
+
+
+@pytest.mark.parametrize("kind", ["boolean", "byte", "int", "float", "double"])
+def test_labels_of_each_numeric_type_are_class_indices(rows: DataFrame, kind: str) -> None:
+    model = (
+        estimator(epochs=1).fit(binary(rows).withColumn("label", F.col("id") % 2 == 0))
+        if (kind == "boolean")
+        else estimator().fit(rows.withColumn("label", F.col("label").cast(kind)))
+    )
+    assert model.history[0].examples == 60
+
+
+def test_an_existing_prediction_column_is_refused_by_name(
+    classifier: TorchModel, rows: DataFrame
+) -> None:
+    with pytest.raises(DataError, match=r"already has a column 'prediction'.*setPredictionCol"):
+        classifier.transform(rows.withColumn("prediction", F.lit(1.0)))
+
+
+def test_a_missing_features_column_is_refused_by_name(
+    classifier: TorchModel, rows: DataFrame
+) -> None:
+    with pytest.raises(DataError, match="'features', which the DataFrame does not have"):
+        classifier.transform(rows.drop("features"))
+
+
+def test_arrays_of_another_length_are_refused_with_both_lengths(
+    classifier: TorchModel, rows: DataFrame
+) -> None:
+    given = rows.withColumn("features", F.slice("features", 1, 3))
+    with pytest.raises(Exception, match="arrays of 3 elements where every row must have 4"):
+        classifier.transform(given).collect()
+
+
+def test_the_prediction_column_can_be_renamed(classifier: TorchModel, rows: DataFrame) -> None:
+    renamed = classifier.copy({classifier.predictionCol: "guess"}).transform(rows)
+    assert renamed.columns[-1] == "guess"
+    assert classifier.getPredictionCol() == "prediction"
+
+
+def test_pyspark_ml_evaluators_accept_the_predictions(
+    classifier: TorchModel, rows: DataFrame
+) -> None:
+    from sklearn.metrics import log_loss, roc_auc_score
+
+    labels = labels_of(IDS)
+    accuracy = MulticlassClassificationEvaluator(metricName="accuracy")
+    expected = float((outputs_of(classifier).argmax(dim=1).numpy() == labels).mean())
+    assert accuracy.evaluate(classifier.transform(rows)) == pytest.approx(expected)
+
+    both = classifier.transform(rows)
+    both = classifier.copy(
+        {classifier.outputType: "probability", classifier.predictionCol: "probability"}
+    ).transform(both)
+    doubles = both.withColumn("label", F.col("label").cast("double"))
+    evaluator = MulticlassClassificationEvaluator(metricName="logLoss")
+    probabilities = outputs_of(classifier).double().softmax(dim=1).numpy()
+    assert evaluator.evaluate(doubles) == pytest.approx(log_loss(labels, probabilities), rel=1e-5)
+
+    model = estimator(model=Single(), loss=nn.BCEWithLogitsLoss()).fit(binary(rows))
+    scored = model.transform(binary(rows), {model.outputType: "probability"})
+    auc = BinaryClassificationEvaluator(rawPredictionCol="prediction").evaluate(scored)
+    wanted = roc_auc_score(np.arange(60) % 2, outputs_of(model).reshape(-1).numpy())
+    assert auc == pytest.approx(wanted, abs=1e-3)
+
+
+def test_the_regression_evaluator_accepts_raw_outputs(rows: DataFrame) -> None:
+    model = estimator(model=Single(), loss=nn.MSELoss()).fit(rows)
+    rmse = RegressionEvaluator(metricName="rmse").evaluate(model.transform(rows))
+    errors = outputs_of(model).reshape(-1).numpy() - labels_of(IDS)
+    assert rmse == pytest.approx(float(np.sqrt((errors**2).mean())), rel=1e-5)
+
+
+def test_the_model_is_unpickled_once_in_each_python_process_over_several_jobs(
+    rows: DataFrame, tmp_path: Path
+) -> None:
+    trace = tmp_path / "loads"
+    model = estimator(model=partial(CountsLoads, str(trace))).fit(rows)
+    trace.unlink(missing_ok=True)
+    for _ in range(3):
+        model.transform(rows.repartition(6)).collect()
+    loads = Counter(lines(trace))
+    assert loads, "nothing was unpickled, so nothing was tested"
+    assert set(loads.values()) == {1}
+
+
+def test_a_models_forward_runs_without_gradients_and_in_evaluation_mode(rows: DataFrame) -> None:
+    def build() -> nn.Module:
+        class Reports(nn.Linear):
+            def forward(self, features: Tensor) -> Tensor:
+                outputs = super().forward(features)
+                if self.training:
+                    return outputs
+                flags: Any = float(torch.is_grad_enabled())
+                return torch.zeros_like(outputs) + flags
+
+        return Reports(4, 3)
+
+    model = estimator(model=build).fit(rows)
+    assert not predict(model, rows, "raw").any()
+
+
+def test_columns_may_have_any_name(rows: DataFrame) -> None:
+    given = rows.withColumnsRenamed({"features": "my.own `features`", "label": "the label"})
+    names = {"featuresCol": "my.own `features`", "labelCol": "the label", "predictionCol": "a.b"}
+    model = estimator(outputType="raw", **names).fit(given)
+    found = model.transform(given).orderBy("id").select("`a.b`").collect()
+    assert close(np.array([row[0].toArray() for row in found]), outputs_of(model))

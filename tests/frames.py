@@ -1,0 +1,79 @@
+"""DataFrames made in the JVM from row ids by exact arithmetic, so that numpy can make them too."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from torch import nn
+
+from sparkdl import ParameterAveraging, TorchEstimator, TorchModel
+
+Refuse = Callable[..., str]
+"""The fixture ``refuse``: (rows, error, *fragments of its message, **estimator_changes)."""
+WIDTH = 4
+CLASSES = 3
+
+
+def with_features(ids: DataFrame, width: int = WIDTH) -> DataFrame:
+    """From a column ``id`` to (id, features array<double>, label int)."""
+    numbers = [((F.col("id") * 7919 + k * 1299709) % 1000) / 512 - 1 for k in range(width)]
+    label = ((F.col("id") * 31) % CLASSES).cast("int")
+    return ids.select("id", F.array(*numbers).alias("features"), label.alias("label"))
+
+
+def frame(
+    spark: SparkSession, rows: int = 60, partitions: int = 3, width: int = WIDTH
+) -> DataFrame:
+    return with_features(spark.range(0, rows, 1, partitions), width)
+
+
+def frame_of_sizes(spark: SparkSession, sizes: Sequence[int]) -> DataFrame:
+    """One partition for each size, in that order; ids count through."""
+    starts = np.cumsum([0, *sizes])
+    parts = [spark.range(int(a), int(b), 1, 1) for a, b in itertools.pairwise(starts)]
+    ids = parts[0]
+    for part in parts[1:]:
+        ids = ids.union(part)
+    return with_features(ids)
+
+
+def features_of(ids: Sequence[int] | np.ndarray, width: int = WIDTH) -> np.ndarray:
+    """The features of those rows, shape (rows, width), float64."""
+    column = np.asarray(ids, dtype=np.int64)[:, None]
+    return ((column * 7919 + np.arange(width) * 1299709) % 1000) / 512 - 1
+
+
+def labels_of(ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    return (np.asarray(ids, dtype=np.int64) * 31) % CLASSES
+
+
+def estimator(**changes: Any) -> TorchEstimator:
+    """Two workers, one epoch of silent SGD on batches of 10, averaged every second step."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        network = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    settings: dict[str, Any] = {
+        "model": network,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "strategy": ParameterAveraging(period=2),
+        "epochs": 1,
+        "batchSize": 10,
+        "numWorkers": 2,
+        "seed": 7,
+        "progress": False,
+        "timeout": 60.0,
+    }
+    return TorchEstimator(**{**settings, **changes})
+
+
+def same_bits(first: TorchModel, second: TorchModel) -> bool:
+    mine, other = first.module.state_dict(), second.module.state_dict()
+    return mine.keys() == other.keys() and all(torch.equal(mine[k], other[k]) for k in mine)

@@ -1,0 +1,160 @@
+"""Models whose forward leaves traces in files, for fits on real executors.
+
+Executors cannot import this module, so it is pickled by value. A trace is one line a call, appended
+to a file in one write; every executor of the test cluster runs on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+from pyspark import TaskContext
+from torch import Tensor, nn
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def append_line(path: str, line: str) -> None:
+    with open(path, "a") as file:
+        file.write(line + "\n")
+
+
+def lines(path: str | Path) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def task_rank() -> int:
+    """The partition of the running Spark task; -1 in the driver."""
+    context = TaskContext.get()
+    return -1 if context is None else context.partitionId()
+
+
+class Net(nn.Module):
+    """4 numbers to 3 classes; importable, so it can be saved without pickle."""
+
+    def __init__(self, width: int = 4, outputs: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.layers(features)
+
+
+class Traced(Net):
+    """Records the process and rank of each forward pass."""
+
+    def __init__(self, path: str, width: int = 4, outputs: int = 3) -> None:
+        super().__init__(width, outputs)
+        self.path = path
+
+    def forward(self, features: Tensor) -> Tensor:
+        append_line(self.path, f"{os.getpid()} {task_rank()}")
+        return self.layers(features)
+
+
+class RowIds(nn.Module):
+    """Takes the row ids as a second argument; records those of each minibatch as ``rank id id``."""
+
+    def __init__(self, path: str, width: int = 4, outputs: int = 3) -> None:
+        super().__init__()
+        self.path = path
+        self.layers = nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+    def forward(self, features: Tensor, ids: Tensor) -> Tensor:
+        if task_rank() >= 0:
+            append_line(self.path, " ".join(map(str, [task_rank(), *ids.tolist()])))
+        return self.layers(features)
+
+
+class Saboteur(nn.Module):
+    """Does ``deed`` on one rank in its ``step``-th forward pass; records each pass as ``rank``."""
+
+    def __init__(self, path: str, deed: str, rank: int = 1, step: int = 3) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.path, self.deed, self.rank, self.step = path, deed, rank, step
+        self.passes = 0
+
+    def forward(self, features: Tensor) -> Tensor:
+        if task_rank() < 0:
+            return self.layer(features)
+        self.passes += 1
+        append_line(self.path, f"{task_rank()} {self.passes}")
+        if task_rank() == self.rank and self.passes == self.step:
+            getattr(self, self.deed)()
+        return self.layer(features)
+
+    def explode(self) -> None:
+        raise ZeroDivisionError("the reactor is empty")
+
+    def poison(self) -> None:
+        with torch.no_grad():
+            self.layer.weight.mul_(float("nan"))
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def sleep(self) -> None:
+        time.sleep(60)
+
+
+class CountsLoads(nn.Module):
+    """Records the process each time it is unpickled or copied."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.path = path
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        append_line(self.path, str(os.getpid()))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.layer(features)
+
+
+class TwoTables(nn.Module):
+    """An integer column to an embedding, an array beside it."""
+
+    def __init__(self, entries: int = 5, width: int = 4, outputs: int = 3) -> None:
+        super().__init__()
+        self.table = nn.Embedding(entries, 2)
+        self.layer = nn.Linear(width + 2, outputs)
+
+    def forward(self, index: Tensor, features: Tensor) -> Tensor:
+        if index.dtype is not torch.int64:
+            raise TypeError(f"an embedding takes int64, not {index.dtype}")
+        return self.layer(torch.cat([self.table(index), features], dim=1))
+
+
+class Single(nn.Module):
+    """One output a row, without a dimension of its own if ``squeeze``."""
+
+    def __init__(self, *, squeeze: bool = False, sigmoid: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.squeeze, self.sigmoid = squeeze, sigmoid
+
+    def forward(self, features: Tensor) -> Tensor:
+        outputs = self.layer(features)
+        outputs = outputs.sigmoid() if self.sigmoid else outputs
+        return outputs[:, 0] if self.squeeze else outputs
+
+
+class Scalar(nn.Module):
+    """A scalar column, of shape (rows,), to one number a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.slope * x
