@@ -11,6 +11,7 @@ from sparkdl.averager.client import AveragerClient
 from sparkdl.averager.codec import FullPrecision
 from sparkdl.averager.server import Averager, AveragerAddress
 from sparkdl.events import WindowReport
+from sparkdl.feed.facts import ShardFacts
 from sparkdl.protocols import Segment
 
 
@@ -26,17 +27,16 @@ def rounds(workers: int, numel: int) -> Iterator[RoundProcesses]:
         The worker processes; each ``round()`` is one round of the averager.
     """
     layout = (Segment("parameters", torch.float32, numel),)
-    with (
-        Averager(layout, [torch.zeros(numel)], workers, FullPrecision()) as averager,
-        RoundProcesses(
+    with Averager(layout, [torch.zeros(numel)], workers, FullPrecision()) as averager:
+        averager.start()
+        with RoundProcesses(
             _member,
             workers,
             (numel, averager.address),
             contribution=float,
             expected=(workers - 1) / 2,
-        ) as processes,
-    ):
-        yield processes
+        ) as processes:
+            yield processes
 
 
 def _member(
@@ -44,7 +44,8 @@ def _member(
 ) -> tuple[Callable[[], None], torch.Tensor]:
     vector = torch.empty(numel)
     client = AveragerClient(address, rank, FullPrecision())
-    client.receive_center([vector], (Segment("parameters", torch.float32, numel),))
+    layout = (Segment("parameters", torch.float32, numel),)
+    client.start(ShardFacts(rows=64, columns=()), [vector], layout)
     steps = itertools.count(1)
 
     def take_part() -> None:

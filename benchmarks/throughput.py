@@ -70,7 +70,7 @@ def ours(folder: Path, period: int, epochs: int) -> float:
         optimizer=digits.make_optimizer,
         strategy=ParameterAveraging(period=period),
         schema=FeedSchema(
-            (ColumnSpec("features", torch.float32, digits.PIXELS),),
+            (ColumnSpec("features", torch.float32, (digits.PIXELS,)),),
             ColumnSpec("label", torch.int64),
         ),
         epochs=1 + epochs,

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from sparkdl.averager.rounds import Event
 from sparkdl.averager.server import Averager
-from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.errors import ModelError, SparkDLError
+from sparkdl.events import EpochSummary
+from sparkdl.feed.facts import DataFacts, check_facts
 from sparkdl.protocols import Layout, LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.replica import Replica
 from sparkdl.worker import Job
@@ -84,7 +87,8 @@ def run(
     *,
     host: str = "127.0.0.1",
     advertised_host: str | None = None,
-    on_event: Callable[[WindowReport | EpochSummary], None] = lambda event: None,
+    check: Callable[[DataFacts], None] = lambda facts: None,
+    on_event: Callable[[Event], None] = lambda event: None,
 ) -> Outcome:
     """Serve the rounds of one run from the initial center to the trained module.
 
@@ -94,13 +98,24 @@ def run(
         launch: starts them, given the averager.
         host: interface to bind the averager to.
         advertised_host: the name under which workers reach it.
-        on_event: called in this thread for each window and epoch reported.
+        check: called with what the workers found in their rows, before any of them trains; what
+            it raises ends the run.
+        on_event: called in this thread for the data's facts and each window and epoch reported.
 
     Raises:
+        ModelError: the optimizer cannot take a step.
+        DataError: the rows cannot be trained on.
         TrainingError: the run could not be finished; see ``errors``.
     """
     replica = build_replica(job.model, job.optimizer, job.loss, job.seed)
-    layout, center = initial_center(replica, with_optimizer=job.strategy.exchanges_optimizer_state)
+    try:
+        layout, center = initial_center(
+            replica, with_optimizer=job.strategy.exchanges_optimizer_state
+        )
+    except Exception as error:  # the user's optimizer may raise anything
+        raise ModelError(
+            f"the optimizer's step fails on zero gradients: {type(error).__name__}: {error}"
+        ) from error
     history: list[EpochSummary] = []
     averager = Averager(
         layout,
@@ -113,6 +128,15 @@ def run(
     )
     with averager, launch(averager):
         for event in averager.events():
+            if isinstance(event, DataFacts):
+                try:
+                    check_facts(event, job.schema.columns)
+                    check(event)
+                except SparkDLError as error:
+                    # Workers wait for the answer; the launch waits for them to leave.
+                    averager.fail(error)
+                    raise
+                averager.start()
             on_event(event)
             if isinstance(event, EpochSummary):
                 history.append(event)

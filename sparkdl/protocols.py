@@ -53,6 +53,10 @@ Layout = tuple[Segment, ...]
 """Every segment of a replica's state in the order in which they travel."""
 
 
+UNKNOWN = -1
+"""A dimension of a row's shape that only the data will tell."""
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnSpec:
     """One column and the tensor that it becomes.
@@ -60,17 +64,24 @@ class ColumnSpec:
     Attributes:
         name: the column's name, as the user knows it.
         dtype: the tensor's element type.
-        width: elements a row for an array column; None for a scalar column.
+        row_shape: shape of one row's value: () for a number, (k,) for an array of k numbers, or
+            (UNKNOWN,) before the data were read.
     """
 
     name: str
     dtype: torch.dtype
-    width: int | None = None
+    row_shape: tuple[int, ...] = ()
 
     @property
-    def row_shape(self) -> tuple[int, ...]:
-        """Shape of one row's value."""
-        return () if self.width is None else (self.width,)
+    def is_array(self) -> bool:
+        """Whether a row holds several numbers."""
+        return bool(self.row_shape)
+
+    def of_length(self, elements: int | None) -> ColumnSpec:
+        """The same column with the length that the data have."""
+        if self.row_shape != (UNKNOWN,) or elements is None:
+            return self
+        return ColumnSpec(self.name, self.dtype, (elements,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from sparkdl.eager import defer_compiler
 from sparkdl.protocols import Batch, Layout, LossFunction, OptimizerBuilder, Segment
 
 StatePlace = tuple[dict[str, Tensor], str]
@@ -66,6 +67,7 @@ class Replica:
         self.loss = loss.to(self.device) if isinstance(loss, nn.Module) else loss
         self._module_groups = [*_flatten_parameters(module), *_flatten_buffers(module)]
         self._optimizer_groups: list[FlatGroup] = []
+        defer_compiler()
         self.optimizer = optimizer([p for p in module.parameters() if p.requires_grad])
         self._stateless: set[Tensor] = set()
 

@@ -3,6 +3,7 @@
 A worker is a function of (job, averager's address, iterator of record batches); it knows nothing
 of Spark. The algorithm, as a textbook has it:
 
+    read the worker's rows, once
     replica <- initial center
     for each epoch:
         for each minibatch of the worker's rows:
@@ -102,7 +103,7 @@ def train(
                 averager.report_failure(_as_worker_error(error, place.rank, run))
     except (StoppedError, DeadlineError) as error:
         # The averager has ended the run and knows why, or is gone; raising would make Spark retry.
-        logger.warning("rank %d leaves: %s", place.rank, error)
+        logger.info("rank %d leaves: %s", place.rank, error)
 
 
 def report_failure(address: AveragerAddress, rank: int, error: Exception) -> None:
@@ -116,7 +117,7 @@ def report_failure(address: AveragerAddress, rank: int, error: Exception) -> Non
     try:
         report_start_failure(address, _as_worker_error(error, rank, None))
     except (StoppedError, DeadlineError) as answer:
-        logger.warning("rank %d leaves: %s", rank, answer)
+        logger.info("rank %d leaves: %s", rank, answer)
 
 
 def _train(
@@ -128,19 +129,19 @@ def _train(
 ) -> None:
     replica, strategy = run.replica, job.strategy
     replica.module.train()
-    averager.receive_center(
-        replica.segments(with_optimizer=False), replica.layout(with_optimizer=False)
-    )
-    # Replicas start equal but must not draw equal dropout masks.
-    torch.manual_seed(job.seed + 1 + place.rank)
     with Feed(
-        batches,
         job.schema,
         batch_size=job.batch_size,
         seed=job.seed,
         rank=place.rank,
         directory=place.directory,
     ) as feed:
+        shard = feed.fill(batches, averager.report_reading)
+        averager.start(
+            shard, replica.segments(with_optimizer=False), replica.layout(with_optimizer=False)
+        )
+        # Replicas start equal but must not draw equal dropout masks.
+        torch.manual_seed(job.seed + 1 + place.rank)
         for epoch in range(1, job.epochs + 1):
             run.start_epoch(epoch)
             for batch in feed.epoch(epoch):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
@@ -35,13 +34,19 @@ def frame(
 
 
 def frame_of_sizes(spark: SparkSession, sizes: Sequence[int]) -> DataFrame:
-    """One partition for each size, in that order; ids count through."""
-    starts = np.cumsum([0, *sizes])
-    parts = [spark.range(int(a), int(b), 1, 1) for a, b in itertools.pairwise(starts)]
-    ids = parts[0]
-    for part in parts[1:]:
-        ids = ids.union(part)
-    return with_features(ids)
+    """One partition for each size, in that order; ids count through.
+
+    Not a union, for Spark makes one partition of several frames of one partition each.
+    """
+    most = max(sizes)
+    part, place = F.expr(f"cast(id div {most} as int)"), F.col("id") % most
+    starts = np.cumsum([0, *sizes]).tolist()
+    kept = spark.range(0, most * len(sizes), 1, len(sizes)).where(place < _item(sizes, part))
+    return with_features(kept.select((_item(starts, part) + place).alias("id")))
+
+
+def _item(numbers: Sequence[int], index: Column) -> Column:
+    return F.array(*map(F.lit, numbers))[index]
 
 
 def features_of(ids: Sequence[int] | np.ndarray, width: int = WIDTH) -> np.ndarray:

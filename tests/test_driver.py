@@ -19,7 +19,9 @@ from toys import classification, make_job, mlp, schema, sparkdl_threads
 import sparkdl.testing.world
 from sparkdl.averager import Averager
 from sparkdl.driver import as_builder, build_replica, initial_center, run
-from sparkdl.errors import TrainingError, WorkerError
+from sparkdl.errors import DataError, ModelError, TrainingError, WorkerError
+from sparkdl.events import WindowReport
+from sparkdl.feed.facts import DataFacts
 from sparkdl.replica import Replica
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
@@ -113,6 +115,71 @@ def test_an_error_of_the_launcher_ends_the_run() -> None:
     with pytest.raises(TrainingError, match="the cluster is gone"):
         run(make_job(mlp()), 2, launch)
     assert sparkdl_threads() == []
+
+
+def threads_launch(job: Job, sizes: list[int], directory: Path) -> Any:
+    return sparkdl.testing.world._threads(job, classification(sizes).shards(), directory)
+
+
+def test_the_check_sees_the_facts_before_any_worker_trains(tmp_path: Path) -> None:
+    log: list[object] = []
+    job = make_job(mlp(), epochs=2)
+
+    def check(facts: DataFacts) -> None:
+        log.append(facts)
+        time.sleep(0.3)  # long enough for a worker that does not wait to be seen
+        log.append("checked")
+
+    run(job, 2, threads_launch(job, [8, 5], tmp_path), check=check, on_event=log.append)
+
+    facts = log[0]
+    assert isinstance(facts, DataFacts)
+    assert facts.shard_rows == (8, 5)
+    assert [column.longest for column in facts.columns] == [6, None]
+    assert log[1:3] == ["checked", facts]
+    windows = [event for event in log if isinstance(event, WindowReport)]
+    assert sum(window.examples for window in windows) == 2 * 13
+    assert not any(isinstance(event, WindowReport) for event in log[:3])
+
+
+def test_an_error_of_the_check_reaches_the_caller_and_nobody_trains(tmp_path: Path) -> None:
+    log: list[object] = []
+    job = make_job(mlp())
+
+    def check(facts: DataFacts) -> None:
+        raise ModelError("the model does not fit these rows")
+
+    with pytest.raises(ModelError, match="does not fit these rows"):
+        run(job, 2, threads_launch(job, [8, 5], tmp_path), check=check, on_event=log.append)
+    assert log == []
+    assert_nothing_left([])
+
+
+def test_the_check_is_spared_rows_that_are_refused_anyway(tmp_path: Path) -> None:
+    checked: list[DataFacts] = []
+    job = make_job(mlp())
+    with pytest.raises(DataError, match="empty"):
+        run(job, 2, threads_launch(job, [0, 0], tmp_path), check=checked.append)
+    assert checked == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [([0, 0], "the DataFrame is empty"), ([1, 0, 1], "2 rows, fewer than the 3 workers")],
+    ids=str,
+)
+def test_a_run_without_a_row_for_each_worker_is_refused(sizes: list[int], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        run_world(make_job(mlp()), classification(sizes).shards())
+    assert_nothing_left([])
+
+
+def test_a_refused_run_leaves_no_file_behind(tmp_path: Path) -> None:
+    job = make_job(mlp())
+    with pytest.raises(DataError):
+        run(job, 3, threads_launch(job, [1, 0, 1], tmp_path))
+    assert_nothing_left([])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_error_in_the_drivers_callback_reaches_the_caller_and_stops_the_workers() -> None:

@@ -26,6 +26,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("planner",),
     ("protocols",),
     ("events",),
+    ("eager",),
     ("errors",),
     ("version",),
 ]

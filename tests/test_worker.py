@@ -23,6 +23,7 @@ import sparkdl.averager.client
 from sparkdl.averager import Averager, AveragerAddress
 from sparkdl.driver import run
 from sparkdl.errors import (
+    DataError,
     DeadlineError,
     NonFiniteError,
     TrainingError,
@@ -171,14 +172,38 @@ def test_an_error_in_the_source_of_rows_is_the_workers_error() -> None:
         run_world(make_job(mlp()), [rows(), classification([4]).shards()[0]])  # type: ignore[list-item]
 
 
-def test_bad_rows_are_a_workers_error_that_names_the_column() -> None:
-    data = classification([4, 4])
-    shards = data.shards()
+def test_bad_rows_are_refused_with_their_number_over_all_workers() -> None:
+    shards = classification([4, 4, 4]).shards()
+    features = shards[0][0].column(0)
+
+    def labels(*values: int | None) -> list[pa.RecordBatch]:
+        label = pa.array(values, pa.int64())
+        return [pa.record_batch({"features": features, "label": label})]
+
+    bad = [labels(0, None, 1, 2), shards[1], labels(None, None, 1, 2)]
+    with pytest.raises(DataError, match=r"column 'label' has 3 null values in 12 rows"):
+        run_world(make_job(mlp()), bad)
+
+
+def test_rows_that_are_refused_reach_no_model() -> None:
+    trained: list[int] = []
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, features: Tensor) -> Tensor:
+            trained.append(len(features))
+            return self.net(features)
+
+    good = classification([40]).shards()[0]
     bad = pa.record_batch(
-        {"features": shards[1][0].column(0), "label": pa.array([0, None, 1, 2], pa.int64())}
+        {"features": good[0].column(0), "label": pa.array([None] * len(good[0]), pa.int64())}
     )
-    with pytest.raises(WorkerError, match=r"rank 1, .*column 'label' has 1 null"):
-        run_world(make_job(mlp()), [shards[0], [bad]])
+    with pytest.raises(DataError):
+        run_world(make_job(Counts()), [good, [*good, bad]])
+    assert trained == []
 
 
 def test_a_non_finite_contribution_names_rank_epoch_and_step() -> None:
@@ -311,6 +336,49 @@ def test_a_worker_without_rows_waits_for_a_long_epoch_of_the_others() -> None:
     assert outcome.history[0].examples == 40
 
 
+def slow_rows(shard: list[pa.RecordBatch], seconds: float) -> Iterator[pa.RecordBatch]:
+    for batch in shard:
+        time.sleep(seconds)
+        yield batch
+
+
+def test_a_worker_that_reads_slowly_is_not_overdue_while_rows_arrive() -> None:
+    """Its 10 record batches take 4 s, more than twice the deadline."""
+    quick, slow = classification([4, 20]).shards(rows_a_batch=2)
+    outcome = run_world(
+        make_job(mlp(), deadline_s=1.8),
+        [quick, slow_rows(slow, 0.4)],  # type: ignore[list-item]
+    )
+    assert outcome.history[0].examples == 24
+
+
+@pytest.mark.parametrize("rows_before", [0, 2])
+def test_a_worker_whose_rows_do_not_arrive_is_named_within_the_deadline(rows_before: int) -> None:
+    released = threading.Event()
+
+    def blocked(shard: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        yield from shard[:rows_before]
+        released.wait(10)
+
+    quick, slow = classification([4, 4]).shards(rows_a_batch=1)
+    job = make_job(mlp(), deadline_s=1.0)
+    averagers: list[Averager] = []
+    workers = ranks(job, [quick, blocked(slow)], {0: 0, 1: 1}, averagers)
+
+    @contextmanager
+    def launch(averager: Averager) -> Iterator[None]:
+        with workers(averager):
+            try:
+                yield
+            finally:
+                released.set()
+
+    started = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"^rank 1 on .* of its rows within 1 s"):
+        run(job, 2, launch)
+    assert time.monotonic() - started < 9
+
+
 def test_a_slow_upload_does_not_make_its_sender_look_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 sends for 1.2 s of a deadline of 1.5 s; it is rank 1 who stays away."""
     to_message = sparkdl.averager.client.to_message
@@ -423,7 +491,10 @@ class NoAverager:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def receive_center(self, *_: object) -> None:
+    def report_reading(self, rows: int) -> None:
+        pass
+
+    def start(self, *_: object) -> None:
         pass
 
     def exchange(self, *_: object) -> None:

@@ -18,8 +18,11 @@ import pyarrow as pa
 import torch
 from torch import nn
 
+from sparkdl.averager import Averager
+from sparkdl.averager.rounds import Event
 from sparkdl.driver import as_builder
 from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.facts import DataFacts
 from sparkdl.feed.feed import permutation
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
@@ -49,6 +52,11 @@ class Data:
         ]
 
 
+def enough_rows(sizes: Sequence[int]) -> bool:
+    """Whether there is a row for each worker, without which no run starts."""
+    return sum(sizes) >= len(sizes)
+
+
 def classification(
     sizes: Sequence[int],
     *,
@@ -65,7 +73,7 @@ def classification(
 
 
 def schema(width: int = 6, dtype: torch.dtype = torch.float64) -> FeedSchema:
-    return FeedSchema((ColumnSpec("features", dtype, width),), ColumnSpec("label", torch.int64))
+    return FeedSchema((ColumnSpec("features", dtype, (width,)),), ColumnSpec("label", torch.int64))
 
 
 def mlp(width: int = 6, classes: int = 3, seed: int = 3) -> nn.Module:
@@ -213,6 +221,16 @@ def _average_optimizers(optimizers: list[torch.optim.Optimizer], weights: dict[i
         ]
         with torch.no_grad():
             _average(states, weights)
+
+
+def drive(averager: Averager) -> list[Event]:
+    """Do the driver's part until the run is over: start the workers when the facts are there."""
+    events = []
+    for event in averager.events():
+        if isinstance(event, DataFacts):
+            averager.start()
+        events.append(event)
+    return events
 
 
 def sparkdl_threads() -> list[threading.Thread]:

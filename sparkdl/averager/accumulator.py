@@ -69,15 +69,17 @@ class Accumulator:
         chunk = self._chunks[index]
         total = chunk.of(self._total)
         averaged = self._layout[chunk.segment].averaged
-        if first:
+        same = values.dtype == total.dtype
+        weight = self._weight(rank)
+        # numpy works in this thread; torch would wake its pool for every chunk.
+        if first and same:
+            np.copyto(total.numpy(), values.numpy())
+        elif first:
             total.copy_(values)
+        elif averaged and same and weight == 1.0:
+            np.add(total.numpy(), values.numpy(), out=total.numpy())
         elif averaged:
-            weight = self._weight(rank)
-            if weight == 1.0 and values.dtype == total.dtype:
-                # numpy adds in this thread; torch would wake its pool for every chunk.
-                np.add(total.numpy(), values.numpy(), out=total.numpy())
-            else:
-                total.add_(values, alpha=weight)
+            total.add_(values, alpha=weight)
         if averaged and rank == self._last_rank:
             self._normalize(total)
         self._turns[rank].advance()
@@ -118,7 +120,7 @@ class Accumulator:
     def _normalize(self, total: Tensor) -> None:
         weights = sum(self._weight(rank) for rank in sorted(self._examples))
         if weights != 1.0:
-            total.div_(weights)
+            np.divide(total.numpy(), weights, out=total.numpy())
 
 
 class _Turn:

@@ -17,8 +17,9 @@ import pyarrow.flight as flight
 import torch
 from torch import Tensor
 
+from sparkdl.averager.allocator import keep_freed_memory
 from sparkdl.averager.codec import Codec
-from sparkdl.averager.headers import failure_header, window_header
+from sparkdl.averager.headers import failure_header, shard_header, window_header
 from sparkdl.averager.server import TOKEN_HEADER, AveragerAddress
 from sparkdl.averager.wire import (
     SCHEMA,
@@ -31,9 +32,13 @@ from sparkdl.averager.wire import (
 )
 from sparkdl.errors import DeadlineError, NonFiniteError, StoppedError, WorkerError
 from sparkdl.events import WindowReport
+from sparkdl.feed.facts import ShardFacts
 from sparkdl.protocols import Layout, Segment
 
 logger = logging.getLogger(__name__)
+
+READING_S = 0.5
+"""Seconds between two signs of life while a worker reads its rows."""
 
 
 class AveragerClient:
@@ -53,10 +58,12 @@ class AveragerClient:
     def __init__(
         self, address: AveragerAddress, rank: int, codec: Codec, *, deadline_s: float = 600.0
     ) -> None:
+        keep_freed_memory()
         self.rank = rank
         self._codec = codec
         self._base: list[Tensor] = []
         self._credit = 1
+        self._reported_reading = time.monotonic()
         hello = {"join": rank, "host": socket.gethostname()}
         self._connection = _Connection(address, hello, rank, 2 * deadline_s)
 
@@ -71,16 +78,31 @@ class AveragerClient:
     ) -> None:
         self._connection.close(abandon=error is not None)
 
-    def receive_center(self, segments: Sequence[Tensor], layout: Layout) -> None:
-        """Wait until every worker has joined, then overwrite the replica with the initial center.
+    def report_reading(self, rows: int) -> None:
+        """Say, but not too often, that this worker is still reading its rows.
 
         Args:
+            rows: how many it has read so far.
+        """
+        now = time.monotonic()
+        if now - self._reported_reading >= READING_S:
+            self._reported_reading = now
+            self._connection.send_header({"reading": rows})
+
+    def start(self, shard: ShardFacts, segments: Sequence[Tensor], layout: Layout) -> None:
+        """Wait until every worker is ready, then overwrite the replica with the initial center.
+
+        Args:
+            shard: what this worker found in its rows, for the driver to look at.
             segments: parameters and buffers of the replica, written in place.
             layout: their kinds and sizes.
         """
         state = list(segments)
         self._extend_base(state, layout)
-        self._credit = int(self._connection.receive_header()["credit"])
+        self._connection.send_header(shard_header(shard))
+        while "credit" not in (header := self._connection.receive_header()):
+            pass
+        self._credit = int(header["credit"])
         self._receive_center(state, layout, plan_chunks(layout))
 
     def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:

@@ -7,8 +7,11 @@ from typing import Any
 
 from sparkdl.errors import NonFiniteError, TrainingError, WorkerError
 from sparkdl.events import WindowReport
+from sparkdl.feed.facts import ColumnFacts, ShardFacts
 
-_WINDOW_TYPES: dict[str, tuple[type, ...]] = {
+_Types = dict[str, tuple[type, ...]]
+
+_WINDOW_TYPES: _Types = {
     "rank": (int,),
     "epoch": (int,),
     "step": (int,),
@@ -16,7 +19,20 @@ _WINDOW_TYPES: dict[str, tuple[type, ...]] = {
     "loss_sum": (float, int),
     "last": (bool,),
 }
-_FAILURE_TYPES: dict[str, tuple[type, ...]] = {
+_SHARD_TYPES: _Types = {"rows": (int,), "columns": (list,)}
+_COUNTS = ("nulls", "null_elements", "fractions")
+_OPTIONAL_COUNT = (int, type(None))
+_OPTIONAL_NUMBER = (float, int, type(None))
+_COLUMN_TYPES: _Types = {
+    "nulls": (int,),
+    "null_elements": (int,),
+    "fractions": (int,),
+    "shortest": _OPTIONAL_COUNT,
+    "longest": _OPTIONAL_COUNT,
+    "smallest": _OPTIONAL_NUMBER,
+    "largest": _OPTIONAL_NUMBER,
+}
+_FAILURE_TYPES: _Types = {
     "message": (str,),
     "non_finite": (bool,),
     "rank": (int,),
@@ -45,6 +61,11 @@ def window_header(window: WindowReport) -> dict[str, Any]:
     return {"window": dataclasses.asdict(window)}
 
 
+def shard_header(shard: ShardFacts) -> dict[str, Any]:
+    """What a worker sends once it has read its rows."""
+    return {"shard": dataclasses.asdict(shard)}
+
+
 def read_join(header: dict[str, Any]) -> tuple[int, str]:
     """Rank and host of a worker that joins.
 
@@ -55,6 +76,20 @@ def read_join(header: dict[str, Any]) -> tuple[int, str]:
     if not isinstance(rank, int) or not isinstance(host, str):
         raise TrainingError(f"an exchange starts with a rank and a host, not with {header}")
     return rank, host
+
+
+def read_shard(header: dict[str, Any], rank: int) -> ShardFacts:
+    """What a worker found in its rows.
+
+    Raises:
+        TrainingError: the header does not say.
+    """
+    fields = _checked(header.get("shard"), _SHARD_TYPES, rank)
+    columns = [_checked(column, _COLUMN_TYPES, rank) for column in fields["columns"]]
+    counts = [column[name] for column in columns for name in _COUNTS]
+    if min([fields["rows"], *counts]) < 0:
+        raise TrainingError(f"rank {rank} counted less than nothing in its rows: {fields}")
+    return ShardFacts(fields["rows"], tuple(ColumnFacts(**column) for column in columns))
 
 
 def read_window(header: dict[str, Any], rank: int) -> WindowReport:
@@ -83,7 +118,7 @@ def raise_reported_failure(header: dict[str, Any]) -> None:
     raise kind(fields.pop("message"), **fields)
 
 
-def _checked(fields: Any, types: dict[str, tuple[type, ...]], rank: int | None) -> dict[str, Any]:
+def _checked(fields: Any, types: _Types, rank: int | None) -> dict[str, Any]:
     if (
         not isinstance(fields, dict)
         or fields.keys() != types.keys()

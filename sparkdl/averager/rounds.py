@@ -1,6 +1,8 @@
 """Who takes part in a round, when it is complete, and what came out: the averager without sockets.
 
-    join:       every rank, once; returns when all are there
+    join:       every rank, once, as soon as it runs
+    ready:      every rank, once it has read its rows; returns when all have and the driver, who is
+                told what they found, has let them start
     contribute: every active rank, once a round; returns the reply when the round is committed
     a rank whose window was its last of the epoch is no longer active; its reply comes when no rank
     is active any more, that is with the epoch's final center. Then all are active again.
@@ -14,6 +16,7 @@ waits notices, and so does the driver's thread, which looks at regular intervals
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -27,9 +30,10 @@ from sparkdl.averager.codec import Codec
 from sparkdl.averager.wire import plan_chunks
 from sparkdl.errors import DeadlineError, SparkDLError, StoppedError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport, summarize_epoch
+from sparkdl.feed.facts import DataFacts, ShardFacts
 from sparkdl.protocols import Layout
 
-Event = WindowReport | EpochSummary
+Event = DataFacts | WindowReport | EpochSummary
 
 
 class Rounds:
@@ -64,6 +68,8 @@ class Rounds:
         self._condition = threading.Condition()
         self._everyone = frozenset(range(world_size))
         self._hosts: dict[int, str] = {}
+        self._shards: dict[int, ShardFacts] = {}
+        self._started = False
         self._heard = dict.fromkeys(self._everyone, time.monotonic())
         self._active: set[int] = set()
         self._arrived: set[int] = set()
@@ -78,7 +84,7 @@ class Rounds:
         self._accumulator: Accumulator | None = None
 
     def join(self, rank: int, host: str) -> None:
-        """Enter the run and wait until every rank has.
+        """Enter the run.
 
         Args:
             rank: the worker's rank.
@@ -86,7 +92,6 @@ class Rounds:
 
         Raises:
             TrainingError: the rank is not one of this run's, or has joined already.
-            DeadlineError: not every rank joined in time.
         """
         with self._condition:
             self._raise_if_failed()
@@ -101,10 +106,50 @@ class Rounds:
                     "before: Spark started the task a second time"
                 )
             self._hosts[rank] = host
-            if len(self._hosts) == self.world_size:
-                self._start_epoch()
-                self._condition.notify_all()
-            self._wait(lambda: len(self._hosts) == self.world_size)
+            self.hear(rank)
+
+    def still_reading(self, rank: int) -> None:
+        """Take note that a rank is alive and reads its rows.
+
+        Raises:
+            StoppedError: the run failed elsewhere, so that the rank need not go on.
+        """
+        with self._condition:
+            self._raise_if_failed()
+            self.hear(rank)
+
+    def ready(self, rank: int, shard: ShardFacts, on_wait: Callable[[], None]) -> None:
+        """Say that a rank has read its rows, and wait until training starts.
+
+        Args:
+            rank: the worker's rank.
+            shard: what it found.
+            on_wait: called now and then while others still read.
+
+        Raises:
+            DeadlineError: a rank did not start, or was silent while it read.
+            StoppedError: the driver refused the data, or the run failed elsewhere.
+        """
+        with self._condition:
+            self._raise_if_failed()
+            if any(len(s.columns) != len(shard.columns) for s in self._shards.values()):
+                raise TrainingError(f"rank {rank} has {len(shard.columns)} columns, others do not")
+            self._shards[rank] = shard
+            if len(self._shards) == self.world_size:
+                ordered = [self._shards[rank] for rank in sorted(self._everyone)]
+                self.events.put(DataFacts.of(ordered))
+        while True:
+            with self._condition:
+                if self._wait(lambda: self._started, at_most_s=self.deadline_s / 4):
+                    return
+            on_wait()
+
+    def start(self) -> None:
+        """Let the workers train; called by the driver once it has looked at the data's facts."""
+        with self._condition:
+            self._started = True
+            self._start_epoch()
+            self._condition.notify_all()
 
     def hear(self, rank: int) -> None:
         """Take note that a rank is alive: something of it arrived, or it took something."""
@@ -192,9 +237,11 @@ class Rounds:
             limit = time.monotonic() - self.deadline_s
             silent = {rank for rank in self._waited_for() if self._heard[rank] <= limit}
             if silent:
+                late = (silent - self._hosts.keys()) or silent
                 raise DeadlineError(
-                    f"{self._name(silent)} {self._what_is_missing()} within {self.deadline_s:g} s. "
-                    "If it takes longer here, raise the estimator's 'timeout'"
+                    f"{self._name(late)} {self._what_is_missing(late)} within "
+                    f"{self.deadline_s:g} s. If it takes longer here, raise the estimator's "
+                    "'timeout'"
                 )
 
     def _enter(self, report: WindowReport) -> Accumulator:
@@ -244,31 +291,34 @@ class Rounds:
         self._epoch_started = time.monotonic()
         self._heard = dict.fromkeys(self._everyone, time.monotonic())
 
-    def _wait(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition, as long as nobody is overdue."""
+    def _wait(self, condition: Callable[[], bool], at_most_s: float = math.inf) -> bool:
+        """Wait for a condition, as long as nobody is overdue; returns whether it came true."""
+        until = time.monotonic() + at_most_s
         while True:
             now = time.monotonic()
             due = min((self._heard[rank] for rank in self._waited_for()), default=now)
             met = self._condition.wait_for(
                 lambda: self.failure is not None or condition(),
-                timeout=max(0.01, due + self.deadline_s - now),
+                timeout=max(0.01, min(due + self.deadline_s, until) - now),
             )
             self._raise_if_failed()
-            if met:
-                return
+            if met or time.monotonic() >= until:
+                return met
             self.check_deadline()
 
     def _waited_for(self) -> set[int]:
-        if len(self._hosts) < self.world_size:
-            return set(self._everyone - self._hosts.keys())
+        if not self._started:
+            return set(self._everyone - self._shards.keys())
         return (self._readers or self._active - self._complete) - self._finished
 
-    def _what_is_missing(self) -> str:
-        if len(self._hosts) < self.world_size:
+    def _what_is_missing(self, ranks: set[int]) -> str:
+        if not ranks <= self._hosts.keys():
             return (
                 f"did not start ({len(self._hosts)} of {self.world_size} workers did; all have to "
                 "run at once: are other jobs using the cluster?)"
             )
+        if not self._started:
+            return "did not receive more of its rows"
         if self._readers:
             return f"did not take the center of round {self._round}"
         return f"did not contribute to round {self._round + 1} (epoch {self._epoch})"

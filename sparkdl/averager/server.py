@@ -3,7 +3,10 @@
 One worker is one long-lived Flight exchange, from joining to leaving:
 
     worker                               averager
-    {"join": rank, "host": ...}  ------> wait for all ranks
+    {"join": rank, "host": ...}  ------>
+    {"reading": rows so far}     ------> now and then, while its rows arrive
+    {"shard": what they are}     ------> wait for all ranks, and for the driver to look at it
+                                 <------ {"waiting": true}, now and then
                                  <------ {"credit": chunks to send ahead}
                                  <------ initial center, chunk by chunk
     {"window": report}, chunks   ------> add in rank order, wait for the round
@@ -30,8 +33,14 @@ import pyarrow as pa
 import pyarrow.flight as flight
 from torch import Tensor
 
+from sparkdl.averager.allocator import keep_freed_memory
 from sparkdl.averager.codec import Codec
-from sparkdl.averager.headers import raise_reported_failure, read_join, read_window
+from sparkdl.averager.headers import (
+    raise_reported_failure,
+    read_join,
+    read_shard,
+    read_window,
+)
 from sparkdl.averager.rounds import Event, Rounds
 from sparkdl.averager.wire import (
     SCHEMA,
@@ -49,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 TOKEN_HEADER = "authorization"
 _ADDED = pack_header({"added": True})
+_WAITING = pack_header({"waiting": True})
 SHUTDOWN_S = 10.0
 """Seconds to wait for workers' connections to end before the service is left to itself."""
 
@@ -85,6 +95,7 @@ class Averager:
         advertised_host: str | None = None,
         deadline_s: float = 600.0,
     ) -> None:
+        keep_freed_memory()
         self._rounds = Rounds(layout, center, world_size, codec, deadline_s)
         token = secrets.token_urlsafe(32)
         self._service = _FlightService(self._rounds, codec, f"grpc://{host}:0", token)
@@ -117,12 +128,18 @@ class Averager:
         """The current center, a tensor of ``center_dtype`` a segment."""
         return self._rounds.center
 
+    def start(self) -> None:
+        """Let the workers train, now that the facts about their rows were found good."""
+        self._rounds.start()
+
     def fail(self, error: SparkDLError) -> None:
         """End the run from the driver's side; ``events`` then raises the error."""
         self._rounds.fail(error)
 
     def events(self) -> Iterator[Event]:
-        """Yield windows and epochs as they are reported, until every worker has finished.
+        """Yield what is reported: the data's facts, then windows and epochs until all finished.
+
+        The workers train only after ``start``, which has to follow the facts.
 
         Raises:
             WorkerError: the user's code raised on a worker.
@@ -168,6 +185,11 @@ class _FlightService(flight.FlightServerBase):  # type: ignore[misc]
             rank, host = read_join(hello)
             writer.begin(SCHEMA)
             self._rounds.join(rank, host)
+            while "reading" in (header := unpack_header(_next(reader, rank).app_metadata)):
+                self._rounds.still_reading(rank)
+            self._rounds.ready(
+                rank, read_shard(header, rank), lambda: writer.write_metadata(_WAITING)
+            )
             writer.write_metadata(pack_header({"credit": self._credit}))
             self._send(writer, rank, self._rounds.center, kinds={"parameters", "buffers"})
             while not (header := unpack_header(_next(reader, rank).app_metadata)).get("finish"):
@@ -193,7 +215,7 @@ class _FlightService(flight.FlightServerBase):  # type: ignore[misc]
         writer: flight.MetadataRecordBatchWriter,
     ) -> None:
         def still_waiting() -> None:
-            writer.write_metadata(pack_header({"waiting": True}))
+            writer.write_metadata(_WAITING)
 
         values = self._receive(reader, writer, report.rank)
         reply = self._rounds.contribute(report, values, still_waiting)

@@ -63,7 +63,11 @@ def write_module(saved: SavedModule, directory: Path) -> None:
         "format": FORMAT,
         "model": save_recipe(saved.builder, directory, "model"),
         "features": [
-            {"name": f.name, "dtype": str(f.dtype).removeprefix("torch."), "width": f.width}
+            {
+                "name": f.name,
+                "dtype": str(f.dtype).removeprefix("torch."),
+                "row_shape": list(f.row_shape),
+            }
             for f in saved.features
         ],
         "head": saved.head,
@@ -106,7 +110,7 @@ def read_module(directory: Path, *, trust: bool) -> SavedModule:
         module=module.eval(),
         builder=builder,
         features=tuple(
-            ColumnSpec(f["name"], getattr(torch, f["dtype"]), f["width"])
+            ColumnSpec(f["name"], getattr(torch, f["dtype"]), tuple(f["row_shape"]))
             for f in description["features"]
         ),
         head=description["head"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,11 +19,13 @@ from sparkdl.errors import ConfigError
 from sparkdl.estimator.model import TorchModel
 from sparkdl.estimator.params import EstimatorParams
 from sparkdl.estimator.persistence import EstimatorReader, EstimatorWriter
-from sparkdl.estimator.preflight import preflight
+from sparkdl.estimator.preflight import Preflight, UnbalancedError
 from sparkdl.estimator.progress import ProgressBar
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.spark.launcher import launch
 from sparkdl.strategies import ParameterAveraging, Strategy
+
+logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -146,24 +149,39 @@ class TorchEstimator(
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
         """Called by ``fit``; see the class."""
-        ready = preflight(self, dataset)
-        conf = dataset.sparkSession.sparkContext.getConf()
+        ready = Preflight(self, dataset)
+        with ProgressBar(self.getEpochs(), visible=self.getProgress()) as progress:
+            model = self._try_as_it_is(ready, progress)
+            if model is None:
+                ready.spread()
+                model = self._train(ready, progress)
+        return self._copyValues(model)
+
+    def _try_as_it_is(self, ready: Preflight, progress: ProgressBar) -> TorchModel | None:
+        try:
+            return self._train(ready, progress)
+        except UnbalancedError as found:
+            # Left before the second attempt, whose errors would carry this one along.
+            logger.info("training starts anew after a shuffle: %s", found)
+            return None
+
+    def _train(self, ready: Preflight, progress: ProgressBar) -> TorchModel:
+        conf = ready.workers.frame.sparkSession.sparkContext.getConf()
         host = conf.get("spark.driver.host", "127.0.0.1")
-        with ProgressBar(ready.rows, self.getEpochs(), visible=self.getProgress()) as progress:
-            outcome = run(
-                ready.job,
-                ready.workers.num_workers,
-                launch(ready.workers, ready.job),
-                host=conf.get("spark.driver.bindAddress", host) or "127.0.0.1",
-                advertised_host=host,
-                on_event=progress,
-            )
-        model = TorchModel(
+        outcome = run(
+            ready.job,
+            ready.workers.num_workers,
+            launch(ready.workers, ready.job),
+            host=conf.get("spark.driver.bindAddress", host) or "127.0.0.1",
+            advertised_host=host,
+            check=ready.check,
+            on_event=progress,
+        )
+        return TorchModel(
             outcome.module,
-            ready.job.schema.features,
+            ready.checked.features,
             builder=self.getModel(),
             head=ready.head,
-            output_width=ready.output_width,
+            output_width=ready.checked.output_width,
             history=outcome.history,
         )
-        return self._copyValues(model)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from pyspark import InheritableThread
 from pyspark.sql import DataFrame
 from torch import nn
 
@@ -22,40 +19,18 @@ from sparkdl.estimator.params import EstimatorParams
 from sparkdl.estimator.probe import build, probe
 from sparkdl.estimator.shipping import require_picklable
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.protocols import ColumnSpec, LossFunction
-from sparkdl.spark.checks import ColumnFacts, DataFacts, check_facts, collect_facts
-from sparkdl.spark.columns import input_column
+from sparkdl.feed.facts import ColumnFacts, DataFacts
+from sparkdl.protocols import UNKNOWN, ColumnSpec, LossFunction
+from sparkdl.spark.columns import InputColumn, input_column
 from sparkdl.spark.launcher import Workers
 from sparkdl.spark.partitions import known_partitions
 from sparkdl.spark.session import require_classic_session
 from sparkdl.spark.slots import choose_num_workers
 from sparkdl.worker import Job
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True)
 class Preflight:
-    """What a fit needs once everything is checked.
-
-    Attributes:
-        job: what every worker trains.
-        workers: where and on which rows.
-        head: what the model's outputs mean.
-        output_width: numbers a row that the model gives; None for one without a dimension of
-            its own.
-        rows: rows of the DataFrame.
-    """
-
-    job: Job
-    workers: Workers
-    head: Head
-    output_width: int | None
-    rows: int
-
-
-def preflight(params: EstimatorParams, frame: DataFrame) -> Preflight:
-    """Check a fit's Params against the data and the cluster.
+    """What is found out of a fit's Params, the DataFrame's schema and the cluster.
 
     Args:
         params: the estimator.
@@ -63,91 +38,129 @@ def preflight(params: EstimatorParams, frame: DataFrame) -> Preflight:
 
     Raises:
         ConfigError: more workers than slots.
-        DataError: columns, types or values do not fit.
-        ModelError: the model, loss or optimizer cannot be shipped or fails on a batch.
+        DataError: a column is missing, doubled or of a type that is no number.
+        ModelError: the model, loss or optimizer cannot be built or shipped.
+
+    Attributes:
+        job: what every worker trains.
+        workers: where and on which rows.
+        head: what the model's outputs mean.
+        checked: what only the rows could tell; there after ``check``.
     """
-    require_classic_session(frame)
-    features = tuple(
-        input_column(frame, name, "featuresCols" if params.getFeaturesCols() else "featuresCol")
-        for name in params.feature_columns()
-    )
-    label = input_column(frame, params.getLabelCol(), "labelCol")
-    num_workers = choose_num_workers(frame.sparkSession, params.getNumWorkers())
-    partitions = known_partitions(frame)
-    counted = num_workers if partitions == num_workers else 0
-    # The pass over the data runs in the JVM while this thread pickles and imports.
-    facts_wanted = _in_background(lambda: collect_facts(frame, (*features, label), counted))
-    for name in ("model", "loss", "optimizer", "strategy"):
-        require_picklable(name, params.getOrDefault(name))
-    builder = as_builder(params.getModel())
-    replica = build(builder, params.getOptimizer(), params.getLoss(), params.getSeed())
-    fractions = _parameter_dtype(replica.module)
-    facts = facts_wanted.result()
-    check_facts(facts, num_workers)
-    *feature_facts, label_facts = facts.columns
-    _refuse_nan_labels(label_facts)
-    head = head_of(params.getLoss())
-    schema = FeedSchema(
-        tuple(_spec(f, f.column.tensor_dtype(fractions)) for f in feature_facts),
-        _spec(label_facts, _target_dtype(label_facts, params.getLoss(), head, fractions)),
-    )
-    outputs = probe(replica, schema, feature_facts, label_facts, head)
-    job = Job(
-        model=builder,
-        loss=params.getLoss(),
-        optimizer=params.getOptimizer(),
-        strategy=params.getStrategy(),
-        schema=schema,
-        epochs=params.getEpochs(),
-        batch_size=params.getBatchSize(),
-        seed=params.getSeed(),
-        deadline_s=params.getTimeout(),
-    )
-    workers = Workers(
-        frame=frame,
-        columns=(*features, label),
-        num_workers=num_workers,
-        repartition=not _balanced(facts),
-        precise=fractions is torch.float64,
-        device=params.getDevice(),
-        description=_describe(params, num_workers),
-    )
-    width = None if outputs.dim() == 1 else outputs[0].numel()
-    output_function(params.getOutputType(), head, width)
-    return Preflight(job, workers, head, width, facts.rows)
+
+    checked: Checked
+
+    def __init__(self, params: EstimatorParams, frame: DataFrame) -> None:
+        require_classic_session(frame)
+        features = tuple(
+            input_column(frame, name, "featuresCols" if params.getFeaturesCols() else "featuresCol")
+            for name in params.feature_columns()
+        )
+        label = input_column(frame, params.getLabelCol(), "labelCol")
+        for name in ("model", "loss", "optimizer", "strategy"):
+            require_picklable(name, params.getOrDefault(name))
+        builder = as_builder(params.getModel())
+        self._replica = build(builder, params.getOptimizer(), params.getLoss(), params.getSeed())
+        fractions = _parameter_dtype(self._replica.module)
+        self.head = head_of(params.getLoss())
+        self.job = Job(
+            model=builder,
+            loss=params.getLoss(),
+            optimizer=params.getOptimizer(),
+            strategy=params.getStrategy(),
+            schema=FeedSchema(
+                tuple(_spec(column, column.tensor_dtype(fractions)) for column in features),
+                _spec(label, _target_dtype(label, params.getLoss(), self.head, fractions)),
+            ),
+            epochs=params.getEpochs(),
+            batch_size=params.getBatchSize(),
+            seed=params.getSeed(),
+            deadline_s=params.getTimeout(),
+        )
+        num_workers = choose_num_workers(frame.sparkSession, params.getNumWorkers())
+        self.workers = Workers(
+            frame=frame,
+            columns=(*features, label),
+            num_workers=num_workers,
+            repartition=known_partitions(frame) != num_workers,
+            precise=fractions is torch.float64,
+            device=params.getDevice(),
+            description=_describe(params, num_workers),
+        )
+        self._output_type = params.getOutputType()
+
+    def spread(self) -> None:
+        """Have the rows spread evenly over the workers by a shuffle."""
+        self.workers = replace(self.workers, repartition=True)
+
+    def check(self, facts: DataFacts) -> None:
+        """Check what the workers found in their rows, and try one step on a made-up batch.
+
+        Args:
+            facts: every column is sound.
+
+        Raises:
+            UnbalancedError: one worker has so many rows that spreading them anew pays.
+            DataError: values do not fit the loss or the model.
+            ModelError: the model fails on a batch.
+        """
+        if not self.workers.repartition and not _balanced(facts.shard_rows):
+            raise UnbalancedError(
+                f"the partitions have {min(facts.shard_rows)} to {max(facts.shard_rows)} rows"
+            )
+        _check_label(self.workers.columns[-1], self.job, facts.columns[-1])
+        schema = self.job.schema.of_lengths([column.longest for column in facts.columns])
+        outputs = probe(self._replica, schema, facts.columns, self.head)
+        width = None if outputs.dim() == 1 else outputs[0].numel()
+        output_function(self._output_type, self.head, width)
+        self.checked = Checked(schema.features, width)
 
 
-def _refuse_nan_labels(label: ColumnFacts) -> None:
-    # SQL takes NaN for the largest of all numbers.
-    if label.largest is not None and math.isnan(label.largest):
+@dataclass(frozen=True)
+class Checked:
+    """What only the rows could tell of a model.
+
+    Attributes:
+        features: its inputs.
+        output_width: numbers a row that it gives; None for one without a dimension of its own.
+    """
+
+    features: tuple[ColumnSpec, ...]
+    output_width: int | None
+
+
+class UnbalancedError(DataError):
+    """The partitions are as many as the workers, but too unequal; never leaves ``fit``."""
+
+
+def _check_label(label: InputColumn, job: Job, facts: ColumnFacts) -> None:
+    if facts.largest is not None and math.isnan(facts.largest):
         raise DataError(
-            f"label column '{label.column.name}' holds NaN (not a number), which no loss can learn "
-            f"from. Drop those rows first: df.where(~F.isnan('{label.column.name}'))"
+            f"label column '{label.name}' holds NaN (not a number), which no loss can learn "
+            f"from. Drop those rows first: df.where(~F.isnan('{label.name}'))"
+        )
+    if facts.fractions:
+        raise DataError(
+            f"label column '{label.name}' ({label.type_name}) holds {facts.fractions} "
+            f"numbers that are not whole, but {_name(job.loss)} takes class indices 0, 1, .... "
+            "Index the classes with pyspark.ml.feature.StringIndexer, or use a regression loss"
         )
 
 
-def _balanced(facts: DataFacts) -> bool:
-    """Whether the partitions are as they should be: one a worker, equal to within 1 %."""
-    rows = facts.partition_rows
-    return bool(rows) and sum(rows) == facts.rows and max(rows) <= 1.01 * min(rows) + 1
+def _balanced(rows: Sequence[int]) -> bool:
+    """Whether no worker has more than a twentieth more than its share, for whom all would wait."""
+    return max(rows) <= 1.05 * sum(rows) / len(rows) + 1
 
 
-def _spec(facts: ColumnFacts, dtype: torch.dtype) -> ColumnSpec:
-    return ColumnSpec(facts.column.name, dtype, facts.longest)
+def _spec(column: InputColumn, dtype: torch.dtype) -> ColumnSpec:
+    return ColumnSpec(column.name, dtype, (UNKNOWN,) if column.is_array else ())
 
 
 def _target_dtype(
-    label: ColumnFacts, loss: LossFunction, head: Head, fractions: torch.dtype
+    column: InputColumn, loss: LossFunction, head: Head, fractions: torch.dtype
 ) -> torch.dtype:
     """The dtype that the loss takes targets in; for a loss that is not torch's, the column's."""
-    column = label.column
     if head.takes_class_index and not column.is_array:
-        if label.fractions:
-            raise DataError(
-                f"label column '{column.name}' ({column.type_name}) holds {label.fractions} "
-                f"numbers that are not whole, but {_name(loss)} takes class indices 0, 1, .... "
-                "Index the classes with pyspark.ml.feature.StringIndexer, or use a regression loss"
-            )
         return torch.int64
     of_torch = isinstance(loss, nn.modules.loss._Loss) or head is not Head.UNKNOWN
     if of_torch and not head.takes_class_index:
@@ -169,17 +182,3 @@ def _describe(params: EstimatorParams, num_workers: int) -> str:
 
 def _name(value: Any) -> str:
     return getattr(value, "__name__", type(value).__name__)
-
-
-def _in_background(work: Callable[[], T]) -> Future[T]:
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # handed to whoever asks for the result
-            future.set_exception(error)
-
-    thread: threading.Thread = InheritableThread(target=run, name="sparkdl-checks", daemon=True)
-    thread.start()
-    return future

@@ -1,4 +1,4 @@
-"""One training step in the driver on a made-up batch, before anything is launched.
+"""One training step in the driver on a made-up batch, before any worker takes its first.
 
 The batch has two rows: the smallest and the largest value of every column. An embedding too small,
 a label out of range, a wrong width or a loss that wants another dtype all show here, in a second.
@@ -17,9 +17,9 @@ from sparkdl.driver import build_replica
 from sparkdl.errors import DataError, ModelError
 from sparkdl.estimator.head import Head
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.protocols import Batch, LossFunction, ModelBuilder, OptimizerBuilder
+from sparkdl.feed.facts import ColumnFacts
+from sparkdl.protocols import Batch, ColumnSpec, LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.replica import Replica, align_targets
-from sparkdl.spark.checks import ColumnFacts
 
 
 def build(
@@ -56,8 +56,7 @@ def build(
 def probe(
     replica: Replica,
     schema: FeedSchema,
-    features: Sequence[ColumnFacts],
-    label: ColumnFacts,
+    facts: Sequence[ColumnFacts],
     head: Head,
 ) -> Tensor:
     """Take one step with a replica that is thrown away afterwards.
@@ -65,8 +64,7 @@ def probe(
     Args:
         replica: from ``build``.
         schema: the tensors that it will be fed.
-        features: what is known of each features column.
-        label: what is known of the label column.
+        facts: what is known of each of its columns.
         head: what the loss says about the outputs.
 
     Returns:
@@ -76,19 +74,15 @@ def probe(
         ModelError: the model, the loss or the optimizer fails.
         DataError: the label is out of the model's range.
     """
-    batch = Batch(
-        tuple(
-            _extremes(facts, spec.dtype, spec.width)
-            for facts, spec in zip(features, schema.features, strict=True)
-        ),
-        _extremes(label, schema.label.dtype, schema.label.width),
-        last=True,
-    )
+    *features, targets = map(_extremes, facts, schema.columns)
+    batch = Batch(tuple(features), targets, last=True)
     with torch.random.fork_rng(devices=[]):
-        return _step(replica, batch, label, head)
+        return _step(replica, batch, schema.label, facts[-1], head)
 
 
-def _step(replica: Replica, batch: Batch, label: ColumnFacts, head: Head) -> Tensor:
+def _step(
+    replica: Replica, batch: Batch, label: ColumnSpec, label_facts: ColumnFacts, head: Head
+) -> Tensor:
     replica.module.train()
     shapes = ", ".join(f"{_dtype(f)} {tuple(f.shape)}" for f in batch.features)
     try:
@@ -106,7 +100,7 @@ def _step(replica: Replica, batch: Batch, label: ColumnFacts, head: Head) -> Ten
             "dimension must be the rows"
         )
     ignored = getattr(replica.loss, "ignore_index", None)
-    _check_label_range(label, outputs, head, ignored)
+    _check_label_range(label, label_facts, outputs, head, ignored)
     targets = align_targets(outputs, batch.targets)
     both = (
         f"outputs {_dtype(outputs)} {tuple(outputs.shape)} and "
@@ -118,7 +112,7 @@ def _step(replica: Replica, batch: Batch, label: ColumnFacts, head: Head) -> Ten
             warnings.filterwarnings("error", message="Using a target size")
             loss = replica.loss(outputs, targets)
     except Exception as error:  # the user's loss may raise anything
-        _fail(f"the loss fails on {both} (label column '{label.column.name}')", error)
+        _fail(f"the loss fails on {both} (label column '{label.name}')", error)
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(f"the loss of {both} must be a scalar tensor, the mean; it is {shape}")
@@ -131,10 +125,10 @@ def _step(replica: Replica, batch: Batch, label: ColumnFacts, head: Head) -> Ten
 
 
 def _check_label_range(
-    label: ColumnFacts, outputs: Tensor, head: Head, ignored: int | None
+    label: ColumnSpec, facts: ColumnFacts, outputs: Tensor, head: Head, ignored: int | None
 ) -> None:
-    name, low, high = label.column.name, label.smallest, label.largest
-    if low is None or high is None or label.column.is_array:
+    name, low, high = label.name, facts.smallest, facts.largest
+    if low is None or high is None or label.is_array:
         return
     if head.takes_class_index and outputs.dim() >= 2:
         classes = outputs.shape[1]
@@ -151,13 +145,13 @@ def _check_label_range(
         )
 
 
-def _extremes(facts: ColumnFacts, dtype: torch.dtype, width: int | None) -> Tensor:
+def _extremes(facts: ColumnFacts, spec: ColumnSpec) -> Tensor:
     """Two rows: the column's smallest and largest value, 0 and 1 where those are not known."""
     low = 0.0 if facts.smallest is None else facts.smallest
     high = 1.0 if facts.largest is None else facts.largest
-    rows = torch.tensor([low, high], dtype=torch.float64 if dtype.is_floating_point else dtype)
-    rows = rows.to(dtype)
-    return rows if width is None else rows.unsqueeze(1).repeat(1, width)
+    exact = torch.float64 if spec.dtype.is_floating_point else spec.dtype
+    rows = torch.tensor([low, high], dtype=exact).to(spec.dtype)
+    return rows.view(2, *[1 for _ in spec.row_shape]).repeat(1, *spec.row_shape)
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -6,28 +6,27 @@ from types import TracebackType
 
 from tqdm.auto import tqdm
 
-from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.averager.rounds import Event
+from sparkdl.events import WindowReport
+from sparkdl.feed.facts import DataFacts
 
 
 class ProgressBar:
     """Shows a fit's progress; a context manager to be called with every event.
 
     Args:
-        rows: rows of the DataFrame.
         epochs: passes over it.
         visible: whether to show anything.
     """
 
-    def __init__(self, rows: int, epochs: int, *, visible: bool) -> None:
+    def __init__(self, epochs: int, *, visible: bool) -> None:
         self._epochs = epochs
         self._loss_sum = 0.0
         self._examples = 0
-        self._bar = tqdm(
-            total=rows * epochs, unit=" rows", unit_scale=True, disable=not visible, leave=True
-        )
+        self._bar = tqdm(unit=" rows", unit_scale=True, disable=not visible, leave=True)
 
     def __enter__(self) -> ProgressBar:
-        self._bar.set_description(f"epoch 1/{self._epochs}")
+        self._bar.set_description("reading rows")
         return self
 
     def __exit__(
@@ -38,8 +37,13 @@ class ProgressBar:
     ) -> None:
         self._bar.close()
 
-    def __call__(self, event: WindowReport | EpochSummary) -> None:
-        """Take note of a window or an epoch."""
+    def __call__(self, event: Event) -> None:
+        """Take note of the rows there are, a window or an epoch."""
+        if isinstance(event, DataFacts):
+            # Also the moment from which rows a second are counted.
+            self._bar.reset(total=event.rows * self._epochs)
+            self._bar.set_description(f"epoch 1/{self._epochs}")
+            return
         if isinstance(event, WindowReport):
             self._loss_sum += event.loss_sum
             self._examples += event.examples

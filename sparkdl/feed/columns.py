@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -11,6 +12,10 @@ from torch.utils.dlpack import from_dlpack
 
 from sparkdl.errors import DataError
 from sparkdl.protocols import ColumnSpec
+
+ORDER_COLUMN = "order"
+"""Name of an int64 column after the schema's own that says in which order the rows belong. A
+shuffle delivers the same set of rows in every run, but not in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,11 @@ class FeedSchema:
     def columns(self) -> tuple[ColumnSpec, ...]:
         """Every column in the order of the record batches."""
         return (*self.features, self.label)
+
+    def of_lengths(self, elements: Sequence[int | None]) -> FeedSchema:
+        """The same columns with the array lengths that the data have, None for numbers."""
+        *features, label = [c.of_length(n) for c, n in zip(self.columns, elements, strict=True)]
+        return FeedSchema(tuple(features), label)
 
 
 def to_tensor(values: pa.Array, spec: ColumnSpec) -> Tensor:
@@ -50,7 +60,7 @@ def to_tensor(values: pa.Array, spec: ColumnSpec) -> Tensor:
             f"{len(values)} rows. Drop or fill them first: df.na.drop / df.na.fill"
         )
     rows = len(values)
-    if spec.width is not None:
+    if spec.is_array:
         values = _flatten_lists(values, spec)
     if pa.types.is_boolean(values.type):
         values = values.cast(pa.uint8())
@@ -62,14 +72,14 @@ def to_tensor(values: pa.Array, spec: ColumnSpec) -> Tensor:
 def _flatten_lists(values: pa.Array, spec: ColumnSpec) -> pa.Array:
     lengths = values.value_lengths()
     flat = values.flatten()
-    assert spec.width is not None
-    if len(flat) != len(values) * spec.width or (
-        len(values) and lengths.to_numpy(zero_copy_only=False).max() != spec.width
+    (width,) = spec.row_shape
+    if len(flat) != len(values) * width or (
+        len(values) and lengths.to_numpy(zero_copy_only=False).max() != width
     ):
         found = sorted(set(lengths.to_pylist()))
         raise DataError(
             f"column '{spec.name}' holds arrays of {_some(found)} elements where every row must "
-            f"have {spec.width}. Pad or cut them to one length first"
+            f"have {width}. Pad or cut them to one length first"
         )
     if flat.null_count:
         raise DataError(

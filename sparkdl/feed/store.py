@@ -26,26 +26,29 @@ class PartitionStore:
     """Append rows once, then read them in any order.
 
     Args:
-        columns: the columns of each appended batch.
         directory: where to put the files; must have room for the rows.
     """
 
-    def __init__(self, columns: Sequence[ColumnSpec], directory: Path) -> None:
-        self._columns = tuple(columns)
-        self._files: list[IO[bytes]] = [
-            tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - closed in close()
-            for _ in self._columns
-        ]
-        self._maps: list[mmap.mmap] = []
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._specs: tuple[ColumnSpec, ...] = ()
+        self._files: list[IO[bytes]] = []
         self._tensors: list[Tensor] | None = None
         self.rows = 0
 
-    def append(self, batch: Sequence[Tensor]) -> None:
+    def append(self, specs: Sequence[ColumnSpec], batch: Sequence[Tensor]) -> None:
         """Add rows.
 
         Args:
+            specs: what the columns are, the same at every call.
             batch: one tensor a column, shape (n, *row_shape), in the column's dtype.
         """
+        if not self._files:
+            self._specs = tuple(specs)
+            self._files = [
+                tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115 - closed in close()
+                for _ in specs
+            ]
         for file, values in zip(self._files, batch, strict=True):
             remaining = values.contiguous().view(-1).view(torch.uint8).numpy().data
             while remaining:
@@ -56,13 +59,13 @@ class PartitionStore:
         """Map the columns; no row may be appended after.
 
         Returns:
-            One tensor a column, shape (rows, *row_shape), backed by the file.
+            One tensor a column, shape (rows, *row_shape), backed by the file; none without rows.
         """
         if self._tensors is None:
             self._tensors = [
-                self._map(file, spec) for file, spec in zip(self._files, self._columns, strict=True)
+                self._map(file, spec) for file, spec in zip(self._files, self._specs, strict=True)
             ]
-        return self._tensors
+        return list(self._tensors)
 
     def close(self) -> None:
         """Give the disk space back."""

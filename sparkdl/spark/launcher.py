@@ -17,7 +17,9 @@ from pyspark.sql import functions as F
 
 from sparkdl.averager.server import Averager
 from sparkdl.driver import Launch
-from sparkdl.errors import SetupError, SparkDLError, TrainingError
+from sparkdl.errors import DataError, SetupError, SparkDLError, TrainingError
+from sparkdl.feed.columns import ORDER_COLUMN
+from sparkdl.feed.facts import NO_ROWS
 from sparkdl.spark import bootstrap
 from sparkdl.spark.columns import InputColumn
 from sparkdl.spark.task import OUTPUT_DDL
@@ -77,7 +79,10 @@ def launch(workers: Workers, job: Job) -> Launch:
         def run_job() -> None:
             context.setJobGroup(group, workers.description, interruptOnCancel=True)
             try:
-                feed.mapInArrow(task, OUTPUT_DDL).collect()
+                ranks = feed.mapInArrow(task, OUTPUT_DDL).collect()
+                if not ranks:
+                    # Spark starts no task for what it finds to be empty while it plans or shuffles.
+                    averager.fail(DataError(NO_ROWS))
                 # Dropped if every worker has finished, as it should be.
                 averager.fail(
                     TrainingError(
@@ -113,10 +118,11 @@ def launch(workers: Workers, job: Job) -> Launch:
 
 
 def worker_frame(workers: Workers, seed: int) -> DataFrame:
-    """The rows as workers receive them: needed columns only, spread evenly, in a stable order.
+    """The rows as workers receive them: needed columns only, spread evenly, and their order.
 
     A shuffle delivers the same set of rows to a partition in every run, but in another order. The
-    hash of a row's content orders them the same way each time and, with the seed, at random.
+    hash of a row's content orders them the same way each time and, with the seed, at random; the
+    workers sort by it, for in the JVM that costs several times as much.
     """
     selected = workers.frame.select(
         *[
@@ -127,7 +133,7 @@ def worker_frame(workers: Workers, seed: int) -> DataFrame:
     if workers.repartition:
         selected = selected.repartition(workers.num_workers)
     names = [f"c{index}" for index in range(len(workers.columns))]
-    return selected.sortWithinPartitions(F.xxhash64(F.lit(seed), *names))
+    return selected.withColumn(ORDER_COLUMN, F.xxhash64(F.lit(seed), *names))
 
 
 def _as_training_error(error: Exception) -> SetupError | TrainingError:

@@ -12,7 +12,20 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.errors import ConfigError, SetupError
 
+# A training job may live for seconds; on two cores a sixth of the time of its first Spark job goes
+# into optimizing code that ran a few thousand times. Ten times later is soon enough.
+_COMPILE_LATER = " ".join(
+    (
+        "-XX:Tier4InvocationThreshold=50000",
+        "-XX:Tier4MinInvocationThreshold=6000",
+        "-XX:Tier4CompileThreshold=150000",
+        "-XX:Tier4BackEdgeThreshold=400000",
+    )
+)
+
 DEFAULTS = {
+    "spark.driver.defaultJavaOptions": _COMPILE_LATER,
+    "spark.executor.defaultJavaOptions": _COMPILE_LATER,
     # A bar of our own shows progress; Spark's would write over it.
     "spark.ui.showConsoleProgress": "false",
     # Workers wait for each other: a task that waits 3 s for a better place makes all wait.

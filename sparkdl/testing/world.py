@@ -15,10 +15,10 @@ import cloudpickle
 import numpy as np
 import pyarrow as pa
 
+from sparkdl.averager.rounds import Event
 from sparkdl.averager.server import Averager, AveragerAddress
 from sparkdl.driver import Launch, Outcome, run
 from sparkdl.errors import TrainingError, WorkerLostError
-from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.worker import Job, Place, train
 
 Shard = Sequence[pa.RecordBatch]
@@ -49,7 +49,7 @@ def run_world(
     shards: Sequence[Shard],
     *,
     ranks_as: Literal["threads", "processes"] = "threads",
-    on_event: Callable[[WindowReport | EpochSummary], None] = lambda event: None,
+    on_event: Callable[[Event], None] = lambda event: None,
 ) -> Outcome:
     """Train ``job`` with one worker a shard and return the outcome.
 
@@ -57,7 +57,7 @@ def run_world(
         job: what to train.
         shards: the rows of each rank.
         ranks_as: threads are quick to start; processes are what Spark uses.
-        on_event: called for each window and epoch reported.
+        on_event: called for the data's facts and each window and epoch reported.
 
     Raises:
         TrainingError: as ``TorchEstimator.fit`` would.

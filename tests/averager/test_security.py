@@ -6,22 +6,35 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 import torch
+from toys import drive
 
 from sparkdl.averager import Averager, AveragerAddress, AveragerClient
 from sparkdl.averager.codec import FullPrecision
-from sparkdl.averager.wire import SCHEMA, pack_header, to_message
+from sparkdl.averager.wire import SCHEMA, pack_header, to_message, unpack_header
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError
+from sparkdl.feed.facts import DataFacts, ShardFacts
 from sparkdl.protocols import Segment
 
 LAYOUT = (Segment("parameters", torch.float32, 5),)
 DEADLINE_S = 6.0
 JOIN = {"join": 0, "host": "here"}
+COLUMN = {
+    "nulls": 0,
+    "null_elements": 0,
+    "fractions": 0,
+    "shortest": None,
+    "longest": None,
+    "smallest": 0.5,
+    "largest": 2,
+}
+SHARD = {"rows": 3, "columns": [COLUMN]}
 WINDOW = {"rank": 0, "epoch": 1, "step": 1, "examples": 2, "loss_sum": 0.5, "last": False}
 
 
@@ -117,12 +130,16 @@ def test_a_handshake_gives_no_token_away(averager: Averager) -> None:
 def test_a_refused_call_does_not_end_the_run(averager: Averager) -> None:
     with pytest.raises(flight.FlightUnauthenticatedError):
         exchange(averager, options("wrong"))
-    with AveragerClient(averager.address, 0, FullPrecision()) as client:
-        segments = [torch.zeros(5)]
-        client.receive_center(segments, LAYOUT)
+    segments = [torch.zeros(5)]
+    with (
+        ThreadPoolExecutor(1) as pool,
+        AveragerClient(averager.address, 0, FullPrecision(), deadline_s=5) as client,
+    ):
+        driver = pool.submit(drive, averager)
+        client.start(ShardFacts(2, ()), segments, LAYOUT)
         client.finish()
+        assert driver.result(timeout=10) == [DataFacts((2,), ())]
     assert segments[0].tolist() == [1.0] * 5
-    assert list(averager.events()) == []
 
 
 def test_a_worker_with_a_wrong_token_is_stopped(averager: Averager) -> None:
@@ -131,7 +148,7 @@ def test_a_worker_with_a_wrong_token_is_stopped(averager: Averager) -> None:
         pytest.raises(StoppedError, match="does not carry this job's token"),
         AveragerClient(address, 0, FullPrecision(), deadline_s=5) as client,
     ):
-        client.receive_center([torch.zeros(5)], LAYOUT)
+        client.start(ShardFacts(2, ()), [torch.zeros(5)], LAYOUT)
 
 
 def test_tokens_differ_from_run_to_run_and_are_not_shown() -> None:
@@ -160,10 +177,16 @@ def test_the_advertised_host_is_the_one_in_the_address() -> None:
         assert averager.address.uri.startswith("grpc://localhost:")
 
 
+Message = bytes | pa.RecordBatch | None
+"""Bytes are a header, None ends the stream."""
+
+
 class Intruder:
     """Someone with the token who speaks the protocol badly."""
 
     def __init__(self, averager: Averager, hello: bytes = pack_header(JOIN).to_pybytes()) -> None:
+        self.averager = averager
+        self.events = averager.events()
         self.client = flight.FlightClient(averager.address.uri)
         call = flight.FlightCallOptions(
             headers=[(b"authorization", f"Bearer {averager.address.token}".encode())],
@@ -181,11 +204,27 @@ class Intruder:
             self.writer.close()
         self.client.close()
 
-    def send(self, *messages: bytes | pa.RecordBatch | None) -> None:
-        """Join, take the center, then send these: bytes are a header, None ends the stream."""
+    def train(self, *messages: Message) -> None:
+        """Start as a worker does, take the center, then send these."""
+        self._begin(messages)
+        self._send(pack_header({"shard": SHARD}).to_pybytes())
+        assert isinstance(next(self.events), DataFacts)
+        self.averager.start()
+        while "credit" not in unpack_header(self.reader.read_chunk().app_metadata):
+            pass
+        assert self.reader.read_chunk().data is not None
+        self._send(*messages)
+
+    def send(self, *messages: Message) -> None:
+        """Join, then send these."""
+        self._begin(messages)
+        self._send(*messages)
+
+    def _begin(self, messages: tuple[Message, ...]) -> None:
         schema = next((m.schema for m in messages if isinstance(m, pa.RecordBatch)), SCHEMA)
         self.writer.begin(schema)
-        self.reader.read_chunk()
+
+    def _send(self, *messages: Message) -> None:
         # The averager may end the exchange at the first message already.
         with contextlib.suppress(pa.ArrowException):
             for message in messages:
@@ -202,7 +241,64 @@ def header(**changes: Any) -> bytes:
     return octets
 
 
-WRONG_MESSAGES: dict[str, tuple[bytes | pa.RecordBatch | None, ...]] = {
+def shard(**changes: Any) -> bytes:
+    octets: bytes = pack_header({"shard": {**SHARD, **changes}}).to_pybytes()
+    return octets
+
+
+def column(**changes: Any) -> bytes:
+    return shard(columns=[COLUMN, {**COLUMN, **changes}])
+
+
+WRONG_SHARDS: dict[str, tuple[Message, ...]] = {
+    "no-json": (b"\x00\xff{",),
+    "json-but-no-object": (b"[1, 2]",),
+    "unknown-header": (b'{"hello": 1}',),
+    "window-first": (header(), to_message(torch.ones(5))),
+    "finish-first": (b'{"finish": true}',),
+    "wrong-after-reading": (b'{"reading": 5}', b'{"reading": 9}', b'{"hello": 1}'),
+    "shard-no-object": (b'{"shard": 7}',),
+    "shard-is-null": (b'{"shard": null}',),
+    "shard-without-fields": (b'{"shard": {}}',),
+    "shard-with-extra-field": (shard(extra=1),),
+    "rows-is-text": (shard(rows="many"),),
+    "rows-is-a-fraction": (shard(rows=2.5),),
+    "rows-is-a-boolean": (shard(rows=True),),
+    "columns-is-an-object": (shard(columns={}),),
+    "column-no-object": (shard(columns=[COLUMN, 3]),),
+    "column-without-fields": (shard(columns=[{}]),),
+    "column-with-extra-field": (column(extra=1),),
+    "nulls-is-null": (column(nulls=None),),
+    "fractions-is-text": (column(fractions="some"),),
+    "longest-is-a-fraction": (column(longest=1.5),),
+    "largest-is-text": (column(largest="big"),),
+    "failure-without-fields": (b'{"failure": {}}',),
+    "values-instead-of-header": (to_message(torch.ones(5)),),
+    "stream-ends-early": (None,),
+    "stream-ends-while-reading": (b'{"reading": 5}', None),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SHARDS)
+def test_a_wrong_message_before_training_ends_the_run_at_once(
+    averager: Averager, name: str
+) -> None:
+    started = time.monotonic()
+    with Intruder(averager) as intruder:
+        intruder.send(*WRONG_SHARDS[name])
+        with pytest.raises(TrainingError, match=r"rank 0|header|a worker sent"):
+            list(intruder.events)
+    assert time.monotonic() - started < DEADLINE_S - 2
+
+
+def test_a_second_shard_where_a_window_is_due_ends_the_run(averager: Averager) -> None:
+    with Intruder(averager) as intruder:
+        intruder.train(shard())
+        with pytest.raises(TrainingError, match="rank 0 sent a header that no worker sends"):
+            list(intruder.events)
+
+
+WRONG_MESSAGES: dict[str, tuple[Message, ...]] = {
     "no-json": (b"\x00\xff{",),
     "json-but-no-object": (b"[1, 2]",),
     "unknown-header": (b'{"hello": 1}',),
@@ -231,9 +327,9 @@ def test_wrong_messages_from_a_token_holder_end_the_run_at_once(
 ) -> None:
     started = time.monotonic()
     with Intruder(averager) as intruder:
-        intruder.send(*WRONG_MESSAGES[name])
+        intruder.train(*WRONG_MESSAGES[name])
         with pytest.raises(SparkDLError):
-            list(averager.events())
+            list(intruder.events)
     assert time.monotonic() - started < DEADLINE_S - 2
 
 
@@ -262,17 +358,17 @@ def test_a_wrong_first_message_is_answered_with_an_error(averager: Averager, hel
 
 def test_messages_beyond_the_plan_never_reach_the_center(averager: Averager) -> None:
     with Intruder(averager) as intruder:
-        intruder.send(header(), to_message(torch.full((5,), 2.0)))
+        intruder.train(header(), to_message(torch.full((5,), 2.0)))
         intruder.reader.read_chunk()
         intruder.writer.write_batch(to_message(torch.full((5,), 9.0)))
         with pytest.raises(TrainingError):
-            list(averager.events())
+            list(intruder.events)
     assert averager.center[0].tolist() == [2.0] * 5
 
 
 def test_half_a_contribution_never_reaches_the_center(averager: Averager) -> None:
     with Intruder(averager) as intruder:
-        intruder.send(header(), to_message(torch.full((4,), 2.0)))
+        intruder.train(header(), to_message(torch.full((4,), 2.0)))
         with pytest.raises(TrainingError):
-            list(averager.events())
+            list(intruder.events)
     assert averager.center[0].tolist() == [1.0] * 5

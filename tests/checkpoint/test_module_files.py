@@ -22,7 +22,7 @@ HISTORY = [
     EpochSummary(epoch=1, loss=0.5, examples=10, rounds=3, seconds=0.25),
     EpochSummary(epoch=2, loss=float("inf"), examples=10, rounds=3, seconds=0.5),
 ]
-FEATURES = (ColumnSpec("features", torch.float32, 4), ColumnSpec("carrier", torch.int64))
+FEATURES = (ColumnSpec("features", torch.float32, (4,)), ColumnSpec("carrier", torch.int64))
 
 
 def write(module: nn.Module, builder: Any, directory: Path) -> None:

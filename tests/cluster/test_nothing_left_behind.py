@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from frames import estimator, frame, same_bits
-from models import Saboteur
+from frames import estimator, frame, frame_of_sizes, same_bits
+from models import Saboteur, Traced, lines
 from pyspark.sql import SparkSession
 
 from sparkdl import TorchModel
-from sparkdl.errors import WorkerError
+from sparkdl.errors import DataError, WorkerError
 
 LISTENING = "0A"
 
@@ -133,6 +133,14 @@ def assert_no_more_than(before: Traces) -> None:
     assert len(after.python_processes) <= len(before.python_processes)
 
 
+def assert_no_job_runs(spark: SparkSession) -> None:
+    tracker = spark.sparkContext.statusTracker()
+    deadline = time.monotonic() + 10
+    while tracker.getActiveJobsIds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not tracker.getActiveJobsIds()
+
+
 @pytest.fixture(autouse=True)
 def own_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other programs' files in the machine's are not to be seen here."""
@@ -205,6 +213,47 @@ def test_a_failed_fit_keeps_the_warm_python_processes(
     with pytest.raises(WorkerError):
         estimator(model=model, numWorkers=3).fit(frame(spark, rows=90))
     assert warm.python_processes <= take_traces().python_processes
+
+
+def refuse_a_null(spark: SparkSession) -> None:
+    """The null is on one of three workers; what is found is found by all of them."""
+    rows = frame(spark, partitions=3).selectExpr("features", "if(id = 3, null, label) AS label")
+    with pytest.raises(DataError, match="1 null values in 60 rows"):
+        estimator(numWorkers=3).fit(rows)
+
+
+def test_a_refused_fit_leaves_nothing_behind(spark: SparkSession, warm: Traces) -> None:
+    for _ in range(2):
+        refuse_a_null(spark)
+    assert_no_job_runs(spark)
+    assert_no_more_than(warm)
+
+
+def fit_a_skewed_frame(spark: SparkSession) -> None:
+    """It is first tried as it is."""
+    estimator(numWorkers=3).fit(frame_of_sizes(spark, [54, 3, 3]))
+
+
+@pytest.mark.parametrize("before", [refuse_a_null, fit_a_skewed_frame])
+def test_the_next_fit_runs_in_the_same_python_processes(
+    spark: SparkSession, warm: Traces, tmp_path: Path, before: Callable[[SparkSession], None]
+) -> None:
+    before(spark)
+    trace = tmp_path / "passes"
+    model = estimator(model=Traced(str(trace)), numWorkers=3).fit(frame(spark))
+    assert model.history[0].examples == 60
+    used = {int(line.split()[0]) for line in lines(trace)} - {os.getpid()}
+    assert len(used) == 3
+    assert used <= warm.python_processes
+
+
+def test_a_fit_that_starts_anew_after_a_shuffle_leaves_nothing_behind(
+    spark: SparkSession, warm: Traces
+) -> None:
+    for _ in range(2):
+        fit_a_skewed_frame(spark)
+    assert_no_job_runs(spark)
+    assert_no_more_than(warm)
 
 
 def test_transform_leaves_nothing_behind(spark: SparkSession, warm: Traces) -> None:

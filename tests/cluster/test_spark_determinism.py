@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from frames import estimator, frame, same_bits, with_features
+from frames import estimator, frame, frame_of_sizes, same_bits, with_features
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
@@ -35,7 +35,11 @@ def spread(spark: SparkSession) -> DataFrame:
     return frame(spark, rows=90, partitions=4).repartition(3)
 
 
-@pytest.mark.parametrize("upstream", [joined, grouped, spread])
+def skewed(spark: SparkSession) -> DataFrame:
+    return frame_of_sizes(spark, [70, 15, 5])
+
+
+@pytest.mark.parametrize("upstream", [joined, grouped, spread, skewed])
 def test_two_fits_with_one_seed_agree_to_the_bit_after_a_shuffle(
     spark: SparkSession, upstream: Callable[[SparkSession], DataFrame]
 ) -> None:

@@ -42,6 +42,16 @@ def assert_each_row_once_an_epoch(ids: dict[int, list[int]], rows: int) -> None:
         assert seen == Counter(range(rows))
 
 
+def test_the_frames_below_have_partitions_of_the_sizes_asked_for(spark: SparkSession) -> None:
+    """Guards the tests below, which would pass on any partitions."""
+    rows = frame_of_sizes(spark, [3, 0, 5])
+    assert [[row.id for row in part] for part in rows.rdd.glom().collect()] == [
+        [0, 1, 2],
+        [],
+        [3, 4, 5, 6, 7],
+    ]
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -76,11 +86,29 @@ def test_each_row_of_a_shuffled_frame_is_trained_on_once_an_epoch(
     assert_each_row_once_an_epoch(fit(rows, tmp_path / "ids"), 50)
 
 
+@pytest.mark.parametrize("sizes", [[54, 3, 3], [0, 60, 0]], ids=["uneven", "all-in-one"])
 def test_a_skewed_frame_is_spread_evenly_over_the_workers(
+    spark: SparkSession, tmp_path: Path, sizes: list[int]
+) -> None:
+    ids = fit(frame_of_sizes(spark, sizes), tmp_path / "ids")
+    assert_each_row_once_an_epoch(ids, 60)
+    assert sorted(len(of_rank) // EPOCHS for of_rank in ids.values()) == [20, 20, 20]
+
+
+def test_partitions_that_differ_by_a_few_rows_are_left_where_they_are(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    ids = fit(frame_of_sizes(spark, [54, 3, 3]), tmp_path / "ids")
-    assert sorted(len(of_rank) // EPOCHS for of_rank in ids.values()) == [20, 20, 20]
+    ids = fit(frame_of_sizes(spark, [19, 22, 19]), tmp_path / "ids")
+    assert {rank: len(of_rank) // EPOCHS for rank, of_rank in ids.items()} == {0: 19, 1: 22, 2: 19}
+
+
+def test_the_largest_partition_decides_whether_the_rows_are_spread(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """One row more than a twentieth above the mean, plus one."""
+    ids = fit(frame_of_sizes(spark, [18, 23, 19]), tmp_path / "ids")
+    assert_each_row_once_an_epoch(ids, 60)
+    assert max(len(of_rank) // EPOCHS for of_rank in ids.values()) <= 22
 
 
 def test_a_balanced_frame_is_left_where_it_is(spark: SparkSession, tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import _thread
 import threading
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from frames import estimator, frame
+from frames import estimator, frame, frame_of_sizes
 from models import Saboteur, lines
 from pyspark.sql import SparkSession
 from torch import Tensor, nn
@@ -60,6 +61,16 @@ def test_an_exception_in_forward_fails_the_fit_with_its_place_and_traceback(
     assert first_passes == {"0 1": 1, "1 1": 1, "2 1": 1}, "a worker was started again"
     assert_no_job_runs(spark)
     assert_next_fit_works(spark)
+
+
+def test_an_exception_after_the_rows_were_spread_is_all_that_is_shown(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """That a first attempt found the partitions unequal is no error and nobody's business."""
+    model = Saboteur(str(tmp_path / "passes"), "explode", rank=0, step=1)
+    with pytest.raises(WorkerError, match="ZeroDivisionError") as caught:
+        estimator(model=model, numWorkers=3).fit(frame_of_sizes(spark, [54, 3, 3]))
+    assert "partitions" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_an_exception_in_the_second_epoch_is_reported_with_that_epoch(

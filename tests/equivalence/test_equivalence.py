@@ -17,6 +17,7 @@ from toys import (
     average_by_hand,
     classification,
     cnn,
+    enough_rows,
     make_job,
     mlp,
     relative_error,
@@ -69,7 +70,7 @@ def test_one_worker_is_ordinary_sgd() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(
-    sizes=st.lists(st.integers(0, 17), min_size=1, max_size=4).filter(any),
+    sizes=st.lists(st.integers(0, 17), min_size=1, max_size=4).filter(enough_rows),
     batch_size=st.integers(1, 9),
     rows_a_batch=st.integers(1, 9),
 )
@@ -132,7 +133,7 @@ def test_averaging_optimizer_state_is_not_the_same_as_keeping_it() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(
-    sizes=st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(any),
+    sizes=st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(enough_rows),
     period=st.integers(1, 5),
     batch_size=st.integers(1, 8),
     averaged=st.booleans(),

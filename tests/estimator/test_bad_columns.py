@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from frames import Refuse, estimator, frame
+from frames import Refuse, estimator, frame, frame_of_sizes
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
@@ -73,6 +73,28 @@ def test_nulls_are_counted_and_their_column_named(
     refuse(rows, DataError, f"'{name}'", "3 null values in 60 rows", "na.drop")
 
 
+@pytest.mark.parametrize(
+    ("where", "count"),
+    [("id in (43, 57)", 2), ("id >= 40", 20), ("id in (3, 20, 39, 59)", 4)],
+    ids=["in-one-partition", "a-whole-partition", "in-each-partition"],
+)
+@pytest.mark.parametrize("name", ["features", "label"])
+def test_nulls_are_counted_over_all_partitions(
+    spark: SparkSession, refuse: Refuse, name: str, where: str, count: int
+) -> None:
+    rows = frame(spark, rows=60, partitions=3)
+    rows = rows.withColumn(name, null_where(F.col(name), F.expr(where)))
+    refuse(rows, DataError, f"'{name}'", f"{count} null values in 60 rows", numWorkers=3)
+
+
+def test_nulls_in_the_one_big_partition_of_a_skewed_frame_are_counted(
+    spark: SparkSession, refuse: Refuse
+) -> None:
+    rows = frame_of_sizes(spark, [54, 3, 3])
+    rows = rows.withColumn("label", null_where(F.col("label"), F.col("id") < 5))
+    refuse(rows, DataError, "'label'", "5 null values in 60 rows", numWorkers=3)
+
+
 def test_nulls_of_a_vector_column_are_counted(spark: SparkSession, refuse: Refuse) -> None:
     vectors = null_where(array_to_vector("features"), F.col("id") < 2)
     rows = frame(spark).withColumn("features", vectors)
@@ -96,6 +118,15 @@ def test_arrays_of_unequal_length_are_refused_with_the_extremes(
     refuse(rows, DataError, "'features'", "arrays of 2 to 4 elements", "same number")
 
 
+def test_arrays_of_a_length_of_their_own_in_each_partition_are_refused_with_the_extremes(
+    spark: SparkSession, refuse: Refuse
+) -> None:
+    """No worker sees two lengths."""
+    cut = F.slice("features", F.lit(1), F.expr("cast(4 - id div 20 as int)"))
+    rows = frame(spark, rows=60, partitions=3).withColumn("features", cut)
+    refuse(rows, DataError, "'features'", "arrays of 2 to 4 elements", numWorkers=3)
+
+
 def test_vectors_of_unequal_length_are_refused_with_the_extremes(
     spark: SparkSession, refuse: Refuse
 ) -> None:
@@ -110,14 +141,22 @@ def test_arrays_without_elements_are_refused(spark: SparkSession, refuse: Refuse
     refuse(rows, DataError, "'features'", "empty arrays")
 
 
-def test_an_empty_frame_is_refused(spark: SparkSession, refuse: Refuse) -> None:
-    refuse(frame(spark).where("id < 0"), DataError, "DataFrame is empty")
-
-
-def test_fewer_rows_than_workers_are_refused_with_both_numbers(
-    spark: SparkSession, refuse: Refuse
+@pytest.mark.parametrize("workers", [2, 3], ids=["after-a-shuffle", "in-place"])
+@pytest.mark.parametrize("where", ["id < 0", "rand(1) > 2", "false"])
+def test_an_empty_frame_is_refused(
+    spark: SparkSession, refuse: Refuse, where: str, workers: int
 ) -> None:
-    refuse(frame(spark, rows=2), DataError, "2 rows", "3 workers", "numWorkers", numWorkers=3)
+    """Spark knows the last to be empty before it runs anything."""
+    rows = frame(spark, partitions=3).where(where)
+    refuse(rows, DataError, "DataFrame is empty", numWorkers=workers)
+
+
+@pytest.mark.parametrize("partitions", [1, 3], ids=["after-a-shuffle", "in-place"])
+def test_fewer_rows_than_workers_are_refused_with_both_numbers(
+    spark: SparkSession, refuse: Refuse, partitions: int
+) -> None:
+    rows = frame(spark, rows=2, partitions=partitions)
+    refuse(rows, DataError, "2 rows", "3 workers", "numWorkers", numWorkers=3)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +167,14 @@ def test_class_labels_out_of_range_are_refused_with_the_range_that_fits(
 ) -> None:
     rows = frame(spark).withColumn("label", F.expr(expression))
     refuse(rows, DataError, "'label'", found, "3 outputs", "0 to 2", "StringIndexer")
+
+
+def test_a_class_label_out_of_range_in_one_partition_is_refused_with_the_range_of_all(
+    spark: SparkSession, refuse: Refuse
+) -> None:
+    rows = frame(spark, rows=60, partitions=3)
+    rows = rows.withColumn("label", F.expr("if(id = 59, 7, label)"))
+    refuse(rows, DataError, "'label'", "0 to 7", "0 to 2", numWorkers=3)
 
 
 def test_doubles_that_are_whole_are_refused_as_class_labels_only_if_out_of_range(

@@ -8,6 +8,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.estimator.progress import ProgressBar
 from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.facts import DataFacts
 
 
 def test_a_fit_without_progress_prints_nothing(
@@ -25,6 +26,7 @@ def test_a_fit_with_progress_shows_rows_epoch_and_loss(
     estimator(progress=True, epochs=2).fit(frame(spark))
     shown = capsys.readouterr()
     assert shown.out == ""
+    assert "reading rows" in shown.err
     assert "epoch 2/2" in shown.err
     assert "120/120" in shown.err
     assert "loss " in shown.err
@@ -37,17 +39,44 @@ def window(rank: int, examples: int, loss_sum: float) -> WindowReport:
     )
 
 
+def rows_known(*shard_rows: int) -> DataFacts:
+    return DataFacts(shard_rows, ())
+
+
+def test_until_the_rows_are_known_the_bar_says_that_they_are_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with ProgressBar(2, visible=True):
+        pass
+    shown = capsys.readouterr().err
+    assert "reading rows" in shown
+    assert "epoch" not in shown
+
+
+def test_the_bar_ends_at_the_rows_of_all_workers_times_the_epochs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with ProgressBar(3, visible=True) as bar:
+        bar(rows_known(10, 30))
+        bar(window(1, 30, 90.0))
+    shown = capsys.readouterr().err
+    assert "epoch 1/3" in shown
+    assert "30.0/120 " in shown
+
+
 def test_the_loss_shown_is_the_mean_over_the_rows_of_the_epoch_so_far(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with ProgressBar(40, 2, visible=True) as bar:
+    with ProgressBar(2, visible=True) as bar:
+        bar(rows_known(10, 30))
         bar(window(0, 10, 10.0))
         bar(window(1, 30, 90.0))
     assert "loss 2.5000" in capsys.readouterr().err
 
 
 def test_the_loss_shown_starts_anew_with_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:
-    with ProgressBar(10, 2, visible=True) as bar:
+    with ProgressBar(2, visible=True) as bar:
+        bar(rows_known(10))
         bar(window(0, 10, 100.0))
         bar(EpochSummary(epoch=1, loss=10.0, examples=10, rounds=1, seconds=1.0))
         bar(window(0, 10, 20.0))
@@ -57,6 +86,7 @@ def test_the_loss_shown_starts_anew_with_each_epoch(capsys: pytest.CaptureFixtur
 
 
 def test_a_window_without_rows_is_no_division_by_zero(capsys: pytest.CaptureFixture[str]) -> None:
-    with ProgressBar(10, 1, visible=True) as bar:
+    with ProgressBar(1, visible=True) as bar:
+        bar(rows_known(10))
         bar(window(0, 0, 0.0))
     assert "loss nan" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sparkdl.errors import DataError
 from sparkdl.feed.columns import FeedSchema, to_tensor
-from sparkdl.protocols import ColumnSpec
+from sparkdl.protocols import UNKNOWN, ColumnSpec
 
 NUMERIC = [
     pa.int8(),
@@ -46,7 +46,7 @@ def test_every_numeric_type_becomes_the_specs_dtype(kind: pa.DataType, dtype: to
 def test_arrays_of_every_numeric_type_become_rows(kind: pa.DataType) -> None:
     flat = values_of(kind, 12)
     lists = pa.ListArray.from_arrays(pa.array([0, 3, 6, 9, 12], pa.int32()), flat)
-    tensor = to_tensor(lists, ColumnSpec("x", torch.float64, 3))
+    tensor = to_tensor(lists, ColumnSpec("x", torch.float64, (3,)))
     assert tensor.shape == (4, 3)
     assert tensor.tolist() == [[float(v) for v in row] for row in lists.to_pylist()]
 
@@ -61,7 +61,7 @@ def test_slices_give_their_own_rows(rows: list[list[int]], start: int, length: i
     scalars = pa.array([row[0] for row in rows], pa.int16()).slice(start, length)
     flags = pa.array([row[0] > 0 for row in rows], pa.bool_()).slice(start, length)
     expected = rows[start : start + length]
-    wide = to_tensor(lists, ColumnSpec("x", torch.int64, 3))
+    wide = to_tensor(lists, ColumnSpec("x", torch.int64, (3,)))
     assert wide.shape == (len(expected), 3)
     assert wide.tolist() == expected
     assert to_tensor(scalars, ColumnSpec("x", torch.int64)).tolist() == [r[0] for r in expected]
@@ -70,14 +70,14 @@ def test_slices_give_their_own_rows(rows: list[list[int]], start: int, length: i
 
 def test_a_column_without_rows_keeps_its_shape_and_dtype() -> None:
     scalar = to_tensor(pa.array([], pa.float64()), SCALAR)
-    wide = to_tensor(pa.array([], pa.list_(pa.float64())), ColumnSpec("x", torch.float64, 4))
+    wide = to_tensor(pa.array([], pa.list_(pa.float64())), ColumnSpec("x", torch.float64, (4,)))
     assert (scalar.shape, scalar.dtype) == ((0,), torch.float32)
     assert (wide.shape, wide.dtype) == ((0, 4), torch.float64)
 
 
 def test_arrays_without_elements_are_rows_without_elements() -> None:
     tensor = to_tensor(
-        pa.array([[], []], pa.list_(pa.float32())), ColumnSpec("x", torch.float32, 0)
+        pa.array([[], []], pa.list_(pa.float32())), ColumnSpec("x", torch.float32, (0,))
     )
     assert tensor.shape == (2, 0)
 
@@ -102,20 +102,20 @@ def test_nulls_are_an_error_with_column_and_count() -> None:
 def test_a_null_array_is_an_error_with_column_and_count() -> None:
     values = pa.array([[1.0], None], pa.list_(pa.float64()))
     with pytest.raises(DataError, match="column 'x' has 1 null values"):
-        to_tensor(values, ColumnSpec("x", torch.float32, 1))
+        to_tensor(values, ColumnSpec("x", torch.float32, (1,)))
 
 
 def test_null_elements_are_an_error_with_column_and_count() -> None:
     values = pa.array([[1.0, None], [None, None]], pa.list_(pa.float64()))
     with pytest.raises(DataError, match="column 'x' has 3 null elements inside its arrays"):
-        to_tensor(values, ColumnSpec("x", torch.float32, 2))
+        to_tensor(values, ColumnSpec("x", torch.float32, (2,)))
 
 
 def test_nulls_outside_a_slice_do_not_count() -> None:
     values = pa.array([None, 1.0, 2.0, None]).slice(1, 2)
     assert to_tensor(values, SCALAR).tolist() == [1.0, 2.0]
     lists = pa.array([[None], [1.0], [2.0]], pa.list_(pa.float64())).slice(1, 2)
-    assert to_tensor(lists, ColumnSpec("x", torch.float32, 1)).tolist() == [[1.0], [2.0]]
+    assert to_tensor(lists, ColumnSpec("x", torch.float32, (1,))).tolist() == [[1.0], [2.0]]
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,31 @@ def test_nulls_outside_a_slice_do_not_count() -> None:
 def test_arrays_of_another_length_are_an_error_with_the_lengths(rows: list[list[int]]) -> None:
     found = ", ".join(str(n) for n in sorted({len(row) for row in rows}))
     with pytest.raises(DataError, match=rf"column 'x' .* {found} elements .* must have 2"):
-        to_tensor(pa.array(rows), ColumnSpec("x", torch.float32, 2))
+        to_tensor(pa.array(rows), ColumnSpec("x", torch.float32, (2,)))
 
 
 def test_the_label_is_the_last_column() -> None:
-    features = (ColumnSpec("a", torch.float32), ColumnSpec("b", torch.float32, 3))
+    features = (ColumnSpec("a", torch.float32), ColumnSpec("b", torch.float32, (3,)))
     label = ColumnSpec("y", torch.int64)
     assert FeedSchema(features, label).columns == (*features, label)
     assert [column.row_shape for column in features] == [(), (3,)]
+
+
+def test_lengths_found_in_the_data_complete_the_columns_that_had_none() -> None:
+    numbers, known = ColumnSpec("a", torch.float32), ColumnSpec("b", torch.float32, (3,))
+    unknown, label = ColumnSpec("c", torch.int64, (UNKNOWN,)), ColumnSpec("y", torch.int64)
+    schema = FeedSchema((numbers, known, unknown), label)
+    assert schema.of_lengths([None, 3, 5, None]) == FeedSchema(
+        (numbers, known, ColumnSpec("c", torch.int64, (5,))), label
+    )
+
+
+def test_a_length_that_is_not_known_yet_stays_unknown() -> None:
+    unknown = ColumnSpec("c", torch.int64, (UNKNOWN,))
+    assert unknown.of_length(None) == unknown
+
+
+def test_a_column_is_an_array_whether_its_length_is_known_or_not() -> None:
+    shapes: list[tuple[int, ...]] = [(), (3,), (0,), (UNKNOWN,)]
+    found = [ColumnSpec("c", torch.int64, shape).is_array for shape in shapes]
+    assert found == [False, True, True, True]

@@ -73,6 +73,38 @@ def test_executors_run_the_drivers_python(spark: SparkSession) -> None:
     assert spark.sparkContext.pythonExec == sys.executable
 
 
+def test_the_driver_and_the_executors_compile_hot_code_later(spark: SparkSession) -> None:
+    option = "-XX:Tier4CompileThreshold=150000"
+    driver = spark._jvm.java.lang.ProcessHandle.current()
+    executors = [
+        child
+        for child in driver.descendants().toArray()
+        if "CoarseGrainedExecutorBackend" in command_line(child.pid())
+    ]
+    assert option in command_line(driver.pid())
+    assert [option in command_line(executor.pid()) for executor in executors] == [True] * 3
+
+
+def test_java_options_of_ones_own_come_beside_ours() -> None:
+    settings = {"spark.driver.extraJavaOptions": "-Dmine=1", "spark.ui.enabled": "false"}
+    script = (
+        f"import sparkdl; spark = sparkdl.create_session('app', 'local[1]', {settings!r}); "
+        "java = spark._jvm.java.lang; print(java.System.getProperty('mine')); "
+        "print(*java.management.ManagementFactory.getRuntimeMXBean().getInputArguments()); "
+        "spark.stop()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    mine, arguments = done.stdout.splitlines()[-2:]
+    assert mine == "1"
+    assert "-XX:Tier4CompileThreshold=" in arguments
+
+
+def command_line(process: int) -> str:
+    return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
 def test_a_frame_of_a_spark_connect_session_is_refused_with_the_way_out() -> None:
     class ConnectFrame:
         """Spark Connect's DataFrame is no py4j proxy."""

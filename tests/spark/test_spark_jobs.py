@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import pyarrow as pa
+import pytest
 from frames import estimator, frame, frame_of_sizes
+from models import lines
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl import ParameterAveraging
+from sparkdl.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,7 @@ class SparkJob:
 
 def jobs_of(spark: SparkSession) -> list[SparkJob]:
     """Every job of the session, as the Spark UI has them."""
+    spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty(10_000)
     found = spark.sparkContext._jsc.sc().statusStore().jobsList(None)
     jobs = [found.apply(i) for i in range(found.size())]
     return [
@@ -43,10 +51,47 @@ def training_jobs(jobs: list[SparkJob]) -> list[SparkJob]:
     return [job for job in jobs if (job.group or "").startswith("sparkdl-")]
 
 
-def test_a_fit_is_one_job_with_workers_in_a_group_of_its_own(spark: SparkSession) -> None:
-    (first,) = training_jobs(jobs_during_fit(frame(spark, partitions=2), epochs=3))
-    (second,) = training_jobs(jobs_during_fit(frame(spark, partitions=2)))
+def read_through(rows: DataFrame, trace: Path) -> DataFrame:
+    """The same rows; records each partition that is computed."""
+    path = str(trace)
+
+    def note(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        with open(path, "a") as file:
+            file.write(f"{TaskContext.get().partitionId()}\n")
+        yield from batches
+
+    return rows.mapInArrow(note, rows.schema)
+
+
+def test_a_fit_is_one_spark_job_in_a_group_of_its_own(spark: SparkSession) -> None:
+    (first,) = jobs_during_fit(frame(spark, partitions=2), epochs=3)
+    (second,) = jobs_during_fit(frame(spark, partitions=2))
+    assert training_jobs([first, second]) == [first, second]
     assert first.group != second.group
+
+
+def test_a_fit_computes_what_is_upstream_once(spark: SparkSession, tmp_path: Path) -> None:
+    rows = read_through(frame(spark, partitions=3), tmp_path / "computed")
+    estimator(numWorkers=3, epochs=3).fit(rows)
+    assert Counter(lines(tmp_path / "computed")) == {"0": 1, "1": 1, "2": 1}
+
+
+def test_a_fit_that_shuffles_computes_what_is_upstream_once(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    rows = read_through(frame(spark, partitions=4), tmp_path / "computed")
+    estimator(numWorkers=3, epochs=3).fit(rows)
+    assert Counter(lines(tmp_path / "computed")) == {"0": 1, "1": 1, "2": 1, "3": 1}
+
+
+def test_data_that_are_refused_were_computed_once(spark: SparkSession, tmp_path: Path) -> None:
+    """Also if the partitions are so unequal that the rows would be spread next."""
+    rows = frame_of_sizes(spark, [54, 3, 3]).selectExpr("features", "nullif(label, 2) AS label")
+    with pytest.raises(DataError, match="20 null values in 60 rows"):
+        estimator(numWorkers=3).fit(read_through(rows, tmp_path / "computed"))
+    assert Counter(lines(tmp_path / "computed")) == {"0": 1, "1": 1, "2": 1}
 
 
 def test_the_description_says_model_workers_and_strategy(spark: SparkSession) -> None:
@@ -67,15 +112,19 @@ def test_a_balanced_frame_is_trained_on_without_a_shuffle(spark: SparkSession) -
 
 def test_a_skewed_frame_is_trained_on_after_a_shuffle(spark: SparkSession) -> None:
     jobs = training_jobs(jobs_during_fit(frame_of_sizes(spark, [55, 3, 2]), numWorkers=3))
+    jobs.sort(key=lambda job: job.number)
+    tried, *trained = jobs
+    assert tried.stages == 1
     # Adaptive execution runs the shuffle as a job of its own.
+    assert sum(job.stages for job in trained) >= 2
+    assert tried.group not in {job.group for job in trained}
+    assert len({job.group for job in trained}) == 1
+
+
+def test_a_frame_of_another_number_of_partitions_is_shuffled_at_once(spark: SparkSession) -> None:
+    jobs = jobs_during_fit(frame(spark, partitions=5), numWorkers=3)
     assert sum(job.stages for job in jobs) >= 2
     assert len({job.group for job in jobs}) == 1
-
-
-def test_the_checks_look_at_the_data_in_one_pass(spark: SparkSession) -> None:
-    jobs = jobs_during_fit(frame(spark, rows=60, partitions=3), numWorkers=3)
-    # Adaptive execution runs the two stages of an aggregation as two jobs.
-    assert len(jobs) - len(training_jobs(jobs)) <= 2
 
 
 def test_the_users_own_job_group_survives_a_fit(spark: SparkSession) -> None:

@@ -1,0 +1,264 @@
+"""What is found in a worker's rows: counts against plain Python, however the rows are cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparkdl.errors import DataError
+from sparkdl.feed.facts import ColumnFacts, DataFacts, ShardFacts, check_facts, look_at
+from sparkdl.protocols import UNKNOWN, ColumnSpec
+
+WHOLE = ColumnSpec("x", torch.int64)
+REAL = ColumnSpec("x", torch.float32)
+ARRAY = ColumnSpec("x", torch.float32, (UNKNOWN,))
+
+floats = st.sampled_from([math.nan, math.inf, -math.inf, -0.5, 3.0]) | st.floats(width=32)
+integers = st.integers(-(2**63), 2**63 - 1)
+
+
+def numbers(facts: ColumnFacts) -> tuple[Any, ...]:
+    """The fields, with a NaN that equals itself."""
+    fields = [getattr(facts, name) for name in ColumnFacts.__slots__]
+    return tuple("NaN" if isinstance(f, float) and math.isnan(f) else f for f in fields)
+
+
+def extremes(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """The smallest and the largest by numpy, whose NaN wins."""
+    if not values:
+        return None, None
+    return np.min(values).item(), np.max(values).item()
+
+
+def facts_of_numbers(rows: Sequence[float | None], *, whole_wanted: bool) -> ColumnFacts:
+    """The oracle for a column of numbers."""
+    present = [row for row in rows if row is not None]
+    fractions = sum(
+        isinstance(row, float) and not math.isinf(row) and not row.is_integer() for row in present
+    )
+    smallest, largest = extremes(present)
+    return ColumnFacts(
+        nulls=len(rows) - len(present),
+        fractions=fractions if whole_wanted else 0,
+        smallest=smallest,
+        largest=largest,
+    )
+
+
+def facts_of_arrays(rows: Sequence[Sequence[Any] | None], *, look_inside: bool) -> ColumnFacts:
+    """The oracle for a column of arrays."""
+    present = [row for row in rows if row is not None]
+    lengths = [len(row) for row in present]
+    elements = [e for row in present for e in row if e is not None]
+    smallest, largest = extremes(elements) if look_inside else (None, None)
+    return ColumnFacts(
+        nulls=len(rows) - len(present),
+        null_elements=sum(None in row for row in present),
+        shortest=min(lengths, default=None),
+        longest=max(lengths, default=None),
+        smallest=smallest,
+        largest=largest,
+    )
+
+
+@pytest.mark.parametrize("spec", [WHOLE, REAL], ids=["whole", "real"])
+@given(rows=st.lists(st.none() | floats, max_size=12))
+def test_a_column_of_fractions_is_counted_as_plain_python_counts(
+    spec: ColumnSpec, rows: list[float | None]
+) -> None:
+    found = look_at(pa.array(rows, pa.float64()), spec)
+    assert numbers(found) == numbers(facts_of_numbers(rows, whole_wanted=spec is WHOLE))
+
+
+@pytest.mark.parametrize("spec", [WHOLE, REAL], ids=["whole", "real"])
+@given(rows=st.lists(st.none() | integers, max_size=12))
+def test_a_column_of_integers_is_counted_exactly(spec: ColumnSpec, rows: list[int | None]) -> None:
+    assert look_at(pa.array(rows, pa.int64()), spec) == facts_of_numbers(rows, whole_wanted=True)
+
+
+@given(rows=st.lists(st.none() | st.booleans(), max_size=12))
+def test_booleans_are_zero_and_one(rows: list[bool | None]) -> None:
+    as_numbers = [None if row is None else int(row) for row in rows]
+    found = look_at(pa.array(rows, pa.bool_()), WHOLE)
+    assert found == facts_of_numbers(as_numbers, whole_wanted=True)
+
+
+@given(rows=st.lists(st.none() | st.lists(st.none() | integers, max_size=4), max_size=10))
+def test_arrays_of_integers_are_counted_and_looked_into(
+    rows: list[list[int | None] | None],
+) -> None:
+    found = look_at(pa.array(rows, pa.list_(pa.int64())), ARRAY)
+    assert found == facts_of_arrays(rows, look_inside=True)
+
+
+@given(rows=st.lists(st.none() | st.lists(st.none() | floats, max_size=4), max_size=10))
+def test_arrays_of_fractions_are_counted_and_not_looked_into(
+    rows: list[list[float | None] | None],
+) -> None:
+    found = look_at(pa.array(rows, pa.list_(pa.float32())), ARRAY)
+    assert found == facts_of_arrays(rows, look_inside=False)
+
+
+@given(
+    rows=st.lists(st.none() | st.lists(st.none() | integers, max_size=3), max_size=10),
+    start=st.integers(0, 10),
+    length=st.integers(0, 10),
+)
+def test_a_slice_is_counted_without_its_surroundings(
+    rows: list[list[int | None] | None], start: int, length: int
+) -> None:
+    arrays = pa.array(rows, pa.list_(pa.int64())).slice(start, length)
+    assert look_at(arrays, ARRAY) == facts_of_arrays(rows[start : start + length], look_inside=True)
+    scalars = [None if not row else row[0] for row in rows]
+    flags = [None if s is None else s > 0 for s in scalars]
+    cut = scalars[start : start + length]
+    assert look_at(pa.array(scalars, pa.int64()).slice(start, length), WHOLE) == facts_of_numbers(
+        cut, whole_wanted=True
+    )
+    assert look_at(pa.array(flags, pa.bool_()).slice(start, length), WHOLE) == facts_of_numbers(
+        [None if s is None else int(s > 0) for s in cut], whole_wanted=True
+    )
+
+
+def test_elements_behind_a_null_array_do_not_count() -> None:
+    arrays = pa.ListArray.from_arrays(
+        pa.array([0, 2, 4, 7], pa.int32()),
+        pa.array([1, None, None, 99, 5, 6, 7]),
+        mask=pa.array([False, True, False]),
+    )
+    assert arrays.to_pylist() == [[1, None], None, [5, 6, 7]]
+    assert look_at(arrays, ARRAY) == ColumnFacts(
+        nulls=1, null_elements=1, shortest=2, longest=3, smallest=1, largest=7
+    )
+
+
+def test_nan_is_the_largest_wherever_it_stands() -> None:
+    for rows in ([math.nan, 1.0], [1.0, math.nan], [math.inf, math.nan, 0.0]):
+        largest = look_at(pa.array(rows), WHOLE).largest
+        assert largest is not None
+        assert math.isnan(largest)
+
+
+def test_nan_is_no_whole_number_and_infinity_is_told_by_the_largest() -> None:
+    assert look_at(pa.array([math.nan, 1.0, 2.5]), WHOLE).fractions == 2
+    found = look_at(pa.array([math.inf, 1.0]), WHOLE)
+    assert (found.fractions, found.largest) == (0, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [(pa.float64(), WHOLE), (pa.bool_(), WHOLE), (pa.list_(pa.int64()), ARRAY)],
+    ids=str,
+)
+def test_nothing_is_found_in_no_rows(kind: pa.DataType, spec: ColumnSpec) -> None:
+    assert look_at(pa.array([], kind), spec) == ColumnFacts()
+
+
+@pytest.mark.parametrize("spec", [WHOLE, ARRAY], ids=["numbers", "arrays"])
+@given(data=st.data())
+def test_the_facts_do_not_depend_on_how_the_rows_are_cut(spec: ColumnSpec, data: Any) -> None:
+    value = st.lists(st.none() | integers, max_size=3) if spec is ARRAY else floats
+    kind = pa.list_(pa.int64()) if spec is ARRAY else pa.float64()
+    rows = data.draw(st.lists(st.none() | value, max_size=12))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
+    values = pa.array(rows, kind)
+
+    pieces = [
+        values.slice(start, stop - start)
+        for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True)
+    ]
+    together = sum((look_at(piece, spec) for piece in pieces), ColumnFacts())
+
+    assert numbers(together) == numbers(look_at(values, spec))
+
+
+def test_the_workers_rows_are_told_by_rank_and_their_columns_added() -> None:
+    shards = [
+        ShardFacts(3, (ColumnFacts(nulls=1, smallest=2, largest=4), ColumnFacts(longest=3))),
+        ShardFacts(0, (ColumnFacts(), ColumnFacts())),
+        ShardFacts(5, (ColumnFacts(nulls=2, smallest=-1, largest=3), ColumnFacts(longest=7))),
+    ]
+    facts = DataFacts.of(shards)
+    assert (facts.shard_rows, facts.rows) == ((3, 0, 5), 8)
+    assert facts.columns == (
+        ColumnFacts(nulls=3, smallest=-1, largest=4),
+        ColumnFacts(longest=7),
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "sound"),
+    [
+        (ColumnFacts(), True),
+        (ColumnFacts(smallest=-3, largest=9, fractions=2), True),
+        (ColumnFacts(shortest=3, longest=3), True),
+        (ColumnFacts(nulls=1), False),
+        (ColumnFacts(null_elements=1, shortest=3, longest=3), False),
+        (ColumnFacts(shortest=2, longest=3), False),
+    ],
+)
+def test_a_column_is_sound_without_nulls_and_with_one_length(
+    found: ColumnFacts, sound: bool
+) -> None:
+    assert found.sound is sound
+
+
+def check(*columns: ColumnFacts, shard_rows: tuple[int, ...] = (3, 4)) -> None:
+    specs = [ColumnSpec(name, torch.float32) for name in ("first", "second")]
+    check_facts(DataFacts(shard_rows, columns), specs[: len(columns)])
+
+
+GOOD = ColumnFacts(smallest=0, largest=1)
+
+
+@pytest.mark.parametrize("shard_rows", [(0,), (0, 0)])
+def test_no_rows_at_all_are_refused_as_an_empty_dataframe(shard_rows: tuple[int, ...]) -> None:
+    with pytest.raises(DataError, match="the DataFrame is empty"):
+        check(ColumnFacts(), shard_rows=shard_rows)
+
+
+def test_fewer_rows_than_workers_are_refused_with_both_numbers() -> None:
+    with pytest.raises(DataError, match=r"2 rows, fewer than the 3 workers.*numWorkers.* 2"):
+        check(GOOD, shard_rows=(1, 1, 0))
+
+
+def test_a_worker_without_rows_is_no_reason_to_refuse() -> None:
+    check(GOOD, GOOD, shard_rows=(0, 2))
+
+
+def test_nulls_are_refused_with_the_column_their_number_and_a_remedy() -> None:
+    with pytest.raises(
+        DataError, match=r"column 'second' has 5 null values in 7 rows\. .*df\.na\.fill"
+    ):
+        check(GOOD, ColumnFacts(nulls=5))
+
+
+def test_null_elements_are_refused_with_the_column_their_rows_and_a_remedy() -> None:
+    with pytest.raises(
+        DataError, match=r"column 'first' has null elements .* in 2 of 7 rows\. .*F\.coalesce"
+    ):
+        check(ColumnFacts(null_elements=2, shortest=3, longest=3), GOOD)
+
+
+def test_unequal_arrays_are_refused_with_the_column_the_lengths_and_a_remedy() -> None:
+    with pytest.raises(
+        DataError, match=r"column 'second' holds arrays of 2 to 9 elements;.*F\.size\('second'\)"
+    ):
+        check(GOOD, ColumnFacts(shortest=2, longest=9))
+
+
+def test_arrays_without_elements_are_refused() -> None:
+    with pytest.raises(DataError, match="column 'first' holds only empty arrays"):
+        check(ColumnFacts(shortest=0, longest=0))
+
+
+def test_sound_data_pass() -> None:
+    check(GOOD, ColumnFacts(shortest=3, longest=3))
