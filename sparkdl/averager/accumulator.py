@@ -18,6 +18,10 @@ from sparkdl.averager.wire import Chunk
 from sparkdl.errors import DeadlineError, StoppedError
 from sparkdl.protocols import Layout
 
+HELD_CHUNKS = 2
+"""How many of the first contribution's chunks are kept as they arrived. Two that meet are added in
+one pass; the first by itself would have to be copied, which costs as much as the addition."""
+
 
 class Accumulator:
     """Mean of the contributions of one round, weighted by examples.
@@ -43,6 +47,8 @@ class Accumulator:
         self._last_rank = ranks[-1]
         self._declared: set[int] = set()
         self._examples: dict[int, int] = {}
+        self._held: dict[int, Tensor] = {}
+        self._holding = threading.Lock()
 
     def declare(self, rank: int, examples: int) -> None:
         """Say what a contribution weighs, before its first chunk; without examples it has none."""
@@ -69,23 +75,41 @@ class Accumulator:
         chunk = self._chunks[index]
         total = chunk.of(self._total)
         averaged = self._layout[chunk.segment].averaged
-        same = values.dtype == total.dtype
-        weight = self._weight(rank)
-        # numpy works in this thread; torch would wake its pool for every chunk.
-        if first and same:
-            np.copyto(total.numpy(), values.numpy())
-        elif first:
-            total.copy_(values)
-        elif averaged and same and weight == 1.0:
-            np.add(total.numpy(), values.numpy(), out=total.numpy())
+        if first:
+            self._begin(index, values, total, may_hold=averaged and rank != self._last_rank)
         elif averaged:
-            total.add_(values, alpha=weight)
+            self._continue(index, values, total, self._weight(rank))
         if averaged and rank == self._last_rank:
             self._normalize(total)
         self._turns[rank].advance()
 
+    def _begin(self, index: int, values: Tensor, total: Tensor, *, may_hold: bool) -> None:
+        """Take the first contribution to a chunk, in the hope that the second is near."""
+        if not may_hold or values.dtype != total.dtype:
+            total.copy_(values)
+            return
+        with self._holding:
+            self._held[index] = values
+            if len(self._held) > HELD_CHUNKS:
+                self._write_held(min(self._held))
+
+    def _continue(self, index: int, values: Tensor, total: Tensor, weight: float) -> None:
+        """Add another contribution to a chunk."""
+        with self._holding:
+            held = self._held.pop(index, total)
+        # numpy works in this thread; torch would wake its pool for every chunk.
+        if weight == 1.0 and values.dtype == total.dtype:
+            np.add(held.numpy(), values.numpy(), out=total.numpy())
+        else:
+            total.copy_(held).add_(values, alpha=weight)
+
+    def _write_held(self, index: int) -> None:
+        np.copyto(self._chunks[index].of(self._total).numpy(), self._held.pop(index).numpy())
+
     def finish(self) -> bool:
         """Complete the mean; returns whether there is one, that is whether anyone had examples."""
+        for index in list(self._held):
+            self._write_held(index)
         if self._examples and self._last_rank not in self._examples:
             # Each chunk is divided while in cache by the last rank, except if that one is empty.
             for segment, total in zip(self._layout, self._total, strict=True):

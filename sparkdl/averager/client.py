@@ -37,6 +37,8 @@ from sparkdl.protocols import Layout, Segment
 
 logger = logging.getLogger(__name__)
 
+KEPT_BYTES = 256 << 20
+"""What a worker keeps of freed memory; a reply on its way fits in it."""
 READING_S = 0.5
 """Seconds between two signs of life while a worker reads its rows."""
 
@@ -58,7 +60,7 @@ class AveragerClient:
     def __init__(
         self, address: AveragerAddress, rank: int, codec: Codec, *, deadline_s: float = 600.0
     ) -> None:
-        keep_freed_memory()
+        keep_freed_memory(KEPT_BYTES)
         self.rank = rank
         self._codec = codec
         self._base: list[Tensor] = []

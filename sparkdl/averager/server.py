@@ -33,7 +33,6 @@ import pyarrow as pa
 import pyarrow.flight as flight
 from torch import Tensor
 
-from sparkdl.averager.allocator import keep_freed_memory
 from sparkdl.averager.codec import Codec
 from sparkdl.averager.headers import (
     raise_reported_failure,
@@ -95,7 +94,6 @@ class Averager:
         advertised_host: str | None = None,
         deadline_s: float = 600.0,
     ) -> None:
-        keep_freed_memory()
         self._rounds = Rounds(layout, center, world_size, codec, deadline_s)
         token = secrets.token_urlsafe(32)
         self._service = _FlightService(self._rounds, codec, f"grpc://{host}:0", token)

@@ -23,7 +23,7 @@ CHUNK_BYTES = 2 << 20
 """Size of a message. Measured with 100 MB of parameters: 256 KiB costs 15 % more time than 1 to
 4 MiB, which do not differ."""
 
-IN_FLIGHT_BYTES = 16 << 20
+IN_FLIGHT_BYTES = 12 << 20
 """What all workers together may have sent without its having been added. Flight takes in whatever
 arrives, 30 to 60 MB a worker, whether it is read or not; so workers wait for credit."""
 
