@@ -23,10 +23,11 @@ class ProgressBar:
         self._epochs = epochs
         self._loss_sum = 0.0
         self._examples = 0
-        self._bar = tqdm(unit=" rows", unit_scale=True, disable=not visible, leave=True)
+        self._bar = tqdm(
+            desc="reading rows", unit=" rows", unit_scale=True, disable=not visible, leave=True
+        )
 
     def __enter__(self) -> ProgressBar:
-        self._bar.set_description("reading rows")
         return self
 
     def __exit__(
