@@ -2,8 +2,7 @@
 
 Floating-point addition is not associative: adding in the order of arrival would give other
 parameters in every run. So the k-th contributor adds its chunk c only after contributor k-1 has;
-each has at most one chunk in memory while it waits, and the memory needed does not depend on the
-number of workers.
+each has at most one chunk in memory while it waits, and the first ``HELD_CHUNKS`` more.
 """
 
 from __future__ import annotations

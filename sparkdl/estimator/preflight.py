@@ -111,6 +111,8 @@ class Preflight:
         _check_label(self.workers.columns[-1], self.job, facts.columns[-1])
         schema = self.job.schema.of_lengths([column.longest for column in facts.columns])
         outputs = probe(self._replica, schema, facts.columns, self.head)
+        # With gradients and optimizer state it is several times the center, for the whole fit.
+        del self._replica
         width = None if outputs.dim() == 1 else outputs[0].numel()
         output_function(self._output_type, self.head, width)
         self.checked = Checked(schema.features, width)

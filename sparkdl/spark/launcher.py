@@ -121,8 +121,8 @@ def worker_frame(workers: Workers, seed: int) -> DataFrame:
     """The rows as workers receive them: needed columns only, spread evenly, and their order.
 
     A shuffle delivers the same set of rows to a partition in every run, but in another order. The
-    hash of a row's content orders them the same way each time and, with the seed, at random; the
-    workers sort by it, for in the JVM that costs several times as much.
+    hash of a row's content orders them the same way each time and, with the seed, at random. The
+    workers sort by it: 8 bytes a row, where Spark would sort the rows.
     """
     selected = workers.frame.select(
         *[

@@ -192,6 +192,14 @@ def test_a_second_contribution_to_one_round_is_refused() -> None:
     assert isinstance(first.exception(), StoppedError)
 
 
+def start(rounds: Rounds, after_s: float = 0.0) -> None:
+    """What the driver does: take the data's facts, look at them for some time, let all start."""
+    rounds.events.get(timeout=10)
+    time.sleep(after_s)
+    rounds.check_deadline()
+    rounds.start()
+
+
 class TestStart:
     """Nobody trains before all have read their rows and the driver has looked at what they are."""
 
@@ -259,7 +267,7 @@ class TestStart:
         def read_slowly() -> None:
             for _ in range(8):
                 time.sleep(0.2)
-                rounds.hear(1)
+                rounds.still_reading(1)
             ready(rounds, 1)
 
         def drive() -> None:
@@ -318,39 +326,32 @@ class TestStart:
         def read_slowly() -> None:
             for _ in range(8):
                 time.sleep(0.2)
-                rounds.hear(1)
+                rounds.still_reading(1)
             ready(rounds, 1)
 
-        def drive() -> None:
-            rounds.events.get(timeout=10)
-            rounds.start()
-
-        for future in together(lambda: ready(rounds, 0), read_slowly, drive):
+        for future in together(lambda: ready(rounds, 0), read_slowly, lambda: start(rounds)):
             future.result()
+
+    def test_a_reader_learns_of_a_failure_elsewhere_before_its_rows_end(self) -> None:
+        rounds = make_rounds(2)
+        rounds.join(0, "a")
+        rounds.still_reading(0)
+        rounds.fail(TrainingError("rank 1 is gone"))
+        with pytest.raises(StoppedError, match="rank 1 is gone"):
+            rounds.still_reading(0)
 
     def test_a_driver_that_looks_at_the_data_for_long_makes_nobody_overdue(self) -> None:
         rounds = make_rounds(1, deadline_s=0.2)
         rounds.join(0, "a")
 
-        def drive() -> None:
-            rounds.events.get(timeout=10)
-            time.sleep(0.6)
-            rounds.check_deadline()
-            rounds.start()
-
-        for future in together(lambda: ready(rounds, 0), drive):
+        for future in together(lambda: ready(rounds, 0), lambda: start(rounds, after_s=0.6)):
             future.result()
 
     def test_the_first_window_has_the_whole_deadline(self) -> None:
         rounds = make_rounds(1, deadline_s=0.4)
         rounds.join(0, "a")
 
-        def drive() -> None:
-            rounds.events.get(timeout=10)
-            time.sleep(0.5)
-            rounds.start()
-
-        for future in together(lambda: ready(rounds, 0), drive):
+        for future in together(lambda: ready(rounds, 0), lambda: start(rounds, after_s=0.5)):
             future.result()
         rounds.check_deadline()
 
