@@ -38,8 +38,7 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         launch = threads(*args)
 
         def noting(averager: Averager) -> Any:
-            host, port = averager.address.uri.removeprefix("grpc://").split(":")
-            seen.append((host, int(port)))
+            seen.append(averager.address.host_and_port)
             return launch(averager)
 
         return noting

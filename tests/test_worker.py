@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from toys import Data, classification, make_job, mlp, sparkdl_threads
 
-import sparkdl.averager.client
 from sparkdl.averager import Averager, AveragerAddress
+from sparkdl.averager.connection import Connection
 from sparkdl.driver import run
 from sparkdl.errors import (
     DataError,
@@ -381,13 +381,14 @@ def test_a_worker_whose_rows_do_not_arrive_is_named_within_the_deadline(rows_bef
 
 def test_a_slow_upload_does_not_make_its_sender_look_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 sends for 1.2 s of a deadline of 1.5 s; it is rank 1 who stays away."""
-    to_message = sparkdl.averager.client.to_message
+    send_values = Connection.send_values
 
-    def slowly(values: Tensor) -> pa.RecordBatch:
-        time.sleep(1.2)
-        return to_message(values)
+    def slowly(connection: Connection, values: Tensor) -> None:
+        if threading.current_thread().name.startswith("sparkdl-rank"):
+            time.sleep(1.2)
+        send_values(connection, values)
 
-    monkeypatch.setattr(sparkdl.averager.client, "to_message", slowly)
+    monkeypatch.setattr(Connection, "send_values", slowly)
     job = make_job(Sleeps(), deadline_s=1.5)
     with pytest.raises(DeadlineError, match="rank 1"):
         run_world(job, marked([4, 4], 5).shards())
@@ -524,7 +525,7 @@ def test_replicas_start_equal_and_draw_different_dropout_masks(
     for rank in (0, 1, 0):
         place = Place(rank=rank, directory=tmp_path)
         shard = classification([4]).shards()[0]
-        train(make_job(Recorder), place, AveragerAddress("grpc://nowhere:1", ""), shard)
+        train(make_job(Recorder), place, AveragerAddress("tcp://nowhere:1", ""), shard)
 
     assert torch.equal(starts[0], starts[1])
     assert torch.equal(masks[0], masks[2])

@@ -1,25 +1,26 @@
 """The weighted sum of one round's contributions, formed chunk by chunk in rank order.
 
 Floating-point addition is not associative: adding in the order of arrival would give other
-parameters in every run. So the k-th contributor adds its chunk c only after contributor k-1 has;
-each has at most one chunk in memory while it waits, and the first ``HELD_CHUNKS`` more.
+parameters in every run. So the k-th contributor adds its chunk c only after contributor k-1 has.
+The first contribution arrives where the sum is formed; of each other, one chunk waits for its turn.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sparkdl.averager.wire import Chunk
 from sparkdl.errors import DeadlineError, StoppedError
 from sparkdl.protocols import Layout
 
-HELD_CHUNKS = 2
-"""How many of the first contribution's chunks are kept as they arrived. Two that meet are added in
-one pass; the first by itself would have to be copied, which costs as much as the addition."""
+Receive = Callable[[Tensor], None]
+"""Writes the next chunk of a contribution into a tensor of its length and of the dtype that
+travels."""
 
 
 class Accumulator:
@@ -30,15 +31,22 @@ class Accumulator:
 
     Args:
         layout: the segments' kinds and dtypes.
+        wire_dtypes: the dtype in which each segment travels.
         chunks: the plan by which every contribution arrives.
         total: where the mean is formed, a tensor of ``center_dtype`` a segment; overwritten.
         ranks: who takes part, in ascending order.
     """
 
     def __init__(
-        self, layout: Layout, chunks: Sequence[Chunk], total: list[Tensor], ranks: Sequence[int]
+        self,
+        layout: Layout,
+        wire_dtypes: Sequence[torch.dtype],
+        chunks: Sequence[Chunk],
+        total: list[Tensor],
+        ranks: Sequence[int],
     ) -> None:
         self._layout = layout
+        self._wire_dtypes = wire_dtypes
         self._chunks = chunks
         self._total = total
         self._turns = {rank: _Turn() for rank in ranks}
@@ -46,8 +54,6 @@ class Accumulator:
         self._last_rank = ranks[-1]
         self._declared: set[int] = set()
         self._examples: dict[int, int] = {}
-        self._held: dict[int, Tensor] = {}
-        self._holding = threading.Lock()
 
     def declare(self, rank: int, examples: int) -> None:
         """Say what a contribution weighs, before its first chunk; without examples it has none."""
@@ -57,58 +63,41 @@ class Accumulator:
         else:
             self._turns[rank].skip()
 
-    def add(self, rank: int, index: int, values: Tensor, deadline_s: float) -> None:
+    def add(
+        self, rank: int, index: int, receive: Receive, scratch: Tensor, deadline_s: float
+    ) -> None:
         """Add chunk ``index`` of a contribution, after the ranks before have added theirs.
 
         Args:
             rank: whose contribution.
             index: position in the plan of chunks.
-            values: shape (chunk.stop - chunk.start,), in the dtype that travelled.
+            receive: fetches the chunk.
+            scratch: bytes, at least as many as the largest chunk has; overwritten.
             deadline_s: seconds to wait for the ranks before.
 
         Raises:
             DeadlineError: a rank before did not add this chunk in time.
             StoppedError: the round was stopped meanwhile.
         """
-        first = self._wait_for_ranks_before(rank, index, deadline_s)
         chunk = self._chunks[index]
         total = chunk.of(self._total)
+        dtype = self._wire_dtypes[chunk.segment]
         averaged = self._layout[chunk.segment].averaged
-        if first:
-            self._begin(index, values, total, may_hold=averaged and rank != self._last_rank)
-        elif averaged:
-            self._continue(index, values, total, self._weight(rank))
+        if rank not in self._before and dtype is total.dtype:
+            receive(total)
+        else:
+            values = scratch[: len(total) * dtype.itemsize].view(dtype)
+            receive(values)
+            if self._wait_for_ranks_before(rank, index, deadline_s):
+                total.copy_(values)
+            elif averaged:
+                _add(total, values, self._weight(rank))
         if averaged and rank == self._last_rank:
             self._normalize(total)
         self._turns[rank].advance()
 
-    def _begin(self, index: int, values: Tensor, total: Tensor, *, may_hold: bool) -> None:
-        """Take the first contribution to a chunk, in the hope that the second is near."""
-        if not may_hold or values.dtype != total.dtype:
-            total.copy_(values)
-            return
-        with self._holding:
-            self._held[index] = values
-            if len(self._held) > HELD_CHUNKS:
-                self._write_held(min(self._held))
-
-    def _continue(self, index: int, values: Tensor, total: Tensor, weight: float) -> None:
-        """Add another contribution to a chunk."""
-        with self._holding:
-            held = self._held.pop(index, total)
-        # numpy works in this thread; torch would wake its pool for every chunk.
-        if weight == 1.0 and values.dtype == total.dtype:
-            np.add(held.numpy(), values.numpy(), out=total.numpy())
-        else:
-            total.copy_(held).add_(values, alpha=weight)
-
-    def _write_held(self, index: int) -> None:
-        np.copyto(self._chunks[index].of(self._total).numpy(), self._held.pop(index).numpy())
-
     def finish(self) -> bool:
         """Complete the mean; returns whether there is one, that is whether anyone had examples."""
-        for index in list(self._held):
-            self._write_held(index)
         if self._examples and self._last_rank not in self._examples:
             # Each chunk is divided while in cache by the last rank, except if that one is empty.
             for segment, total in zip(self._layout, self._total, strict=True):
@@ -144,6 +133,14 @@ class Accumulator:
         weights = sum(self._weight(rank) for rank in sorted(self._examples))
         if weights != 1.0:
             np.divide(total.numpy(), weights, out=total.numpy())
+
+
+def _add(total: Tensor, values: Tensor, weight: float) -> None:
+    # numpy works in this thread; torch would wake its pool for every chunk.
+    if weight == 1.0 and values.dtype == total.dtype:
+        np.add(total.numpy(), values.numpy(), out=total.numpy())
+    else:
+        total.add_(values, alpha=weight)
 
 
 class _Turn:

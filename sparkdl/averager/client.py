@@ -1,44 +1,28 @@
-"""A worker's end of the averager: one Flight exchange from joining to leaving."""
+"""A worker's end of the averager: one connection from joining to leaving."""
 
 from __future__ import annotations
 
-import logging
 import math
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.flight as flight
 import torch
 from torch import Tensor
 
-from sparkdl.averager.allocator import keep_freed_memory
 from sparkdl.averager.codec import Codec
+from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.averager.headers import failure_header, shard_header, window_header
-from sparkdl.averager.server import TOKEN_HEADER, AveragerAddress
-from sparkdl.averager.wire import (
-    SCHEMA,
-    Chunk,
-    from_message,
-    pack_header,
-    plan_chunks,
-    to_message,
-    unpack_header,
-)
-from sparkdl.errors import DeadlineError, NonFiniteError, StoppedError, WorkerError
+from sparkdl.averager.server import AveragerAddress
+from sparkdl.averager.wire import Chunk, plan_chunks
+from sparkdl.errors import DeadlineError, NonFiniteError, StoppedError, TrainingError, WorkerError
 from sparkdl.events import WindowReport
 from sparkdl.feed.facts import ShardFacts
 from sparkdl.protocols import Layout, Segment
 
-logger = logging.getLogger(__name__)
-
-KEPT_BYTES = 256 << 20
-"""What a worker keeps of freed memory; a reply on its way fits in it."""
 READING_S = 0.5
 """Seconds between two signs of life while a worker reads its rows."""
 
@@ -60,14 +44,14 @@ class AveragerClient:
     def __init__(
         self, address: AveragerAddress, rank: int, codec: Codec, *, deadline_s: float = 600.0
     ) -> None:
-        keep_freed_memory(KEPT_BYTES)
         self.rank = rank
         self._codec = codec
         self._base: list[Tensor] = []
-        self._credit = 1
+        self._chunk_bytes = 0
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._reported_reading = time.monotonic()
-        hello = {"join": rank, "host": socket.gethostname()}
-        self._connection = _Connection(address, hello, rank, 2 * deadline_s)
+        self._line = _Line(address, rank, 2 * deadline_s)
+        self._line.send_header({"join": rank, "host": socket.gethostname()})
 
     def __enter__(self) -> AveragerClient:
         return self
@@ -78,7 +62,7 @@ class AveragerClient:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._connection.close(abandon=error is not None)
+        self._line.close()
 
     def report_reading(self, rows: int) -> None:
         """Say, but not too often, that this worker is still reading its rows.
@@ -89,7 +73,7 @@ class AveragerClient:
         now = time.monotonic()
         if now - self._reported_reading >= READING_S:
             self._reported_reading = now
-            self._connection.send_header({"reading": rows})
+            self._line.send_header({"reading": rows})
 
     def start(self, shard: ShardFacts, segments: Sequence[Tensor], layout: Layout) -> None:
         """Wait until every worker is ready, then overwrite the replica with the initial center.
@@ -101,47 +85,66 @@ class AveragerClient:
         """
         state = list(segments)
         self._extend_base(state, layout)
-        self._connection.send_header(shard_header(shard))
-        while "credit" not in (header := self._connection.receive_header()):
-            pass
-        self._credit = int(header["credit"])
-        self._receive_center(state, layout, plan_chunks(layout))
+        self._line.send_header(shard_header(shard))
+        self._chunk_bytes = int(self._line.receive_header()["chunk_bytes"])
+        self._scratch = torch.empty(self._chunk_bytes, dtype=torch.uint8)
+        self._receive_center(state, layout, plan_chunks(layout, self._chunk_bytes))
 
     def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in one round; see ``protocols.CenterExchange``."""
         state = list(segments)
         layout = tuple(Segment("state", tensor.dtype, tensor.numel()) for tensor in state)
-        chunks = plan_chunks(layout)
+        chunks = plan_chunks(layout, self._chunk_bytes)
         self._extend_base(state, layout)
-        self._connection.send_header(window_header(window))
+        self._line.send_header(window_header(window))
         if window.examples:
-            for index, chunk in enumerate(chunks):
-                if index >= self._credit:
-                    self._connection.receive_header()
+            for chunk in chunks:
                 self._send(chunk, state, layout[chunk.segment], window)
         if window.last:
             self._receive_center(state, layout, chunks)
-            return
-        for chunk in chunks:
-            segment, target = layout[chunk.segment], chunk.of(state)
-            reply = self._receive(self._codec.wire_dtype(segment), len(target))
-            self._codec.decode(reply, target, self._base_of(chunk), segment)
+        else:
+            self._receive_reply(state, layout, chunks)
+
+    def gather(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Exchange something small with every other worker; all have to call this equally often.
+
+        Args:
+            value: this worker's contribution, of JSON's types.
+
+        Returns:
+            Every worker's contribution, by rank.
+
+        Raises:
+            StoppedError: the averager ended the run, perhaps because a worker stayed away.
+            DeadlineError: the averager is gone.
+        """
+        self._line.send_header({"gather": value})
+        gathered: list[dict[str, Any]] = self._line.receive_header()["gathered"]
+        return gathered
 
     def finish(self) -> None:
         """Leave the run after the last epoch."""
-        self._connection.send_last({"finish": True})
+        self._line.send_last({"finish": True})
 
     def report_failure(self, error: WorkerError) -> None:
         """End the run for everyone, with this worker's error as the reason."""
-        self._connection.send_last(failure_header(error))
+        self._line.send_last(failure_header(error))
 
     def _receive_center(self, state: list[Tensor], layout: Layout, chunks: list[Chunk]) -> None:
         for chunk in chunks:
             target, base = chunk.of(state), self._base_of(chunk)
-            center = self._receive(layout[chunk.segment].center_dtype, len(target))
-            target.copy_(center)
+            center = self._receive(layout[chunk.segment].center_dtype, target)
+            if center is not target:
+                target.copy_(center)
             if base is not None:
                 base.copy_(center)
+
+    def _receive_reply(self, state: list[Tensor], layout: Layout, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            segment, target, base = layout[chunk.segment], chunk.of(state), self._base_of(chunk)
+            reply = self._receive(self._codec.wire_dtype(segment), target)
+            if reply is not target:
+                self._codec.decode(reply, target, base, segment)
 
     def _extend_base(self, state: list[Tensor], layout: Layout) -> None:
         """Start the last center at zero, as the averager does, for state that was not there yet."""
@@ -171,10 +174,15 @@ class AveragerClient:
                     step=window.step,
                 )
         encoded = self._codec.encode(values, self._base_of(chunk), segment)
-        self._connection.send(to_message(encoded.to("cpu")))
+        self._line.send_values(encoded.to("cpu"))
 
-    def _receive(self, dtype: torch.dtype, numel: int) -> Tensor:
-        return from_message(self._connection.receive(), dtype, numel)
+    def _receive(self, dtype: torch.dtype, target: Tensor) -> Tensor:
+        """Receive what ``target`` is to become: in place if it can be, else beside it."""
+        values = target
+        if self._codec.keeps_base or target.dtype is not dtype or target.device.type != "cpu":
+            values = self._scratch[: len(target) * dtype.itemsize].view(dtype)
+        self._line.receive_values(values)
+        return values
 
 
 def report_start_failure(address: AveragerAddress, error: WorkerError) -> None:
@@ -185,140 +193,91 @@ def report_start_failure(address: AveragerAddress, error: WorkerError) -> None:
         error: why the worker could not start.
 
     Raises:
-        StoppedError: always; the averager ends the run.
+        StoppedError: the averager cannot be reached.
     """
-    connection = _Connection(address, failure_header(error), error.rank, 60.0)
+    line = _Line(address, error.rank, 60.0)
     try:
-        connection.send_last({})
+        line.send_last(failure_header(error))
     finally:
-        connection.close(abandon=True)
+        line.close()
 
 
-class _Connection:
-    """The Flight exchange itself, with a deadline for each message."""
+class _Line:
+    """The connection, its failures as errors of ours that name the rank."""
 
-    def __init__(
-        self, address: AveragerAddress, hello: dict[str, Any], rank: int, deadline_s: float
-    ) -> None:
+    def __init__(self, address: AveragerAddress, rank: int, deadline_s: float) -> None:
         self._rank = rank
-        self._client = flight.FlightClient(address.uri)
-        options = flight.FlightCallOptions(
-            headers=[(TOKEN_HEADER.encode(), f"Bearer {address.token}".encode())]
-        )
-        descriptor = flight.FlightDescriptor.for_command(pack_header(hello).to_pybytes())
+        self._deadline_s = deadline_s
         try:
-            self._writer, self._reader = self._client.do_exchange(descriptor, options)
-        except (flight.FlightError, pa.ArrowException, OSError) as error:
-            self._client.close()
+            connected = socket.create_connection(address.host_and_port, timeout=deadline_s)
+        except OSError as error:
             raise StoppedError(
                 f"rank {rank} cannot reach the averager at {address.uri}: {error}"
             ) from error
-        self._watchdog = _Watchdog(self._reader.cancel, deadline_s)
+        self._connection = Connection(connected, deadline_s)
         try:
-            with self._watched():
-                self._writer.begin(SCHEMA)
+            with self._named():
+                known = self._connection.introduce(address.token)
+            if not known:
+                raise StoppedError(
+                    f"rank {rank} and the averager at {address.uri} do not have the same token: "
+                    "it is another job's"
+                )
         except BaseException:
-            self.close(abandon=True)
+            self.close()
             raise
 
-    def send_header(self, header: dict[str, Any]) -> None:
-        with self._watched():
-            self._writer.write_metadata(pack_header(header))
+    def send_header(self, fields: Mapping[str, Any]) -> None:
+        with self._named():
+            self._connection.send_header(fields)
 
-    def send(self, message: pa.RecordBatch) -> None:
-        with self._watched():
-            self._writer.write_batch(message)
-
-    def receive(self) -> pa.RecordBatch:
-        """The next message with data; headers in between say that the averager is alive."""
-        while True:
-            with self._watched():
-                chunk = self._reader.read_chunk()
-            if chunk.data is not None:
-                return chunk.data
+    def send_values(self, values: Tensor) -> None:
+        with self._named():
+            self._connection.send_values(values)
 
     def receive_header(self) -> dict[str, Any]:
-        """The next message, which is a header."""
-        with self._watched():
-            return unpack_header(self._reader.read_chunk().app_metadata)
+        """The next header that is more than a sign of life."""
+        while True:
+            with self._named():
+                header = self._connection.receive_header()
+            if self._says_more(header):
+                return header
+
+    def receive_values(self, into: Tensor) -> None:
+        """The next values; headers before them are signs of life."""
+        while True:
+            with self._named():
+                header = self._connection.receive_values(into)
+            if header is None:
+                return
+            if self._says_more(header):
+                raise TrainingError(f"rank {self._rank} was sent {header} where values were due")
 
     def send_last(self, header: dict[str, Any]) -> None:
-        """Send a header and wait for the averager to end the exchange.
+        """Send a header and wait for the averager to close the connection.
 
         Leaving before it has would look like a crash.
         """
-        with self._watched():
-            self._writer.write_metadata(pack_header(header))
-            self._writer.done_writing()
-        try:
-            while True:
-                with self._watched(ends=True):
-                    self._reader.read_chunk()
-        except _Ended:
-            return
+        self.send_header(header)
+        self._connection.close_after(self._deadline_s)
 
-    def close(self, *, abandon: bool) -> None:
-        self._watchdog.stop()
-        if abandon:
-            self._reader.cancel()
-        try:
-            self._writer.close()
-        except pa.ArrowException as error:
-            # The averager ended the exchange first; whoever has to know has been told.
-            logger.debug("rank %d closed a connection that had ended: %s", self._rank, error)
-        finally:
-            self._client.close()
+    def close(self) -> None:
+        self._connection.close()
+
+    def _says_more(self, header: dict[str, Any]) -> bool:
+        if "stopped" in header:
+            raise StoppedError(
+                f"rank {self._rank} was stopped by the averager: {header['stopped']}"
+            )
+        return "waiting" not in header
 
     @contextmanager
-    def _watched(self, *, ends: bool = False) -> Iterator[None]:
-        """Limit the time of one message, and turn a broken exchange into an error of ours."""
-        self._watchdog.arm()
+    def _named(self) -> Iterator[None]:
         try:
             yield
-        except StopIteration as end:
-            if ends:
-                raise _Ended from end
-            raise StoppedError(f"the averager ended its exchange with rank {self._rank}") from end
-        except (flight.FlightError, pa.ArrowException, OSError) as error:
-            if self._watchdog.fired:
-                raise DeadlineError(
-                    f"rank {self._rank} heard nothing from the averager for "
-                    f"{self._watchdog.deadline_s:g} s"
-                ) from error
-            raise StoppedError(f"rank {self._rank} was stopped by the averager: {error}") from error
-        finally:
-            self._watchdog.disarm()
-
-
-class _Ended(Exception):
-    """The averager ended the exchange, as it should."""
-
-
-class _Watchdog:
-    """Cancel the exchange when a message is overdue; Flight has no deadline for a single one."""
-
-    def __init__(self, cancel: Callable[[], None], deadline_s: float) -> None:
-        self.deadline_s = deadline_s
-        self.fired = False
-        self._cancel = cancel
-        self._due = math.inf
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="sparkdl-watchdog", daemon=True)
-        self._thread.start()
-
-    def arm(self) -> None:
-        self._due = time.monotonic() + self.deadline_s
-
-    def disarm(self) -> None:
-        self._due = math.inf
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(min(0.5, self.deadline_s / 4)):
-            if time.monotonic() > self._due:
-                self.fired = True
-                self._cancel()
-                return
+        except SilenceError as error:
+            raise DeadlineError(
+                f"rank {self._rank} heard nothing from the averager for {self._deadline_s:g} s"
+            ) from error
+        except ConnectionLostError as error:
+            raise StoppedError(f"rank {self._rank} was left by the averager: {error}") from error

@@ -4,6 +4,7 @@
     ready:      every rank, once it has read its rows; returns when all have and the driver, who is
                 told what they found, has let them start
     contribute: every active rank, once a round; returns the reply when the round is committed
+    gather:     every rank, equally often, at any time after it was let start
     a rank whose window was its last of the epoch is no longer active; its reply comes when no rank
     is active any more, that is with the epoch's final center. Then all are active again.
 
@@ -20,14 +21,14 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from sparkdl.averager.accumulator import Accumulator
+from sparkdl.averager.accumulator import Accumulator, Receive
 from sparkdl.averager.codec import Codec
-from sparkdl.averager.wire import plan_chunks
+from sparkdl.averager.wire import chunk_bytes, plan_chunks
 from sparkdl.errors import DeadlineError, SparkDLError, StoppedError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport, summarize_epoch
 from sparkdl.feed.facts import DataFacts, ShardFacts
@@ -56,19 +57,23 @@ class Rounds:
         deadline_s: float,
     ) -> None:
         self.layout = layout
-        self.chunks = plan_chunks(layout)
+        self.chunk_bytes = chunk_bytes(world_size)
+        self.chunks = plan_chunks(layout, self.chunk_bytes)
         self.center = list(center)
         self.world_size = world_size
         self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self.failure: SparkDLError | None = None
         self.deadline_s = deadline_s
         self._codec = codec
+        self._wire_dtypes = [codec.wire_dtype(segment) for segment in layout]
         self._spare = [torch.empty_like(segment) for segment in center]
         self._reply = self.center
         self._condition = threading.Condition()
         self._everyone = frozenset(range(world_size))
         self._hosts: dict[int, str] = {}
         self._shards: dict[int, ShardFacts] = {}
+        self._gathers: dict[int, dict[int, object]] = {}
+        self._gathered = dict.fromkeys(self._everyone, 0)
         self._started = False
         self._heard = dict.fromkeys(self._everyone, time.monotonic())
         self._active: set[int] = set()
@@ -144,6 +149,37 @@ class Rounds:
                     return
             on_wait()
 
+    def gather(self, rank: int, value: object, on_wait: Callable[[], None]) -> list[object]:
+        """Wait until every rank has called this as often as this one; returns all values by rank.
+
+        Args:
+            rank: the worker's rank.
+            value: what the others are to know.
+            on_wait: called now and then while others are still to come.
+
+        Raises:
+            DeadlineError: a rank stayed away.
+            StoppedError: the run failed elsewhere.
+        """
+        with self._condition:
+            self._raise_if_failed()
+            self.hear(rank)
+            number = self._gathered[rank]
+            self._gathered[rank] += 1
+            values = self._gathers.setdefault(number, {})
+            values[rank] = value
+            if len(values) == self.world_size:
+                del self._gathers[number]
+                self._heard = dict.fromkeys(self._everyone, time.monotonic())
+                self._condition.notify_all()
+        while True:
+            with self._condition:
+                if self._wait(
+                    lambda: len(values) == self.world_size, at_most_s=self.deadline_s / 4
+                ):
+                    return [values[other] for other in sorted(self._everyone)]
+            on_wait()
+
     def start(self) -> None:
         """Let the workers train; called by the driver once it has looked at the data's facts."""
         with self._condition:
@@ -158,14 +194,16 @@ class Rounds:
     def contribute(
         self,
         report: WindowReport,
-        values: Iterable[Tensor],
+        receive: Receive,
+        scratch: Tensor,
         on_progress: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
         """Add one worker's contribution and wait for the outcome.
 
         Args:
             report: what was trained on; ``report.examples`` weigh the contribution.
-            values: its chunks in the order of ``chunks``; not read without examples.
+            receive: fetches its chunks in the order of ``chunks``; not called without examples.
+            scratch: ``chunk_bytes`` bytes to receive into, kept from round to round by the caller.
             on_progress: called for each round that ends while the outcome is still to come, which
                 happens to ranks that are done with the epoch.
 
@@ -181,9 +219,9 @@ class Rounds:
         accumulator = self._enter(report)
         accumulator.declare(rank, report.examples)
         if report.examples:
-            for index, chunk in enumerate(values):
+            for index in range(len(self.chunks)):
+                accumulator.add(rank, index, receive, scratch, 2 * self.deadline_s)
                 self.hear(rank)
-                accumulator.add(rank, index, chunk, 2 * self.deadline_s)
         with self._condition:
             self._raise_if_failed()
             epoch, number = self._epoch, self._round
@@ -255,7 +293,11 @@ class Rounds:
                 )
             if self._accumulator is None:
                 self._accumulator = Accumulator(
-                    self.layout, self.chunks, self._spare, sorted(self._active)
+                    self.layout,
+                    self._wire_dtypes,
+                    self.chunks,
+                    self._spare,
+                    sorted(self._active),
                 )
             self._arrived.add(report.rank)
             return self._accumulator
@@ -309,6 +351,8 @@ class Rounds:
     def _waited_for(self) -> set[int]:
         if not self._started:
             return set(self._everyone - self._shards.keys())
+        if self._gathers:
+            return set(self._everyone - self._gathers[min(self._gathers)].keys())
         return (self._readers or self._active - self._complete) - self._finished
 
     def _what_is_missing(self, ranks: set[int]) -> str:
@@ -319,6 +363,8 @@ class Rounds:
             )
         if not self._started:
             return "did not receive more of its rows"
+        if self._gathers:
+            return "did not take part in what the workers exchange among themselves"
         if self._readers:
             return f"did not take the center of round {self._round}"
         return f"did not contribute to round {self._round + 1} (epoch {self._epoch})"

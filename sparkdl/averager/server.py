@@ -1,65 +1,59 @@
-"""The averager: an Arrow Flight service in the driver that holds the center and runs rounds.
+"""The averager: a service in the driver that holds the center and runs rounds.
 
-One worker is one long-lived Flight exchange, from joining to leaving:
+One worker is one TCP connection, from joining to leaving (``connection.py`` has its form):
 
     worker                               averager
     {"join": rank, "host": ...}  ------>
     {"reading": rows so far}     ------> now and then, while its rows arrive
     {"shard": what they are}     ------> wait for all ranks, and for the driver to look at it
                                  <------ {"waiting": true}, now and then
-                                 <------ {"credit": chunks to send ahead}
+                                 <------ {"chunk_bytes": size of the largest message of values}
                                  <------ initial center, chunk by chunk
+    {"gather": something small}  ------> wait for all ranks, whenever these agree to
+                                 <------ {"gathered": [everyone's, by rank]}
     {"window": report}, chunks   ------> add in rank order, wait for the round
-                                 <------ {"added": true}, once a chunk, while any needs credit
                                  <------ {"waiting": true}, only after a last window, each round
                                  <------ the reply, chunk by chunk
     ... a round a window ...
     {"finish": true}             ------>
     or {"failure": {...}}        ------> the run ends, with the worker's traceback
+
+A worker that sends faster than its chunks can be added is held back by TCP itself.
+If the run ends elsewhere, the next thing that a worker hears is {"stopped": reason}.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 import queue
 import secrets
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from urllib.parse import urlsplit
 
-import pyarrow as pa
-import pyarrow.flight as flight
+import torch
 from torch import Tensor
 
 from sparkdl.averager.codec import Codec
+from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.averager.headers import (
     raise_reported_failure,
     read_join,
     read_shard,
     read_window,
 )
+from sparkdl.averager.port import Port
 from sparkdl.averager.rounds import Event, Rounds
-from sparkdl.averager.wire import (
-    SCHEMA,
-    credit_chunks,
-    from_message,
-    pack_header,
-    to_message,
-    unpack_header,
-)
 from sparkdl.errors import DeadlineError, SparkDLError, TrainingError, WorkerLostError
 from sparkdl.events import WindowReport
 from sparkdl.protocols import Layout
 
 logger = logging.getLogger(__name__)
 
-TOKEN_HEADER = "authorization"
-_ADDED = pack_header({"added": True})
-_WAITING = pack_header({"waiting": True})
-SHUTDOWN_S = 10.0
-"""Seconds to wait for workers' connections to end before the service is left to itself."""
+_WAITING = {"waiting": True}
+FAREWELL_S = 5.0
+"""Seconds that a worker has to read why it was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +61,14 @@ class AveragerAddress:
     """Where the averager is and what opens it; travels to the workers with the task."""
 
     uri: str
+    """``tcp://host:port``"""
     token: str = field(repr=False)
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        """The parts of ``uri``."""
+        parts = urlsplit(self.uri)
+        return parts.hostname or "", parts.port or 0
 
 
 class Averager:
@@ -96,9 +97,11 @@ class Averager:
     ) -> None:
         self._rounds = Rounds(layout, center, world_size, codec, deadline_s)
         token = secrets.token_urlsafe(32)
-        self._service = _FlightService(self._rounds, codec, f"grpc://{host}:0", token)
-        uri = f"grpc://{advertised_host or host}:{self._service.port}"
-        self.address = AveragerAddress(uri, token)
+        self._codec = codec
+        self._port = Port(host, token, self._serve)
+        name = advertised_host or host
+        name = f"[{name}]" if ":" in name else name
+        self.address = AveragerAddress(f"tcp://{name}:{self._port.number}", token)
 
     def __enter__(self) -> Averager:
         return self
@@ -110,16 +113,7 @@ class Averager:
         traceback: TracebackType | None,
     ) -> None:
         self._rounds.fail(TrainingError("the driver closed the averager"))
-        # Flight's shutdown waits for open exchanges without a limit of its own.
-        closing = threading.Thread(
-            target=self._service.shutdown, name="sparkdl-averager-shutdown", daemon=True
-        )
-        closing.start()
-        closing.join(SHUTDOWN_S)
-        if closing.is_alive():
-            logger.warning(
-                "a worker still holds its connection %.0f s after the end of the run", SHUTDOWN_S
-            )
+        self._port.close()
 
     @property
     def center(self) -> list[Tensor]:
@@ -160,124 +154,93 @@ class Averager:
                 return
             yield event
 
-
-class _FlightService(flight.FlightServerBase):  # type: ignore[misc]
-    def __init__(self, rounds: Rounds, codec: Codec, location: str, token: str) -> None:
-        super().__init__(location, middleware={"token": _TokenCheck(token)})
-        self._rounds = rounds
-        self._codec = codec
-        self._credit = credit_chunks(rounds.world_size)
-
-    def do_exchange(
-        self,
-        context: flight.ServerCallContext,
-        descriptor: flight.FlightDescriptor,
-        reader: flight.MetadataRecordBatchReader,
-        writer: flight.MetadataRecordBatchWriter,
-    ) -> None:
-        """Serve one worker from joining to leaving."""
+    def _serve(self, connection: Connection) -> None:
+        """Serve one worker from joining to leaving; its thread runs this."""
         rank, host = -1, "a worker"
         try:
-            hello = unpack_header(pa.py_buffer(descriptor.command or b""))
+            hello = connection.receive_header()
             raise_reported_failure(hello)
             rank, host = read_join(hello)
-            writer.begin(SCHEMA)
             self._rounds.join(rank, host)
-            while "reading" in (header := unpack_header(_next(reader, rank).app_metadata)):
-                self._rounds.still_reading(rank)
-            self._rounds.ready(
-                rank, read_shard(header, rank), lambda: writer.write_metadata(_WAITING)
-            )
-            writer.write_metadata(pack_header({"credit": self._credit}))
-            self._send(writer, rank, self._rounds.center, kinds={"parameters", "buffers"})
-            while not (header := unpack_header(_next(reader, rank).app_metadata)).get("finish"):
-                self._serve_round(read_window(header, rank), reader, writer)
-            self._rounds.finish(rank)
+            _Session(rank, connection, self._rounds, self._codec).run()
         except SparkDLError as error:
             self._rounds.fail(error)
-            raise flight.FlightServerError(str(self._rounds.failure or error)) from error
-        except (flight.FlightError, pa.ArrowException, OSError) as error:
+            self._say_farewell(connection, self._rounds.failure or error)
+        except (ConnectionLostError, SilenceError) as error:
             self._rounds.fail(
                 WorkerLostError(
-                    f"the connection to rank {rank} on {host} broke in the middle of training "
-                    f"({type(error).__name__}: {error}). The executor's log says why; a process "
-                    "killed for memory needs more spark.executor.memoryOverhead"
+                    f"the connection to rank {rank} on {host} ended in the middle of training "
+                    f"({error}). The executor's log says why; a process killed for memory needs "
+                    "more spark.executor.memoryOverhead"
                 )
             )
+        except Exception as error:  # a mistake of ours must not leave the driver waiting
+            self._rounds.fail(TrainingError(f"the averager's thread for rank {rank}: {error!r}"))
             raise
 
-    def _serve_round(
-        self,
-        report: WindowReport,
-        reader: flight.MetadataRecordBatchReader,
-        writer: flight.MetadataRecordBatchWriter,
-    ) -> None:
-        def still_waiting() -> None:
-            writer.write_metadata(_WAITING)
+    @staticmethod
+    def _say_farewell(connection: Connection, reason: SparkDLError) -> None:
+        try:
+            connection.send_header({"stopped": str(reason)})
+            connection.close_after(FAREWELL_S)
+        except (ConnectionLostError, SilenceError) as error:
+            logger.debug("a worker left before it was told why: %s", error)
 
-        values = self._receive(reader, writer, report.rank)
-        reply = self._rounds.contribute(report, values, still_waiting)
+
+class _Session:
+    """One worker that has joined."""
+
+    def __init__(self, rank: int, connection: Connection, rounds: Rounds, codec: Codec) -> None:
+        self._rank = rank
+        self._connection = connection
+        self._rounds = rounds
+        self._codec = codec
+        self._scratch = torch.empty(rounds.chunk_bytes, dtype=torch.uint8)
+
+    def run(self) -> None:
+        """From reading rows to the last epoch."""
+        rank, rounds = self._rank, self._rounds
+        while "reading" in (header := self._next()):
+            rounds.still_reading(rank)
+        rounds.ready(rank, read_shard(header, rank), self._say_waiting)
+        self._connection.send_header({"chunk_bytes": rounds.chunk_bytes})
+        self._send(rounds.center, kinds={"parameters", "buffers"})
+        while not (header := self._next()).get("finish"):
+            if "gather" in header:
+                gathered = rounds.gather(rank, header["gather"], self._say_waiting)
+                self._connection.send_header({"gathered": gathered})
+            else:
+                self._serve_round(read_window(header, rank))
+        rounds.finish(rank)
+
+    def _serve_round(self, report: WindowReport) -> None:
+        reply = self._rounds.contribute(report, self._receive, self._scratch, self._say_waiting)
         # Who was done early has missed rounds: the changes of the last one would not be enough.
         everything = {segment.kind for segment in self._rounds.layout}
-        self._send(writer, report.rank, reply, kinds=everything if report.last else None)
-        self._rounds.release(report.rank)
+        self._send(reply, kinds=everything if report.last else None)
+        self._rounds.release(self._rank)
 
-    def _receive(
-        self,
-        reader: flight.MetadataRecordBatchReader,
-        writer: flight.MetadataRecordBatchWriter,
-        rank: int,
-    ) -> Iterator[Tensor]:
-        """Yield a contribution's chunks, giving credit for another once one has been added."""
-        chunks = self._rounds.chunks
-        for index, chunk in enumerate(chunks):
-            message = _next(reader, rank)
-            dtype = self._codec.wire_dtype(self._rounds.layout[chunk.segment])
-            yield from_message(message.data, dtype, chunk.stop - chunk.start)
-            if index + self._credit < len(chunks):
-                writer.write_metadata(_ADDED)
+    def _next(self) -> dict[str, object]:
+        """The worker's next header, unless it says that the worker failed."""
+        header = self._connection.receive_header()
+        raise_reported_failure(header)
+        return header
 
-    def _send(
-        self,
-        writer: flight.MetadataRecordBatchWriter,
-        rank: int,
-        segments: list[Tensor],
-        kinds: set[str] | None,
-    ) -> None:
+    def _receive(self, into: Tensor) -> None:
+        header = self._connection.receive_values(into)
+        if header is not None:
+            raise_reported_failure(header)
+            raise TrainingError(f"rank {self._rank} sent a header in the middle of its values")
+
+    def _send(self, segments: list[Tensor], kinds: set[str] | None) -> None:
         """Send the center's segments of some kinds as they are, or all as the codec has it."""
         for chunk in self._rounds.chunks:
             segment = self._rounds.layout[chunk.segment]
             if kinds is not None and segment.kind not in kinds:
                 continue
             dtype = self._codec.wire_dtype(segment) if kinds is None else segment.center_dtype
-            writer.write_batch(to_message(chunk.of(segments).to(dtype)))
-            self._rounds.hear(rank)
+            self._connection.send_values(chunk.of(segments).to(dtype))
+            self._rounds.hear(self._rank)
 
-
-class _TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Let no call in that does not carry the job's token."""
-
-    def __init__(self, token: str) -> None:
-        super().__init__()
-        self._expected = f"Bearer {token}".encode()
-
-    def start_call(self, info: flight.CallInfo, headers: dict[str, list[str]]) -> None:
-        """Called by Flight before any method runs."""
-        given = next((v[0] for k, v in headers.items() if k.lower() == TOKEN_HEADER), "")
-        octets = given if isinstance(given, bytes) else str(given).encode()
-        if not hmac.compare_digest(octets, self._expected):
-            raise flight.FlightUnauthenticatedError("the call does not carry this job's token")
-
-
-def _next(reader: flight.MetadataRecordBatchReader, rank: int) -> flight.FlightStreamChunk:
-    """The worker's next message, unless it says that the worker failed."""
-    try:
-        message = reader.read_chunk()
-    except StopIteration:
-        raise WorkerLostError(
-            f"rank {rank} ended its connection in the middle of training. The executor's log says "
-            "why"
-        ) from None
-    if message.app_metadata is not None:
-        raise_reported_failure(unpack_header(message.app_metadata))
-    return message
+    def _say_waiting(self) -> None:
+        self._connection.send_header(_WAITING)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -23,7 +24,26 @@ LAYOUT: Layout = (
     Segment("buffers", torch.float32, 4),
     Segment("buffers", torch.int64, 2),
 )
-CHUNKS = plan_chunks(LAYOUT, chunk_bytes=12)
+CHUNKS = plan_chunks(LAYOUT, size=12)
+
+
+def make_accumulator(total: list[Tensor], ranks: Sequence[int]) -> Accumulator:
+    """Of ``LAYOUT``, every segment arriving in the replica's own dtype."""
+    return Accumulator(LAYOUT, [s.dtype for s in LAYOUT], CHUNKS, total, ranks)
+
+
+def add(
+    accumulator: Accumulator, rank: int, index: int, values: Tensor, *, deadline_s: float
+) -> None:
+    """Add a chunk that has arrived already."""
+
+    def receive(into: Tensor) -> None:
+        assert into.dtype is values.dtype
+        assert into.shape == values.shape
+        into.copy_(values)
+
+    scratch = torch.empty(64, dtype=torch.uint8)
+    accumulator.add(rank, index, receive, scratch, deadline_s)
 
 
 def random_state(seed: int) -> list[Tensor]:
@@ -45,7 +65,7 @@ def accumulate(
 ) -> tuple[bool, list[Tensor]]:
     """Add every rank's state in a thread of its own, pausing before chunks as told."""
     total = empty_total()
-    accumulator = Accumulator(LAYOUT, CHUNKS, total, sorted(examples))
+    accumulator = make_accumulator(total, sorted(examples))
     errors: list[BaseException] = []
 
     def contribute(rank: int) -> None:
@@ -59,7 +79,7 @@ def accumulate(
             for index, chunk in enumerate(CHUNKS):
                 if index < len(pauses):
                     time.sleep(pauses[index])
-                accumulator.add(rank, index, chunk.of(states[rank]).clone(), deadline_s=10)
+                add(accumulator, rank, index, chunk.of(states[rank]).clone(), deadline_s=10)
         except BaseException as error:  # shown by the assertion below
             errors.append(error)
 
@@ -173,13 +193,13 @@ def test_integers_are_those_of_the_first_contributor() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_types_are_summed_in_float32(dtype: torch.dtype) -> None:
     layout = (Segment("parameters", dtype, 2),)
-    chunks = plan_chunks(layout)
+    chunks = plan_chunks(layout, size=64)
     total = [torch.empty(2, dtype=torch.float32)]
-    accumulator = Accumulator(layout, chunks, total, range(256))
+    accumulator = Accumulator(layout, [dtype], chunks, total, range(256))
     for rank in range(256):
         accumulator.declare(rank, 1)
         # 256 additions of 1 + 1/128 in bfloat16 itself would stop growing at 256.
-        accumulator.add(rank, 0, torch.tensor([1 + 1 / 128, 300.0], dtype=dtype), deadline_s=1)
+        add(accumulator, rank, 0, torch.tensor([1 + 1 / 128, 300.0], dtype=dtype), deadline_s=1)
     accumulator.finish()
 
     assert total[0].tolist() == [1 + 1 / 128, 300.0]
@@ -189,22 +209,35 @@ def test_equal_weights_are_not_rounded() -> None:
     """Weights are relative to the first's: 49 examples each add plainly, and are divided once."""
     layout = (Segment("parameters", torch.float64, 1),)
     total = [torch.empty(1, dtype=torch.float64)]
-    accumulator = Accumulator(layout, plan_chunks(layout), total, [0, 1, 2])
+    chunks = plan_chunks(layout, size=64)
+    accumulator = Accumulator(layout, [torch.float64], chunks, total, [0, 1, 2])
     for rank, value in enumerate([0.1, 0.2, 0.3]):
         accumulator.declare(rank, 49)
-        accumulator.add(rank, 0, torch.tensor([value], dtype=torch.float64), deadline_s=1)
+        add(accumulator, rank, 0, torch.tensor([value], dtype=torch.float64), deadline_s=1)
 
     assert total[0].item() == (0.1 + 0.2 + 0.3) / 3
 
 
+def test_the_first_contribution_arrives_where_the_sum_is_formed() -> None:
+    total = empty_total()
+    accumulator = make_accumulator(total, [0, 1])
+    accumulator.declare(0, 1)
+    places: list[int] = []
+    scratch = torch.empty(64, dtype=torch.uint8)
+
+    accumulator.add(0, 0, lambda into: places.append(into.data_ptr()), scratch, 1.0)
+
+    assert places == [total[0].data_ptr()]
+
+
 def test_stop_wakes_whoever_waits_for_a_turn() -> None:
-    accumulator = Accumulator(LAYOUT, CHUNKS, empty_total(), [0, 1])
+    accumulator = make_accumulator(empty_total(), [0, 1])
     accumulator.declare(1, 4)
     raised: list[BaseException] = []
 
     def wait() -> None:
         try:
-            accumulator.add(1, 0, random_state(1)[0][:3], deadline_s=30)
+            add(accumulator, 1, 0, random_state(1)[0][:3], deadline_s=30)
         except StoppedError as error:
             raised.append(error)
 
@@ -219,29 +252,29 @@ def test_stop_wakes_whoever_waits_for_a_turn() -> None:
 
 
 def test_an_overdue_turn_names_both_ranks_and_the_chunk() -> None:
-    accumulator = Accumulator(LAYOUT, CHUNKS, empty_total(), [0, 1])
+    accumulator = make_accumulator(empty_total(), [0, 1])
     accumulator.declare(1, 4)
     expected = f"rank 1 waited .* for rank 0 to send chunk 1 of {len(CHUNKS)}"
     with pytest.raises(DeadlineError, match=expected):
-        accumulator.add(1, 0, random_state(1)[0][:3], deadline_s=0.05)
+        add(accumulator, 1, 0, random_state(1)[0][:3], deadline_s=0.05)
 
 
 def test_an_overdue_turn_blames_the_rank_that_is_absent_and_not_one_that_waits_itself() -> None:
     """Ranks 1 and 2 are there, rank 0 is not: rank 2's turn is overdue because of rank 0."""
-    accumulator = Accumulator(LAYOUT, CHUNKS, empty_total(), [0, 1, 2])
+    accumulator = make_accumulator(empty_total(), [0, 1, 2])
     values = random_state(1)[0][:3]
     for rank in (1, 2):
         accumulator.declare(rank, 4)
 
     def wait_as_rank_1() -> None:
         with pytest.raises(StoppedError):
-            accumulator.add(1, 0, values, deadline_s=30)
+            add(accumulator, 1, 0, values, deadline_s=30)
 
     waiting = threading.Thread(target=wait_as_rank_1)
     waiting.start()
     try:
         with pytest.raises(DeadlineError, match="for rank 0"):
-            accumulator.add(2, 0, values, deadline_s=0.2)
+            add(accumulator, 2, 0, values, deadline_s=0.2)
     finally:
         accumulator.stop()
         waiting.join(5)

@@ -34,8 +34,8 @@ def report(rank: int, *, examples: int = 1, last: bool = False, epoch: int = 1) 
 
 def contribute(rounds: Rounds, window: WindowReport, value: float) -> list[float]:
     """Contribute ``value`` twice, and take the reply as the server would."""
-    chunks = [torch.full((2,), value)]
-    reply = rounds.contribute(window, chunks)
+    scratch = torch.empty(rounds.chunk_bytes, dtype=torch.uint8)
+    reply = rounds.contribute(window, lambda into: into.fill_(value), scratch)
     taken: list[float] = reply[0].tolist()
     rounds.release(window.rank)
     return taken
@@ -405,6 +405,55 @@ def test_a_rank_that_is_done_waits_as_long_as_the_others_make_progress() -> None
     assert long.exception() is None
     assert short.exception() is None
     assert short.result() == [2.0, 2.0]
+
+
+class TestGather:
+    """What the workers exchange among themselves."""
+
+    @staticmethod
+    def gather(rounds: Rounds, rank: int, *values: object) -> list[list[object]]:
+        return [rounds.gather(rank, value, lambda: None) for value in values]
+
+    def test_everyone_gets_all_values_by_rank_as_often_as_all_ask(self) -> None:
+        rounds = make_rounds(3)
+        start_all(rounds)
+
+        # the last rank comes first: the order of arrival must not matter
+        outcomes = together(
+            *[lambda r=rank: self.gather(rounds, r, f"a{r}", f"b{r}") for rank in (2, 0, 1)]
+        )
+
+        for outcome in outcomes:
+            assert outcome.result() == [["a0", "a1", "a2"], ["b0", "b1", "b2"]]
+
+    def test_nothing_is_kept_once_all_have_it(self) -> None:
+        rounds = make_rounds(2)
+        start_all(rounds)
+        for _ in range(3):
+            together(*[lambda r=rank: self.gather(rounds, r, r) for rank in range(2)])
+        assert rounds._gathers == {}
+
+    def test_a_rank_that_stays_away_is_named(self) -> None:
+        rounds = make_rounds(2, deadline_s=0.2)
+        start_all(rounds)
+        expected = r"rank 1 on host-1 did not take part in what the workers exchange.* 0\.2 s"
+        with pytest.raises(DeadlineError, match=expected):
+            self.gather(rounds, 0, "here")
+
+    def test_a_failure_wakes_who_waits(self) -> None:
+        rounds = make_rounds(2, deadline_s=30)
+        start_all(rounds)
+        waiting, _ = together(
+            lambda: self.gather(rounds, 0, "here"),
+            lambda: rounds.fail(TrainingError("the reason")),
+        )
+        assert isinstance(waiting.exception(), StoppedError)
+
+    def test_rounds_go_on_afterwards(self) -> None:
+        rounds = make_rounds(1)
+        start_all(rounds)
+        assert self.gather(rounds, 0, 5) == [[5]]
+        assert contribute(rounds, report(0, last=True), 1.0) == [1.0, 1.0]
 
 
 def test_the_first_failure_is_the_one_that_counts() -> None:

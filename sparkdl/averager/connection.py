@@ -1,0 +1,248 @@
+"""One TCP connection between a worker and the averager: proved, framed, and with deadlines.
+
+A message is a header (a JSON object) or values (the bytes of a tensor), each behind a prefix that
+says which of the two and how long. Values go from the sender's flat tensor into the receiver's
+through the kernel and nothing else; the receiver knows how many there have to be, so that no
+length from the wire decides about memory. Nothing is ever unpickled.
+
+Before the first message both ends prove that they know the job's token without showing it
+(challenge and response with HMAC-SHA256, as in RFC 2195):
+
+    averager -> worker   MAGIC, challenge a
+    worker -> averager   HMAC(token, "worker", a), challenge w
+    averager -> worker   HMAC(token, "averager", w)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkdl.errors import TrainingError
+
+MAGIC = b"sparkdl1"
+MAX_HEADER_BYTES = 16 << 20
+"""Longest header; the facts about 50,000 columns fit in it."""
+HANDSHAKE_S = 20.0
+"""Seconds that the other end has to prove itself."""
+_CHALLENGE_BYTES = 32
+_PROOF_BYTES = hashlib.sha256().digest_size
+_HEADER, _VALUES = 1, 2
+_PREFIX = struct.Struct("!BI")
+_SECONDS = struct.Struct("ll")
+_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
+"""A host that was cut off or lost its power says no farewell; the kernel asks after it."""
+
+
+class ConnectionLostError(Exception):
+    """The other end is gone, or has sent what no end of ours sends."""
+
+
+class SilenceError(Exception):
+    """Nothing moved on a connection for its deadline."""
+
+
+class Connection:
+    """Messages over a connected socket; used by one thread at a time.
+
+    Args:
+        connected: the socket, owned from here on.
+        silence_s: the longest that one message may make no progress, in seconds; None for as
+            long as the connection lives.
+    """
+
+    def __init__(self, connected: socket.socket, silence_s: float | None) -> None:
+        self._socket = connected
+        self._silence_s = silence_s
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            if hasattr(socket, option):  # not all are known to every operating system
+                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        self._limit_silence(silence_s)
+
+    def accept(self, token: str) -> bool:
+        """Averager: let the worker prove that it knows the token; returns whether it did."""
+        self._limit_silence(HANDSHAKE_S)
+        challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+        self._send(MAGIC + challenge)
+        answer = self._receive(_PROOF_BYTES + _CHALLENGE_BYTES)
+        proof, theirs = answer[:_PROOF_BYTES], answer[_PROOF_BYTES:]
+        if not hmac.compare_digest(proof, _prove(token, b"worker", challenge)):
+            return False
+        self._send(_prove(token, b"averager", theirs))
+        self._limit_silence(self._silence_s)
+        return True
+
+    def introduce(self, token: str) -> bool:
+        """Worker: prove to know the token; returns whether the averager did the same."""
+        self._limit_silence(HANDSHAKE_S)
+        hello = self._receive(len(MAGIC) + _CHALLENGE_BYTES)
+        if not hello.startswith(MAGIC):
+            raise ConnectionLostError("whoever answers there is not an averager")
+        challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+        self._send(_prove(token, b"worker", hello[len(MAGIC) :]) + challenge)
+        try:
+            answer = self._receive(_PROOF_BYTES)
+        except ConnectionLostError:
+            return False
+        self._limit_silence(self._silence_s)
+        return hmac.compare_digest(answer, _prove(token, b"averager", challenge))
+
+    def send_header(self, fields: Mapping[str, Any]) -> None:
+        """Send a JSON object.
+
+        Raises:
+            ConnectionLostError: the other end is gone.
+            SilenceError: it does not take what is sent.
+        """
+        octets = json.dumps(fields).encode()
+        self._send(_PREFIX.pack(_HEADER, len(octets)) + octets)
+
+    def send_values(self, values: Tensor) -> None:
+        """Send a contiguous 1-D tensor on the CPU, as it lies in memory.
+
+        Raises:
+            ConnectionLostError: the other end is gone.
+            SilenceError: it does not take what is sent.
+        """
+        octets = _octets(values)
+        prefix = _PREFIX.pack(_VALUES, octets.nbytes)
+        try:
+            sent = self._socket.sendmsg([prefix, octets])
+        except OSError as error:
+            raise self._as_ours(error) from error
+        if sent < len(prefix):
+            self._send(prefix[sent:])
+            sent = len(prefix)
+        if rest := octets[sent - len(prefix) :]:
+            self._send(rest)
+
+    def receive_header(self) -> dict[str, Any]:
+        """The next message, which has to be a header.
+
+        Raises:
+            ConnectionLostError: the other end is gone.
+            SilenceError: nothing came.
+            TrainingError: it is no header.
+        """
+        kind, length = self._receive_prefix()
+        if kind != _HEADER:
+            raise TrainingError("values arrived where a header was due")
+        return self._receive_header(length)
+
+    def receive_values(self, into: Tensor) -> dict[str, Any] | None:
+        """Fill a tensor with the next message, or return it if it is a header.
+
+        Args:
+            into: contiguous, 1-D, on the CPU; has the length and dtype that must come.
+
+        Raises:
+            ConnectionLostError: the other end is gone.
+            SilenceError: nothing came.
+            TrainingError: another number of bytes came.
+        """
+        kind, length = self._receive_prefix()
+        if kind == _HEADER:
+            return self._receive_header(length)
+        octets = _octets(into)
+        if length != octets.nbytes:
+            raise TrainingError(
+                f"{length} bytes arrived where {len(into)} values of {into.dtype} ({octets.nbytes} "
+                "bytes) belong; both ends must train the same model"
+            )
+        self._receive_into(octets)
+        return None
+
+    def interrupt(self) -> None:
+        """End the connection from any thread; whoever waits on it at either end is woken."""
+        with contextlib.suppress(OSError):  # the other end was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close_after(self, seconds: float) -> None:
+        """Close once the other end has; otherwise what was sent last could be lost.
+
+        Args:
+            seconds: how long to wait for it.
+        """
+        scratch = bytearray(1 << 16)
+        with contextlib.suppress(OSError):  # gone, or silent: either way this end is done
+            self._socket.shutdown(socket.SHUT_WR)
+            self._limit_silence(seconds)
+            while self._socket.recv_into(scratch):
+                pass
+        self.close()
+
+    def close(self) -> None:
+        """Close at once."""
+        self._socket.close()
+
+    def _receive_prefix(self) -> tuple[int, int]:
+        kind, length = _PREFIX.unpack(self._receive(_PREFIX.size))
+        if kind not in (_HEADER, _VALUES):
+            raise TrainingError(f"a message of unknown kind {kind} arrived")
+        return kind, length
+
+    def _receive_header(self, length: int) -> dict[str, Any]:
+        if length > MAX_HEADER_BYTES:
+            raise TrainingError(f"a header of {length} bytes arrived, over {MAX_HEADER_BYTES}")
+        try:
+            fields = json.loads(self._receive(length))
+        except (ValueError, RecursionError):
+            fields = None
+        if not isinstance(fields, dict):
+            raise TrainingError("a message without a readable header arrived where one was due")
+        return fields
+
+    def _receive(self, size: int) -> bytes:
+        octets = bytearray(size)
+        self._receive_into(memoryview(octets))
+        return bytes(octets)
+
+    def _receive_into(self, octets: memoryview) -> None:
+        while octets.nbytes:
+            try:
+                count = self._socket.recv_into(octets, 0, socket.MSG_WAITALL)
+            except OSError as error:
+                raise self._as_ours(error) from error
+            if not count:
+                raise ConnectionLostError("the other end closed the connection")
+            octets = octets[count:]
+
+    def _send(self, octets: bytes | memoryview) -> None:
+        try:
+            self._socket.sendall(octets)
+        except OSError as error:
+            raise self._as_ours(error) from error
+
+    def _limit_silence(self, seconds: float | None) -> None:
+        # The kernel's own limits: with Python's, a socket does not block, and one large receive
+        # becomes hundreds of small ones.
+        whole = int(seconds or 0)
+        limit = _SECONDS.pack(whole, int(((seconds or 0) - whole) * 1e6))
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def _as_ours(self, error: OSError) -> ConnectionLostError | SilenceError:
+        if isinstance(error, BlockingIOError):
+            return SilenceError("nothing moved on the connection for its deadline")
+        return ConnectionLostError(f"the connection broke: {error}")
+
+
+def _octets(values: Tensor) -> memoryview:
+    return values.detach().view(torch.uint8).numpy().data
+
+
+def _prove(token: str, role: bytes, challenge: bytes) -> bytes:
+    return hmac.digest(token.encode(), role + challenge, "sha256")

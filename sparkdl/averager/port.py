@@ -1,0 +1,102 @@
+"""The averager's port: lets in who knows the job's token, each in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
+
+logger = logging.getLogger(__name__)
+
+MAX_STRANGERS = 256
+"""Connections at once whose other end has not yet proved that it knows the token."""
+CLOSE_S = 10.0
+"""Seconds to wait, when the port closes, for the threads that serve connections."""
+
+
+class Port:
+    """Listen on a free port until closed.
+
+    Args:
+        host: interface to bind to, an address or name of this machine.
+        token: the job's secret.
+        serve: called with each connection that has proved itself; it is closed afterwards.
+    """
+
+    def __init__(self, host: str, token: str, serve: Callable[[Connection], None]) -> None:
+        self._token = token
+        self._serve = serve
+        self._closed = False
+        self._lock = threading.Lock()
+        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._open: dict[threading.Thread, Connection] = {}
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.create_server(address[:2], family=family, backlog=MAX_STRANGERS)
+        self.number: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._listen, name="sparkdl-averager", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening, end every connection and wait for the threads."""
+        with self._lock:
+            self._closed = True
+            remaining = dict(self._open)
+        with contextlib.suppress(OSError):
+            # Wakes the thread that accepts; closing alone would not, except where this fails.
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        until = time.monotonic() + CLOSE_S
+        self._thread.join(CLOSE_S)
+        for connection in remaining.values():
+            connection.interrupt()
+        for thread in remaining:
+            thread.join(max(0.0, until - time.monotonic()))
+        if left := [thread.name for thread in remaining if thread.is_alive()]:
+            logger.warning("%d connections did not end in %.0f s", len(left), CLOSE_S)
+
+    def _listen(self) -> None:
+        while not self._closed:
+            try:
+                connected, _ = self._listener.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                # Out of file descriptors, or a client that has gone: the next may do better.
+                logger.warning("a connection could not be accepted: %s", error)
+                time.sleep(0.1)
+                continue
+            if not self._strangers.acquire(blocking=False):
+                connected.close()
+                continue
+            self._start(Connection(connected, silence_s=None))
+
+    def _start(self, connection: Connection) -> None:
+        thread = threading.Thread(
+            target=self._admit, args=(connection,), name="sparkdl-averager-worker", daemon=True
+        )
+        with self._lock:
+            if self._closed:
+                connection.close()
+                return
+            self._open[thread] = connection
+        thread.start()
+
+    def _admit(self, connection: Connection) -> None:
+        try:
+            try:
+                known = connection.accept(self._token)
+            finally:
+                self._strangers.release()
+            if known:
+                self._serve(connection)
+        except (ConnectionLostError, SilenceError) as error:
+            logger.debug("a connection ended before it had proved itself: %s", error)
+        finally:
+            connection.close()
+            with self._lock:
+                del self._open[threading.current_thread()]

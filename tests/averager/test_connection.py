@@ -1,0 +1,281 @@
+"""One connection: who is let in, what survives the way, what is refused, what never hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkdl.averager.connection import (
+    MAGIC,
+    MAX_HEADER_BYTES,
+    Connection,
+    ConnectionLostError,
+    SilenceError,
+)
+from sparkdl.errors import TrainingError
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
+SILENCE_S = 10.0
+
+
+@contextlib.contextmanager
+def tcp_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two connected TCP sockets on this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        left = socket.create_connection(listener.getsockname(), timeout=SILENCE_S)
+        right, _ = listener.accept()
+    with left, right:
+        yield left, right
+
+
+@contextlib.contextmanager
+def connected(silence_s: float = SILENCE_S) -> Iterator[tuple[Connection, Connection]]:
+    with tcp_pair() as (left, right):
+        yield Connection(left, silence_s), Connection(right, silence_s)
+
+
+def both(*calls: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(timeout=30) for future in [pool.submit(call) for call in calls]]
+
+
+class TestHandshake:
+    def test_ends_with_the_same_token_know_each_other(self) -> None:
+        with connected() as (worker, averager):
+            answers = both(lambda: worker.introduce("t0k3n"), lambda: averager.accept("t0k3n"))
+        assert answers == [True, True]
+
+    @pytest.mark.parametrize("token", ["", "t0k3", "t0k3n ", "T0K3N"])
+    def test_another_token_is_refused_by_both_ends(self, token: str) -> None:
+        with connected() as (worker, averager):
+
+            def accept() -> bool:
+                known = averager.accept("t0k3n")
+                averager.close()
+                return known
+
+            assert both(lambda: worker.introduce(token), accept) == [False, False]
+
+    def test_the_token_is_never_on_the_wire(self) -> None:
+        """A man in the middle passes everything on and looks for it."""
+        token = "a-very-secret-token"
+        seen = bytearray()
+
+        def pass_on(source: socket.socket, sink: socket.socket) -> None:
+            while octets := source.recv(4096):
+                seen.extend(octets)
+                sink.sendall(octets)
+            sink.shutdown(socket.SHUT_WR)
+
+        with tcp_pair() as (left, middle), tcp_pair() as (center, right):
+            worker, averager = Connection(left, SILENCE_S), Connection(right, SILENCE_S)
+
+            def introduce() -> bool:
+                known = worker.introduce(token)
+                left.shutdown(socket.SHUT_WR)
+                return known
+
+            def accept() -> bool:
+                known = averager.accept(token)
+                right.shutdown(socket.SHUT_WR)
+                return known
+
+            answers = both(
+                introduce,
+                accept,
+                lambda: pass_on(middle, center),
+                lambda: pass_on(center, middle),
+            )
+        assert answers[:2] == [True, True]
+        assert seen.startswith(MAGIC)
+        assert token.encode() not in seen
+
+    def test_a_proof_seen_once_opens_nothing_later(self) -> None:
+        with connected() as (worker, averager):
+            both(lambda: worker.introduce("t"), lambda: averager.accept("t"))
+        recorded = bytearray()
+        with tcp_pair() as (left, right):
+            averager = Connection(right, SILENCE_S)
+
+            def record() -> None:
+                """Take part honestly, keeping what was sent."""
+                send = left.sendall
+
+                class Spy:
+                    def __getattr__(self, name: str) -> Any:
+                        return getattr(left, name)
+
+                    def sendall(self, octets: bytes) -> None:
+                        recorded.extend(octets)
+                        send(octets)
+
+                assert Connection(Spy(), SILENCE_S).introduce("t")  # type: ignore[arg-type]
+
+            both(record, lambda: averager.accept("t"))
+        with tcp_pair() as (left, right):
+            averager = Connection(right, SILENCE_S)
+            left.sendall(recorded)
+            assert not averager.accept("t")
+
+    def test_whoever_is_no_averager_is_recognised(self) -> None:
+        with tcp_pair() as (left, right):
+            right.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64))
+            with pytest.raises(ConnectionLostError, match="not an averager"):
+                Connection(left, SILENCE_S).introduce("t")
+
+
+@given(
+    fields=st.dictionaries(st.text(), st.integers() | st.text() | st.booleans() | st.floats(0, 1))
+)
+@settings(deadline=None)
+def test_headers_survive_the_wire(fields: dict[str, object]) -> None:
+    with connected() as (left, right):
+        left.send_header(fields)
+        assert right.receive_header() == fields
+
+
+@pytest.mark.parametrize("numel", [0, 1, 37, 1_000_000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_survive_the_wire_bit_for_bit(dtype: torch.dtype, numel: int) -> None:
+    values = torch.randn(numel).mul(100).to(dtype)
+    received = torch.zeros(numel, dtype=dtype)
+    with connected() as (left, right):
+        both(lambda: left.send_values(values), lambda: right.receive_values(received))
+    assert torch.equal(received, values)
+
+
+def test_values_go_from_a_view_into_a_view() -> None:
+    source, target = torch.arange(8.0), torch.zeros(8)
+    with connected() as (left, right):
+        left.send_values(source[2:5])
+        assert right.receive_values(target[4:7]) is None
+    np.testing.assert_array_equal(target.numpy(), [0, 0, 0, 0, 2, 3, 4, 0])
+
+
+def test_a_header_where_values_were_due_is_returned() -> None:
+    target = torch.zeros(3)
+    with connected() as (left, right):
+        left.send_header({"failure": "x"})
+        assert right.receive_values(target) == {"failure": "x"}
+    assert target.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("numel", [0, 3, 5])
+def test_another_number_of_values_is_refused(numel: int) -> None:
+    with connected() as (left, right):
+        left.send_values(torch.ones(numel))
+        with pytest.raises(
+            TrainingError,
+            match=rf"{4 * numel} bytes arrived where 4 values of torch.float32 \(16 bytes\) belong",
+        ):
+            right.receive_values(torch.zeros(4))
+
+
+def test_values_where_a_header_was_due_are_refused() -> None:
+    with connected() as (left, right):
+        left.send_values(torch.ones(2))
+        with pytest.raises(TrainingError, match="a header was due"):
+            right.receive_header()
+
+
+@pytest.mark.parametrize("octets", [b"", b"{", b"[1]", b"3", b"null", b"\xff\xfe", b"[" * 100_000])
+def test_an_unreadable_header_is_refused(octets: bytes) -> None:
+    with tcp_pair() as (left, right):
+        left.sendall(struct.pack("!BI", 1, len(octets)) + octets)
+        with pytest.raises(TrainingError, match="readable header"):
+            Connection(right, SILENCE_S).receive_header()
+
+
+def test_a_header_that_says_it_is_huge_is_refused_before_it_is_read() -> None:
+    with tcp_pair() as (left, right):
+        left.sendall(struct.pack("!BI", 1, MAX_HEADER_BYTES + 1))
+        with pytest.raises(TrainingError, match=f"a header of {MAX_HEADER_BYTES + 1} bytes"):
+            Connection(right, SILENCE_S).receive_header()
+
+
+def test_a_message_of_unknown_kind_is_refused() -> None:
+    with tcp_pair() as (left, right):
+        left.sendall(struct.pack("!BI", 7, 2) + b"{}")
+        with pytest.raises(TrainingError, match="unknown kind 7"):
+            Connection(right, SILENCE_S).receive_header()
+
+
+@given(octets=st.binary(max_size=200))
+@settings(deadline=None)
+def test_any_bytes_end_in_a_header_or_an_error_of_ours(octets: bytes) -> None:
+    with tcp_pair() as (left, right):
+        left.sendall(octets)
+        left.shutdown(socket.SHUT_WR)
+        try:
+            header = Connection(right, SILENCE_S).receive_header()
+        except (TrainingError, ConnectionLostError):
+            return
+    assert header == json.loads(octets[5 : 5 + struct.unpack("!BI", octets[:5])[1]])
+
+
+def test_an_end_that_leaves_in_the_middle_of_values_is_lost() -> None:
+    with tcp_pair() as (left, right):
+        left.sendall(struct.pack("!BI", 2, 16) + b"12345")
+        left.close()
+        with pytest.raises(ConnectionLostError, match="closed the connection"):
+            Connection(right, SILENCE_S).receive_values(torch.zeros(4))
+
+
+def test_silence_ends_at_the_deadline() -> None:
+    with connected(silence_s=0.2) as (_, right), pytest.raises(SilenceError):
+        right.receive_header()
+
+
+def test_an_end_that_takes_nothing_is_noticed_at_the_deadline() -> None:
+    with connected(silence_s=0.2) as (left, _), pytest.raises(SilenceError):
+        left.send_values(torch.zeros(50_000_000))
+
+
+def test_an_interrupt_wakes_who_waits() -> None:
+    with connected(silence_s=60) as (left, _), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(left.receive_header)
+        time.sleep(0.1)
+        left.interrupt()
+        assert isinstance(waiting.exception(timeout=10), ConnectionLostError)
+
+
+def test_what_was_said_last_arrives_though_more_was_being_sent() -> None:
+    """Closing a socket with unread input resets it and would lose the farewell."""
+    with connected() as (worker, averager):
+        sending = threading.Event()
+
+        def work() -> dict[str, Any]:
+            sending.set()
+            worker.send_values(torch.zeros(5_000_000))
+            header = worker.receive_header()
+            worker.close()
+            return header
+
+        def stop() -> None:
+            assert sending.wait(10)
+            averager.send_header({"stopped": "why"})
+            averager.close_after(10)
+
+        assert both(work, stop)[0] == {"stopped": "why"}
