@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,8 +26,8 @@ from toys import (
     sgd_on_union,
 )
 
-import sparkdl.averager.client
 from sparkdl.averager import Averager, AveragerAddress, AveragerClient
+from sparkdl.averager.connection import Connection
 from sparkdl.averager.rounds import Event
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
@@ -159,14 +158,14 @@ def test_the_size_of_spark_record_batches_does_not_matter() -> None:
 def contributions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of each message that workers send."""
     sizes: list[int] = []
-    to_message = sparkdl.averager.client.to_message
+    send_values = Connection.send_values
 
-    def counted(values: Tensor) -> pa.RecordBatch:
-        message = to_message(values)
-        sizes.append(message.num_rows)
-        return message
+    def counted(connection: Connection, values: Tensor) -> None:
+        if threading.current_thread().name.startswith("sparkdl-rank"):
+            sizes.append(values.nbytes)
+        send_values(connection, values)
 
-    monkeypatch.setattr(sparkdl.averager.client, "to_message", counted)
+    monkeypatch.setattr(Connection, "send_values", counted)
     return sizes
 
 
