@@ -4,6 +4,7 @@ SparkDLError
   ConfigError        an argument, Param or configuration value is wrong        (also ValueError)
   DataError          the DataFrame's columns or values do not fit               (also ValueError)
   ModelError         the model, loss or optimizer fails before training starts
+  CheckpointError    a checkpoint cannot be written or read
   SetupError         Java, Python packages or versions are missing or differ
   TrainingError      training started and could not be finished
     WorkerError      the user's code raised on a worker; carries its traceback
@@ -30,6 +31,10 @@ class DataError(SparkDLError, ValueError):
 
 class ModelError(SparkDLError):
     """The model, loss or optimizer cannot be shipped or fails on a batch before training starts."""
+
+
+class CheckpointError(SparkDLError):
+    """A training checkpoint cannot be written or read; the message names the file and why."""
 
 
 class SetupError(SparkDLError):

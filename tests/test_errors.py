@@ -10,6 +10,7 @@ import pytest
 
 from sparkdl import errors
 from sparkdl.errors import (
+    CheckpointError,
     ConfigError,
     DataError,
     DeadlineError,
@@ -25,6 +26,7 @@ from sparkdl.errors import (
 
 PLAIN = [
     SparkDLError,
+    CheckpointError,
     ConfigError,
     DataError,
     ModelError,

@@ -1,1 +1,1 @@
-"""What is saved of a model and how it comes back, without pickle unless the user says so."""
+"""Saved models without pickle, and checkpoints of trainings in progress."""

@@ -1,0 +1,303 @@
+"""Where checkpoints live, on any file system that pyarrow knows, and how they are published whole.
+
+    <path>/checkpoint-000041/center.safetensors
+                             rank-00000.safetensors, rank-00001.safetensors, ...
+                             manifest.json   every file's size and checksum, and a description
+    <path>/checkpoint-000042/...             without a manifest: was never finished
+
+A checkpoint exists when its manifest does. That is written last, aside, and then renamed: one small
+file can be renamed, or put, at once on every file system, which is not true of a directory. A
+reader takes the newest checkpoint of which every byte is as the manifest says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+from pyarrow import fs
+
+from sparkdl.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Version of the files' format; a reader refuses a newer one."""
+BLOCK_BYTES = 4 << 20
+"""How much is read at once to be checked."""
+
+_NAME = re.compile(r"checkpoint-(\d{6,})")
+_STORAGE_ERRORS = (OSError, pa.ArrowException)
+
+
+class CheckpointStore:
+    """The checkpoints of one training job.
+
+    Args:
+        path: a directory: a path on this machine, or a URI that pyarrow.fs takes (``file:``,
+            ``s3:``, ``gs:``, ``hdfs:``, ``abfss:``).
+        keep_last: how many checkpoints to keep, >= 1.
+
+    Raises:
+        ConfigError: the directory cannot be reached or made.
+    """
+
+    def __init__(self, path: str, *, keep_last: int) -> None:
+        self.path = path
+        self.keep_last = keep_last
+        try:
+            self._files, self._root = _resolve(path)
+            self._files.create_dir(self._root, recursive=True)
+            self._next = max(self._numbers(), default=0) + 1
+        except (*_STORAGE_ERRORS, ValueError) as error:
+            raise ConfigError(
+                f"checkpointPath '{path}' cannot be used: {error}. Give a directory on this "
+                "machine, or a URI that pyarrow.fs takes, for example s3://bucket/directory"
+            ) from error
+
+    def begin(self) -> PendingCheckpoint:
+        """Start to write a checkpoint, newer than all there are.
+
+        Raises:
+            CheckpointError: its directory cannot be made.
+        """
+        directory = self._directory(self._next)
+        self._next += 1
+        try:
+            self._files.create_dir(directory)
+        except _STORAGE_ERRORS as error:
+            raise CheckpointError(f"{directory} cannot be made: {error}") from error
+        return PendingCheckpoint(self._files, directory)
+
+    def newest(self) -> SavedCheckpoint | None:
+        """The newest checkpoint that is complete and undamaged; warns of newer ones that are not.
+
+        Raises:
+            CheckpointError: the directory cannot be read, or a newer version wrote it.
+        """
+        try:
+            numbers = self._numbers()
+        except _STORAGE_ERRORS as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+        for number in sorted(numbers, reverse=True):
+            directory = self._directory(number)
+            try:
+                return _verified(self._files, directory)
+            except _Unfinished:
+                logger.warning("%s was never finished; trying the one before", directory)
+            except (_Damaged, *_STORAGE_ERRORS) as error:
+                logger.warning("%s is damaged (%s); trying the one before", directory, error)
+        return None
+
+    def prune(self) -> None:
+        """Delete all but the last ``keep_last`` checkpoints, and what was never finished.
+
+        To be called when no checkpoint is being written.
+        """
+        finished = 0
+        try:
+            for number in sorted(self._numbers(), reverse=True):
+                directory = self._directory(number)
+                finished += (is_finished := self._is_finished(directory))
+                if finished > self.keep_last or not is_finished:
+                    _delete(self._files, directory)
+        except _STORAGE_ERRORS as error:
+            logger.warning("old checkpoints in %s could not be deleted: %s", self.path, error)
+
+    def _numbers(self) -> list[int]:
+        found = self._files.get_file_info(fs.FileSelector(self._root, allow_not_found=True))
+        matches = (_NAME.fullmatch(info.base_name) for info in found)
+        return [int(match[1]) for match in matches if match]
+
+    def _directory(self, number: int) -> str:
+        return posixpath.join(self._root, f"checkpoint-{number:06d}")
+
+    def _is_finished(self, directory: str) -> bool:
+        info = self._files.get_file_info(posixpath.join(directory, MANIFEST))
+        return bool(info.type == fs.FileType.File)
+
+
+class PendingCheckpoint:
+    """A checkpoint that is being written; nobody reads it before ``publish``.
+
+    Args:
+        files: the file system.
+        directory: where its files go; empty.
+    """
+
+    def __init__(self, files: fs.FileSystem, directory: str) -> None:
+        self.directory = directory
+        self._files = files
+        self._entries: dict[str, dict[str, Any]] = {}
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[BinaryIO]:
+        """Write one file; several may be written at a time, from different threads.
+
+        Args:
+            name: the file's name in the checkpoint.
+
+        Yields:
+            The file, to be written from its beginning to its end.
+
+        Raises:
+            CheckpointError: the file system refuses; the disk may be full.
+        """
+        path = posixpath.join(self.directory, name)
+        try:
+            with self._files.open_output_stream(path) as stream:
+                file = _Checksummed(stream)
+                yield file  # type: ignore[misc]
+        except _STORAGE_ERRORS as error:
+            raise CheckpointError(f"{path} could not be written: {error}") from error
+        self._entries[name] = {"bytes": file.bytes, "sha256": file.sha256.hexdigest()}
+
+    def publish(self, description: dict[str, Any]) -> None:
+        """Make the checkpoint exist.
+
+        Args:
+            description: what it is of; JSON.
+
+        Raises:
+            CheckpointError: the file system refuses.
+        """
+        manifest = {"format": FORMAT, "files": self._entries, "description": description}
+        text = json.dumps({"sha256": _digest(manifest), "manifest": manifest}, indent=1)
+        path = posixpath.join(self.directory, MANIFEST)
+        try:
+            with self._files.open_output_stream(f"{path}.partial") as stream:
+                stream.write(text.encode())
+            self._files.move(f"{path}.partial", path)
+        except _STORAGE_ERRORS as error:
+            raise CheckpointError(f"{path} could not be written: {error}") from error
+
+    def abandon(self) -> None:
+        """Delete what was written so far."""
+        try:
+            _delete(self._files, self.directory)
+        except _STORAGE_ERRORS as error:
+            logger.warning("%s could not be deleted: %s", self.directory, error)
+
+
+class SavedCheckpoint:
+    """A complete checkpoint.
+
+    Attributes:
+        directory: where it is, for messages.
+        description: what it is of, as given to ``publish``.
+    """
+
+    def __init__(self, files: fs.FileSystem, directory: str, manifest: dict[str, Any]) -> None:
+        self.directory = directory
+        self.description: dict[str, Any] = manifest["description"]
+        self._files = files
+        self._entries: dict[str, dict[str, Any]] = manifest["files"]
+
+    def size(self, name: str) -> int:
+        """Bytes of a file.
+
+        Raises:
+            CheckpointError: there is no such file in it.
+        """
+        if name not in self._entries:
+            raise CheckpointError(f"{self.directory} has no {name}")
+        return int(self._entries[name]["bytes"])
+
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[BinaryIO]:
+        """Read one file.
+
+        Raises:
+            CheckpointError: there is none, or it cannot be read.
+        """
+        self.size(name)
+        try:
+            with self._files.open_input_stream(posixpath.join(self.directory, name)) as stream:
+                yield stream
+        except _STORAGE_ERRORS as error:
+            raise CheckpointError(f"{self.directory}/{name} cannot be read: {error}") from error
+
+
+class _Unfinished(Exception):
+    """There is no manifest."""
+
+
+class _Damaged(Exception):
+    """Some byte is not as it was written."""
+
+
+class _Checksummed:
+    """Passes on what is written, and counts it."""
+
+    def __init__(self, stream: pa.NativeFile) -> None:
+        self._stream = stream
+        self.bytes = 0
+        self.sha256 = hashlib.sha256()
+
+    def write(self, octets: bytes | memoryview) -> int:
+        self._stream.write(octets)
+        self.sha256.update(octets)
+        self.bytes += len(octets)
+        return len(octets)
+
+
+def _resolve(path: str) -> tuple[fs.FileSystem, str]:
+    if "://" in path or path.startswith("file:"):
+        # Hadoop's names of the same store.
+        files, root = fs.FileSystem.from_uri(re.sub(r"^s3[an]://", "s3://", path))
+        return files, root.rstrip("/")
+    return fs.LocalFileSystem(), str(Path(path).expanduser().absolute())
+
+
+def _verified(files: fs.FileSystem, directory: str) -> SavedCheckpoint:
+    manifest = _read_manifest(files, posixpath.join(directory, MANIFEST))
+    if manifest["format"] > FORMAT:
+        raise CheckpointError(
+            f"{directory} has format {manifest['format']}, newer than the {FORMAT} that this "
+            "version of sparkdl-torch reads. Upgrade it"
+        )
+    for name, entry in manifest["files"].items():
+        sha256 = hashlib.sha256()
+        with files.open_input_stream(posixpath.join(directory, name)) as stream:
+            while block := stream.read(BLOCK_BYTES):
+                sha256.update(block)
+        if sha256.hexdigest() != entry["sha256"]:
+            raise _Damaged(f"{name} has another checksum than when it was written")
+    return SavedCheckpoint(files, directory, manifest)
+
+
+def _read_manifest(files: fs.FileSystem, path: str) -> dict[str, Any]:
+    if files.get_file_info(path).type == fs.FileType.NotFound:
+        raise _Unfinished
+    with files.open_input_stream(path) as stream:
+        octets = stream.read()
+    try:
+        outer = json.loads(octets)
+        manifest: dict[str, Any] = outer["manifest"]
+        intact = outer["sha256"] == _digest(manifest)
+    except (ValueError, KeyError, TypeError) as error:
+        raise _Damaged(f"{MANIFEST} is not readable: {error!r}") from error
+    if not intact:
+        raise _Damaged(f"{MANIFEST} has another checksum than when it was written")
+    return manifest
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _delete(files: fs.FileSystem, directory: str) -> None:
+    """Delete a checkpoint, its manifest first: what is left of it then does not exist any more."""
+    manifest = posixpath.join(directory, MANIFEST)
+    if files.get_file_info(manifest).type != fs.FileType.NotFound:
+        files.delete_file(manifest)
+    files.delete_dir(directory)

@@ -1,0 +1,138 @@
+"""Tensors in a safetensors file that is written and read as a stream.
+
+The safetensors library wants a whole file as one block of bytes, or a path on a local disk; a
+center would take its own size in memory a second time. The format itself is plain: the length of
+the header (8 bytes, little-endian), the header (JSON), and the tensors one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from sparkdl.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100 << 20
+"""The safetensors library's own limit."""
+BLOCK_BYTES = 4 << 20
+"""How much is written or read at once."""
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def write_tensors(
+    file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors as a safetensors file.
+
+    Args:
+        file: where to; only written to, from its present position.
+        tensors: by name, of any shape, on any device.
+        metadata: text by name, kept in the header.
+
+    Raises:
+        CheckpointError: a tensor has a dtype that the format does not know.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(f"tensor '{name}' is {tensor.dtype}, which is not saved")
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for tensor in tensors.values():
+        octets = _octets(tensor.detach().contiguous().cpu())
+        for start in range(0, len(octets), BLOCK_BYTES):
+            file.write(octets[start : start + BLOCK_BYTES])
+
+
+def read_tensors(file: BinaryIO) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read a safetensors file.
+
+    Args:
+        file: from its present position to its end.
+
+    Returns:
+        The tensors by name, on the CPU in memory of their own; and the metadata.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    header = _read_header(file)
+    metadata = header.pop("__metadata__", {})
+    tensors: dict[str, Tensor] = {}
+    offset = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        start, end = entry["data_offsets"]
+        shape, dtype = entry["shape"], _DTYPES[entry["dtype"]]
+        if start != offset or end - start != math.prod(shape) * dtype.itemsize:
+            raise CheckpointError(f"tensor '{name}' has other bytes than its shape says")
+        tensor = torch.empty(shape, dtype=dtype)
+        _read_into(file, _octets(tensor))
+        tensors[name], offset = tensor, end
+    if file.read(1):
+        raise CheckpointError("bytes follow the last tensor")
+    return tensors, metadata
+
+
+def _read_header(file: BinaryIO) -> dict[str, Any]:
+    length = bytearray(8)
+    _read_into(file, memoryview(length))
+    size = struct.unpack("<Q", length)[0]
+    if size > MAX_HEADER_BYTES:
+        raise CheckpointError(f"a header of {size} bytes is none")
+    text = bytearray(size)
+    _read_into(file, memoryview(text))
+    try:
+        header: dict[str, Any] = json.loads(text)
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            start, end = entry["data_offsets"]
+            sizes = [start, end, *entry["shape"]]
+            if entry["dtype"] not in _DTYPES or not all(type(n) is int and n >= 0 for n in sizes):
+                raise ValueError(f"{name}: {entry}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the header is damaged: {error!r}") from error
+    return header
+
+
+def _read_into(file: BinaryIO, target: memoryview) -> None:
+    filled = 0
+    while filled < len(target):
+        block = file.read(min(BLOCK_BYTES, len(target) - filled))
+        if not block:
+            raise CheckpointError(f"the file ends {len(target) - filled} bytes early")
+        target[filled : filled + len(block)] = block
+        filled += len(block)
+
+
+def _octets(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, a view."""
+    return tensor.view(-1).view(torch.uint8).numpy().data

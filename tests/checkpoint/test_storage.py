@@ -1,0 +1,302 @@
+"""Checkpoints are published whole; whatever else is found is skipped in words."""
+
+from __future__ import annotations
+
+import io
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from hypothesis import HealthCheck, given, settings
+from pyarrow import fs
+
+from sparkdl.checkpoint import storage
+from sparkdl.checkpoint.storage import MANIFEST, CheckpointStore, SavedCheckpoint
+from sparkdl.errors import CheckpointError, ConfigError
+
+
+def save(store: CheckpointStore, epoch: int, content: bytes = b"weights") -> str:
+    pending = store.begin()
+    for name in ("center", "rank-0"):
+        with pending.create(name) as file:
+            file.write(content + name.encode())
+    pending.publish({"epoch": epoch})
+    return pending.directory
+
+
+def content(saved: SavedCheckpoint, name: str = "center") -> bytes:
+    with saved.open(name) as file:
+        return file.read()
+
+
+def newest_epoch(path: Path | str) -> int | None:
+    saved = CheckpointStore(str(path), keep_last=2).newest()
+    return None if saved is None else int(saved.description["epoch"])
+
+
+def names(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def test_what_was_published_is_read(tmp_path: Path) -> None:
+    save(CheckpointStore(str(tmp_path), keep_last=2), 3)
+    saved = CheckpointStore(str(tmp_path), keep_last=2).newest()
+    assert saved is not None
+    assert saved.description == {"epoch": 3}
+    assert content(saved, "rank-0") == b"weightsrank-0"
+    assert saved.size("rank-0") == len(b"weightsrank-0")
+
+
+def test_an_empty_or_new_directory_has_no_checkpoint(tmp_path: Path) -> None:
+    assert newest_epoch(tmp_path) is None
+    assert newest_epoch(tmp_path / "a" / "b") is None
+
+
+def test_the_newest_wins_whatever_its_epoch(tmp_path: Path) -> None:
+    for epoch in (5, 6, 1):
+        save(CheckpointStore(str(tmp_path), keep_last=9), epoch)
+    assert newest_epoch(tmp_path) == 1
+
+
+def test_a_checkpoint_that_is_not_published_does_not_exist(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path), keep_last=2)
+    save(store, 1)
+    pending = store.begin()
+    with pending.create("center") as file:
+        file.write(b"half")
+    assert newest_epoch(tmp_path) == 1
+
+
+def test_an_unfinished_checkpoint_is_named_in_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(str(tmp_path), keep_last=2)
+    save(store, 1)
+    store.begin()
+    with caplog.at_level(logging.WARNING):
+        assert newest_epoch(tmp_path) == 1
+    assert "checkpoint-000002 was never finished; trying the one before" in caplog.text
+
+
+def test_an_abandoned_checkpoint_leaves_nothing(tmp_path: Path) -> None:
+    pending = CheckpointStore(str(tmp_path), keep_last=2).begin()
+    with pending.create("center") as file:
+        file.write(b"half")
+    pending.abandon()
+    assert names(tmp_path) == []
+
+
+def test_the_last_ones_are_kept_and_debris_is_swept(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path), keep_last=2)
+    save(store, 1)
+    store.begin()
+    for epoch in (2, 3):
+        save(store, epoch)
+    (tmp_path / "the user's own").mkdir()
+    store.prune()
+    assert names(tmp_path) == ["checkpoint-000003", "checkpoint-000004", "the user's own"]
+    assert newest_epoch(tmp_path) == 3
+
+
+def test_a_name_is_never_used_twice(tmp_path: Path) -> None:
+    first = CheckpointStore(str(tmp_path), keep_last=2).begin().directory
+    second = CheckpointStore(str(tmp_path), keep_last=2).begin().directory
+    assert first != second
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_damage_to_the_newest_is_noticed_and_the_one_before_is_used(
+    tmp_path: Path, data: st.DataObject, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(tmp_path)
+    store = CheckpointStore(str(tmp_path), keep_last=2)
+    save(store, 1)
+    victim = Path(save(store, 2)) / data.draw(st.sampled_from(["center", "rank-0", MANIFEST]))
+    octets = bytearray(victim.read_bytes())
+    deed = data.draw(st.sampled_from(["flip", "cut", "grow", "remove"]))
+    if deed == "flip":
+        place = data.draw(st.integers(0, len(octets) - 1))
+        octets[place] ^= 1 << data.draw(st.integers(0, 7))
+    elif deed == "cut":
+        del octets[data.draw(st.integers(0, len(octets) - 1)) :]
+    elif deed == "grow":
+        octets += b"x"
+    victim.write_bytes(octets)
+    if deed == "remove":
+        victim.unlink()
+    caplog.clear()
+    saved = CheckpointStore(str(tmp_path), keep_last=2).newest()
+    assert saved is not None
+    if saved.description == {"epoch": 2}:  # the change was to white space or spelling
+        assert victim.name == MANIFEST
+        assert content(saved) == b"weightscenter"
+    else:
+        assert saved.description == {"epoch": 1}
+        assert "checkpoint-000002" in caplog.text
+
+
+def test_nothing_but_damaged_checkpoints_are_none(tmp_path: Path) -> None:
+    directory = save(CheckpointStore(str(tmp_path), keep_last=2), 1)
+    (Path(directory) / "center").write_bytes(b"other")
+    assert newest_epoch(tmp_path) is None
+
+
+def test_a_newer_format_is_refused_not_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "FORMAT", 2)
+    save(CheckpointStore(str(tmp_path), keep_last=2), 1)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="format 2, newer than the 1"):
+        newest_epoch(tmp_path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    save(CheckpointStore(str(tmp_path), keep_last=2), 1)
+    saved = CheckpointStore(str(tmp_path), keep_last=2).newest()
+    assert saved is not None
+    with pytest.raises(CheckpointError, match="has no rank-7"):
+        content(saved, "rank-7")
+
+
+@pytest.mark.parametrize("scheme", ["file://{}", "{}"])
+def test_a_path_may_be_a_uri_or_plain(tmp_path: Path, scheme: str) -> None:
+    path = scheme.format(tmp_path / "here")
+    save(CheckpointStore(path, keep_last=2), 4)
+    assert names(tmp_path / "here") == ["checkpoint-000001"]
+    assert newest_epoch(path) == 4
+
+
+def test_a_relative_path_is_below_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(CheckpointStore("here", keep_last=2), 4)
+    assert names(tmp_path / "here") == ["checkpoint-000001"]
+
+
+def test_any_file_system_of_pyarrow_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in memory, which like an object store has no real directories to rename."""
+    memory = fs._MockFileSystem()
+    monkeypatch.setattr(storage, "_resolve", lambda path: (memory, path))
+    store = CheckpointStore("bucket/job", keep_last=2)
+    for epoch in (1, 2, 3):
+        save(store, epoch)
+    store.prune()
+    assert newest_epoch("bucket/job") == 3
+    assert len(memory.get_file_info(fs.FileSelector("bucket/job"))) == 2
+
+
+@pytest.mark.parametrize("path", ["nosuch://x/y", "/dev/null/x"])
+def test_a_path_that_cannot_be_used_is_refused_in_words(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"checkpointPath .* cannot be used: "):
+        CheckpointStore(path, keep_last=2)
+
+
+class FillsUp(LocalFileSystem):
+    """A local file system whose disk is full after some bytes."""
+
+    cachable = False
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        return Filling(self, path) if "w" in mode else super().open(path, mode, **options)
+
+
+class Filling(io.FileIO):
+    def __init__(self, disk: FillsUp, path: str) -> None:
+        super().__init__(path, "w")
+        self.disk = disk
+
+    def write(self, octets: Any) -> int:
+        self.disk.room -= len(octets)
+        if self.disk.room < 0:
+            raise OSError(28, "No space left on device")
+        return super().write(octets)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(directory)]
+    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield directory
+    subprocess.run(["umount", str(directory)], check=True)
+
+
+def test_a_full_disk_is_an_error_of_ours_and_the_one_before_stays(small_disk: Path) -> None:
+    store = CheckpointStore(str(small_disk), keep_last=2)
+    save(store, 1)
+    pending = store.begin()
+    with (
+        pytest.raises(CheckpointError, match=r"could not be written: .*No space left"),
+        pending.create("center") as file,
+    ):
+        file.write(bytes(2 << 20))
+    pending.abandon()
+    assert names(small_disk) == ["checkpoint-000001"]
+    save(store, 3)
+    assert newest_epoch(small_disk) == 3
+
+
+@given(room=st.integers(0, 700))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_disk_that_fills_up_at_any_byte_never_publishes_half_a_checkpoint(
+    tmp_path: Path, room: int
+) -> None:
+    shutil.rmtree(tmp_path)
+    save(CheckpointStore(str(tmp_path), keep_last=2), 1)
+    files = fs.PyFileSystem(fs.FSSpecHandler(FillsUp(room)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "_resolve", lambda path: (files, path))
+        store = CheckpointStore(str(tmp_path), keep_last=2)
+        error = None
+        try:
+            save(store, 2)
+        except CheckpointError as caught:
+            error = caught
+    assert error is None or "No space left" in str(error)
+    assert newest_epoch(tmp_path) == (2 if error is None else 1)
+
+
+def write_for_ever(path: str) -> None:
+    store = CheckpointStore(path, keep_last=2)
+    for epoch in range(1, 10**6):
+        save(store, epoch, b"w" * 100_000)
+        store.prune()
+
+
+def test_a_writer_killed_at_any_instant_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+    save(CheckpointStore(str(tmp_path), keep_last=2), 0)
+    last = 0
+    for turn in range(8):
+        writer = multiprocessing.get_context("fork").Process(
+            target=write_for_ever, args=(str(tmp_path),)
+        )
+        writer.start()
+        time.sleep(0.02 + 0.013 * turn)
+        os.kill(writer.pid or 0, signal.SIGKILL)
+        writer.join(10)
+        saved = CheckpointStore(str(tmp_path), keep_last=2).newest()
+        assert saved is not None
+        if saved.description["epoch"]:
+            assert content(saved) == b"w" * 100_000 + b"center"
+            last += 1
+    assert last

@@ -1,0 +1,135 @@
+"""Tensor files are what the safetensors library writes and reads, and damage is noticed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from safetensors import safe_open
+from torch import Tensor
+
+from sparkdl.checkpoint import tensor_file
+from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
+from sparkdl.errors import CheckpointError
+
+DTYPES = list(tensor_file._NAMES)
+
+
+def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    octets = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
+    if dtype is torch.bool:
+        return octets.squeeze(-1) > 127
+    return octets.view(dtype).squeeze(-1)
+
+
+def same_bits(mine: Tensor, other: Tensor) -> bool:
+    octets = [t.contiguous().view(-1).view(torch.uint8) for t in (mine, other)]
+    return mine.dtype == other.dtype and mine.shape == other.shape and torch.equal(*octets)
+
+
+tensors = st.dictionaries(
+    st.text(min_size=1, max_size=8).filter(lambda name: name != "__metadata__"),
+    st.builds(
+        tensor_of,
+        st.sampled_from(DTYPES),
+        st.lists(st.integers(0, 4), max_size=3).map(tuple),
+        st.integers(0, 9),
+    ),
+    max_size=5,
+)
+
+
+def written(values: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    file = io.BytesIO()
+    write_tensors(file, values, metadata)
+    return file.getvalue()
+
+
+@given(tensors, st.dictionaries(st.text(max_size=4), st.text(max_size=9), max_size=2))
+def test_what_is_written_is_read(values: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    found, found_metadata = read_tensors(io.BytesIO(written(values, metadata)))
+    assert found_metadata == metadata
+    assert found.keys() == values.keys()
+    assert all(same_bits(found[name], values[name]) for name in values)
+
+
+@given(tensors)
+def test_the_library_reads_what_is_written(values: dict[str, Tensor]) -> None:
+    found = safetensors.torch.load(written(values))
+    assert found.keys() == values.keys()
+    assert all(same_bits(found[name], values[name]) for name in values)
+
+
+@given(tensors)
+def test_what_the_library_writes_is_read(values: dict[str, Tensor]) -> None:
+    octets = safetensors.torch.save({name: t.contiguous() for name, t in values.items()})
+    found, _ = read_tensors(io.BytesIO(octets))
+    assert found.keys() == values.keys()
+    assert all(same_bits(found[name], values[name]) for name in values)
+
+
+def test_the_library_sees_the_metadata(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(written({"a": torch.ones(2)}, {"epoch": "3"}))
+    with safe_open(tmp_path / "file", "pt") as file:
+        assert file.metadata() == {"epoch": "3"}
+
+
+def test_a_view_that_is_not_contiguous_is_written_as_it_looks() -> None:
+    values = torch.arange(12.0).view(3, 4).t()
+    found, _ = read_tensors(io.BytesIO(written({"a": values})))
+    assert torch.equal(found["a"], values)
+
+
+def test_large_tensors_are_written_and_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 10)
+    values = {"a": torch.arange(33.0), "b": torch.arange(7)}
+    found, _ = read_tensors(io.BytesIO(written(values)))
+    assert all(torch.equal(found[name], values[name]) for name in values)
+
+
+@given(tensors.filter(bool), st.data())
+def test_a_file_cut_short_is_damaged(values: dict[str, Tensor], data: st.DataObject) -> None:
+    octets = written(values)
+    length = data.draw(st.integers(0, len(octets) - 1))
+    with pytest.raises(CheckpointError):
+        read_tensors(io.BytesIO(octets[:length]))
+
+
+def test_bytes_after_the_last_tensor_are_damage() -> None:
+    with pytest.raises(CheckpointError, match="bytes follow"):
+        read_tensors(io.BytesIO(written({"a": torch.ones(2)}) + b"x"))
+
+
+@given(tensors, st.data())
+def test_a_changed_header_is_an_error_of_ours_or_harmless(
+    values: dict[str, Tensor], data: st.DataObject
+) -> None:
+    octets = bytearray(written(values))
+    stop = 8 + int.from_bytes(octets[:8], "little")
+    octets[data.draw(st.integers(0, stop - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(CheckpointError):
+        read_tensors(io.BytesIO(bytes(octets)))
+
+
+@pytest.mark.parametrize("length", [0, 2**63, 2**64 - 1])
+def test_no_memory_is_taken_for_an_absurd_header(length: int) -> None:
+    with pytest.raises(CheckpointError):
+        read_tensors(io.BytesIO(length.to_bytes(8, "little") + b"{}"))
+
+
+def test_no_memory_is_taken_for_a_tensor_that_the_header_makes_up() -> None:
+    entry = b'{"a":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4]}}'
+    with pytest.raises(CheckpointError, match="other bytes than its shape"):
+        read_tensors(io.BytesIO(len(entry).to_bytes(8, "little") + entry + b"1234"))
+
+
+def test_a_dtype_that_the_format_lacks_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"'a' is torch\.complex64"):
+        written({"a": torch.zeros(2, dtype=torch.complex64)})
