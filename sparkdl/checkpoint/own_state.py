@@ -1,0 +1,124 @@
+"""What only one worker knows, as tensors and JSON: with the center it makes the worker again.
+
+The center holds what the replicas agree on. Beside it a replica has random number generators, the
+optimizer's hyperparameters (a schedule may have changed the learning rate), what of the optimizer's
+state is no floating-point number, and all of that state where the strategy does not exchange it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
+from sparkdl.errors import CheckpointError
+
+_STATE = re.compile(r"state\.(\d+)\.(.*)", re.DOTALL)
+_GROUP = re.compile(r"group\.(\d+)\.(.*)", re.DOTALL)
+
+
+def pack_own_state(
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    position: dict[str, int],
+    *,
+    center_has_optimizer: bool,
+) -> bytes:
+    """Take one worker's own state.
+
+    Args:
+        optimizer: the replica's.
+        device: the replica's; its random number generator is the worker's too.
+        position: the worker's place in the training; counters by name.
+        center_has_optimizer: whether the center holds the optimizer's floating-point state.
+
+    Returns:
+        A safetensors file.
+
+    Raises:
+        CheckpointError: the optimizer keeps something that cannot be saved without pickle.
+    """
+    values = _optimizer_values(optimizer, with_floats=not center_has_optimizer)
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    description = {
+        "position": position,
+        "values": {name: value for name, value in values.items() if name not in tensors},
+        # Optimizers keep their step counters on the CPU, whatever the device.
+        "on_device": [name for name, value in tensors.items() if value.device.type != "cpu"],
+    }
+    tensors["random.cpu"] = torch.get_rng_state()
+    if device.type == "cuda":
+        tensors["random.cuda"] = torch.cuda.get_rng_state(device)
+    try:
+        text = json.dumps(description)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps state that cannot be saved without pickle: {error}. "
+            "Leave out checkpointPath, or have it keep only tensors, numbers and text"
+        ) from error
+    file = io.BytesIO()
+    write_tensors(file, tensors, {"own": text})
+    return file.getvalue()
+
+
+def unpack_own_state(
+    octets: bytes, optimizer: torch.optim.Optimizer, device: torch.device
+) -> dict[str, int]:
+    """Give a worker back what ``pack_own_state`` took.
+
+    Args:
+        octets: what it returned.
+        optimizer: the replica's; its state and hyperparameters are overwritten.
+        device: the replica's.
+
+    Returns:
+        The worker's place in the training.
+
+    Raises:
+        CheckpointError: the state is damaged, or that of another optimizer.
+    """
+    tensors, metadata = read_tensors(io.BytesIO(octets))
+    try:
+        description = json.loads(metadata["own"])
+        on_device = set(description["on_device"])
+        for name, tensor in tensors.items():
+            _put(optimizer, name, tensor.to(device) if name in on_device else tensor)
+        for name, value in description["values"].items():
+            _put(optimizer, name, value)
+        torch.set_rng_state(tensors["random.cpu"])
+        if device.type == "cuda" and "random.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["random.cuda"], device)
+        position: dict[str, int] = description["position"]
+    except (KeyError, IndexError, ValueError, TypeError) as error:
+        raise CheckpointError(f"a worker's saved state does not fit it: {error!r}") from error
+    return position
+
+
+def _optimizer_values(optimizer: torch.optim.Optimizer, *, with_floats: bool) -> dict[str, Any]:
+    """Hyperparameters and state by name; parameters count through all groups."""
+    values: dict[str, Any] = {}
+    parameters: list[Tensor] = []
+    for index, group in enumerate(optimizer.param_groups):
+        parameters += group["params"]
+        values |= {f"group.{index}.{key}": group[key] for key in group if key != "params"}
+    for number, parameter in enumerate(parameters):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            is_float = isinstance(value, Tensor) and value.is_floating_point()
+            if with_floats or not is_float:
+                values[f"state.{number}.{key}"] = value
+    return values
+
+
+def _put(optimizer: torch.optim.Optimizer, name: str, value: Any) -> None:
+    if match := _GROUP.fullmatch(name):
+        group = optimizer.param_groups[int(match[1])]
+        # JSON has lists where optimizers have tuples.
+        group[match[2]] = tuple(value) if isinstance(group[match[2]], tuple) else value
+    elif match := _STATE.fullmatch(name):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        optimizer.state[parameters[int(match[1])]][match[2]] = value

@@ -1,0 +1,100 @@
+"""An optimizer and the random numbers go on from a worker's saved state as if nothing had been."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.checkpoint.own_state import pack_own_state, unpack_own_state
+from sparkdl.errors import CheckpointError
+
+CPU = torch.device("cpu")
+
+OPTIMIZERS = {
+    "SGD": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adam": torch.optim.Adam,
+    "AdamW": partial(torch.optim.AdamW, amsgrad=True),
+    "RMSprop": torch.optim.RMSprop,
+    "NAdam": torch.optim.NAdam,
+    "Adagrad": torch.optim.Adagrad,
+    "Adadelta": torch.optim.Adadelta,
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "RAdam": torch.optim.RAdam,
+    "Rprop": torch.optim.Rprop,
+    "Adafactor": torch.optim.Adafactor,
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer, times: int) -> None:
+    for _ in range(times):
+        optimizer.zero_grad()
+        module(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+
+
+def bits(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().view(-1) for p in module.parameters()])
+
+
+@pytest.mark.parametrize("build", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_training_goes_on_with_the_same_bits(build: Any) -> None:
+    module = network()
+    optimizer = build(module.parameters())
+    step(module, optimizer, 3)
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.5  # as a schedule does
+    octets = pack_own_state(optimizer, CPU, {"epoch": 2}, center_has_optimizer=False)
+    other = copy.deepcopy(module)
+    step(module, optimizer, 3)
+
+    torch.manual_seed(99)
+    resumed = build(other.parameters())
+    assert unpack_own_state(octets, resumed, CPU) == {"epoch": 2}
+    step(other, resumed, 3)
+    assert torch.equal(bits(other), bits(module))
+
+
+def test_state_that_the_center_holds_is_left_out() -> None:
+    module = network()
+    optimizer = torch.optim.Adam(module.parameters())
+    step(module, optimizer, 1)
+    octets = pack_own_state(optimizer, CPU, {}, center_has_optimizer=True)
+    fresh = torch.optim.Adam(network().parameters())
+    unpack_own_state(octets, fresh, CPU)
+    assert not any(fresh.state.values())
+
+
+def test_hyperparameters_keep_their_types() -> None:
+    optimizer = torch.optim.Adam(network().parameters(), betas=(0.8, 0.99))
+    octets = pack_own_state(optimizer, CPU, {}, center_has_optimizer=True)
+    fresh = torch.optim.Adam(network().parameters())
+    unpack_own_state(octets, fresh, CPU)
+    assert fresh.param_groups[0]["betas"] == (0.8, 0.99)
+    assert fresh.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+def test_what_only_pickle_could_save_is_refused_in_words() -> None:
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    optimizer.param_groups[0]["hook"] = object()
+    with pytest.raises(CheckpointError, match="SGD keeps state that cannot be saved"):
+        pack_own_state(optimizer, CPU, {}, center_has_optimizer=True)
+
+
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    two = torch.optim.SGD(network().parameters(), lr=0.1)
+    two.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    octets = pack_own_state(two, CPU, {}, center_has_optimizer=False)
+    with pytest.raises(CheckpointError, match="does not fit"):
+        unpack_own_state(octets, torch.optim.SGD(network().parameters(), lr=0.1), CPU)
