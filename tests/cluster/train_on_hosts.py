@@ -1,0 +1,44 @@
+"""A driver for tests of the cluster: fits one model, and writes down what came out.
+
+    spark-submit train_on_hosts.py OUTPUT [PARAM=VALUE ...]
+
+PARAMs are those of ``frames.estimator``; ROWS is the number of rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from frames import estimator, frame
+
+from sparkdl import create_session
+
+
+def main(output: str, *arguments: str) -> None:
+    changes: dict[str, Any] = {
+        name: json.loads(value) for name, _, value in (a.partition("=") for a in arguments)
+    }
+    spark = create_session("train on hosts")
+    spark.sparkContext.setLogLevel("OFF")
+    workers = changes.setdefault("numWorkers", 2)
+    rows = frame(spark, rows=changes.pop("rows", 60), partitions=workers)
+    result: dict[str, Any] = {}
+    try:
+        model = estimator(**changes).fit(rows)
+        result["examples"] = [epoch.examples for epoch in model.history]
+        result["bits"] = [
+            tensor.double().flatten().tolist() for tensor in model.module.state_dict().values()
+        ]
+    except Exception as error:  # the tests look at it
+        result["error"] = f"{type(error).__name__}: {error}"
+    Path(f"{output}.partial").write_text(json.dumps(result))
+    os.replace(f"{output}.partial", output)
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
