@@ -6,25 +6,39 @@ Knows nothing of Spark: whoever starts the workers is handed in as ``launch``.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from sparkdl.averager.rounds import Event
+from sparkdl.averager.saving import CheckpointPlan, Resumed
 from sparkdl.averager.server import Averager
-from sparkdl.errors import ModelError, SparkDLError
+from sparkdl.checkpoint.policy import CheckpointPolicy, require_same
+from sparkdl.checkpoint.storage import CheckpointStore
+from sparkdl.errors import ModelError, PreemptedError, SparkDLError
 from sparkdl.events import EpochSummary
 from sparkdl.feed.facts import DataFacts, check_facts
 from sparkdl.protocols import Layout, LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.replica import Replica
 from sparkdl.worker import Job
 
+logger = logging.getLogger(__name__)
+
 Launch = Callable[[Averager], AbstractContextManager[object]]
 """Starts the workers and, on leaving, sees that none is left; failures go to ``Averager.fail``."""
+
+
+SIGTERM_S = 4.0
+"""Seconds to wait for the next commit after SIGTERM; whoever sent it may kill us after ten."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,7 @@ def run(
     *,
     host: str = "127.0.0.1",
     advertised_host: str | None = None,
+    checkpoints: CheckpointPolicy | None = None,
     check: Callable[[DataFacts], None] = lambda facts: None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Outcome:
@@ -98,14 +113,18 @@ def run(
         launch: starts them, given the averager.
         host: interface to bind the averager to.
         advertised_host: the name under which workers reach it.
+        checkpoints: where to write checkpoints and whether to go on from one; none by default.
         check: called with what the workers found in their rows, before any of them trains; what
             it raises ends the run.
         on_event: called in this thread for the data's facts and each window and epoch reported.
 
     Raises:
+        ConfigError: the newest checkpoint is of another training.
+        CheckpointError: the checkpoints cannot be read.
         ModelError: the optimizer cannot take a step.
         DataError: the rows cannot be trained on.
         TrainingError: the run could not be finished; see ``errors``.
+        SystemExit: the process was told to end by SIGTERM, and a checkpoint has been written.
     """
     replica = build_replica(job.model, job.optimizer, job.loss, job.seed)
     try:
@@ -116,7 +135,11 @@ def run(
         raise ModelError(
             f"the optimizer's step fails on zero gradients: {type(error).__name__}: {error}"
         ) from error
-    history: list[EpochSummary] = []
+    plan, resumed = None, None
+    if checkpoints is not None:
+        plan = _plan(checkpoints, job, world_size, replica, layout)
+        resumed = _find(checkpoints, plan)
+        center = center if resumed is None else resumed.read_center()
     averager = Averager(
         layout,
         center,
@@ -125,23 +148,92 @@ def run(
         host=host,
         advertised_host=advertised_host,
         deadline_s=job.deadline_s,
+        plan=plan,
+        resumed=resumed,
     )
-    with averager, launch(averager):
+    with _saved_on_sigterm(averager, plan), averager, launch(averager):
         for event in averager.events():
             if isinstance(event, DataFacts):
                 try:
                     check_facts(event, job.schema.columns)
                     check(event)
+                    if resumed is not None:
+                        present = dataclasses.asdict(event)
+                        require_same("DataFrame", resumed.saved.description["data"], present)
                 except SparkDLError as error:
                     # Workers wait for the answer; the launch waits for them to leave.
                     averager.fail(error)
                     raise
                 averager.start()
             on_event(event)
-            if isinstance(event, EpochSummary):
-                history.append(event)
     for values, tensor in zip(
         replica.segments(with_optimizer=False), averager.center, strict=False
     ):
         values.copy_(tensor)
-    return Outcome(replica.release(), history)
+    return Outcome(replica.release(), averager.history)
+
+
+@contextmanager
+def _saved_on_sigterm(averager: Averager, plan: CheckpointPlan | None) -> Iterator[None]:
+    """On SIGTERM write a checkpoint, then exit as a terminated process does.
+
+    The next commit is waited for, because there the workers' own states belong to the center; if it
+    does not come in time, the last one is written without them. A handler of the user's stays.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if plan is None or not in_main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    told_to_end = PreemptedError("the driver received SIGTERM")
+    timer = threading.Timer(SIGTERM_S, averager.fail, [told_to_end])
+    timer.name, timer.daemon = "sparkdl-sigterm", True
+
+    def on_sigterm(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+        averager.save_and_fail(told_to_end)
+        timer.start()
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        yield
+    except PreemptedError:
+        averager.save_center()
+        logger.warning("received SIGTERM; the training can go on from %s", plan.store.path)
+        sys.exit(128 + signal.SIGTERM)
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _plan(
+    policy: CheckpointPolicy, job: Job, world_size: int, replica: Replica, layout: Layout
+) -> CheckpointPlan:
+    """When and where checkpoints are written, and what the training is that they are of."""
+    groups = [
+        {key: str(value) for key, value in group.items() if key != "params"}
+        for group in replica.optimizer.param_groups
+    ]
+    config = {
+        "state": [[segment.kind, str(segment.dtype), segment.numel] for segment in layout],
+        "strategy": repr(job.strategy),
+        "optimizer": [type(replica.optimizer).__name__, groups],
+        "batch size": job.batch_size,
+        "seed": job.seed,
+        "number of workers": world_size,
+    }
+    return CheckpointPlan(
+        store=CheckpointStore(policy.path, keep_last=policy.keep_last),
+        every=policy.every,
+        last_epoch=job.epochs,
+        config=config,
+    )
+
+
+def _find(policy: CheckpointPolicy, plan: CheckpointPlan) -> Resumed | None:
+    """The newest checkpoint, if it is to be used and fits."""
+    saved = plan.store.newest() if policy.resume == "auto" else None
+    if saved is None:
+        return None
+    require_same("configuration", saved.description["config"], plan.config)
+    logger.info("training goes on from %s", saved.directory)
+    return Resumed.of(saved)

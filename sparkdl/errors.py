@@ -10,6 +10,7 @@ SparkDLError
     WorkerError      the user's code raised on a worker; carries its traceback
       NonFiniteError a contribution holds NaN or infinity
     WorkerLostError  a worker's process or connection went away
+    PreemptedError   the driver was told to end (SIGTERM) in the middle of training
     DeadlineError    someone was waited for longer than allowed              (also TimeoutError)
     StoppedError     the averager ended the run; seen on workers only
 """
@@ -91,6 +92,10 @@ class WorkerLostError(TrainingError):
 
 class DeadlineError(TrainingError, TimeoutError):
     """Someone was waited for longer than allowed; the message names who, and in which phase."""
+
+
+class PreemptedError(TrainingError):
+    """The driver was told to end (SIGTERM); a checkpoint was written before it did."""
 
 
 class StoppedError(TrainingError):

@@ -22,6 +22,8 @@ class WindowReport:
     """Sum over those rows of the loss (the minibatch mean times its rows)."""
     last: bool
     """Whether this window was the worker's last of the epoch."""
+    step_of_epoch: int = 0
+    """The worker's optimizer steps since the start of the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,6 +24,7 @@ import torch
 
 from sparkdl.averager.client import AveragerClient, report_start_failure
 from sparkdl.averager.server import AveragerAddress
+from sparkdl.checkpoint.own_state import pack_own_state, unpack_own_state
 from sparkdl.errors import (
     DeadlineError,
     NonFiniteError,
@@ -93,7 +94,13 @@ def train(
         return
     codec = job.strategy.codec
     try:
-        with AveragerClient(address, place.rank, codec, deadline_s=job.deadline_s) as averager:
+        with AveragerClient(
+            address,
+            place.rank,
+            codec,
+            deadline_s=job.deadline_s,
+            own_state=lambda: own_state(replica, job.strategy),
+        ) as averager:
             run = Run(place.rank, replica, averager)
             try:
                 _train(job, place, run, averager, batches)
@@ -137,18 +144,41 @@ def _train(
         directory=place.directory,
     ) as feed:
         shard = feed.fill(batches, averager.report_reading)
-        averager.start(
+        position = averager.start(
             shard, replica.segments(with_optimizer=False), replica.layout(with_optimizer=False)
         )
         # Replicas start equal but must not draw equal dropout masks.
         torch.manual_seed(job.seed + 1 + place.rank)
-        for epoch in range(1, job.epochs + 1):
-            run.start_epoch(epoch)
-            for batch in feed.epoch(epoch):
+        if averager.resumes:
+            _resume(replica, strategy, averager)
+        run.step = position.step
+        for epoch in range(position.epoch, job.epochs + 1):
+            first_step = position.step_of_epoch if epoch == position.epoch else 0
+            run.start_epoch(epoch, first_step)
+            for batch in feed.epoch(epoch, first_step=first_step):
                 run.train(batch)
                 strategy.after_step(run, batch)
             strategy.end_epoch(run)
     averager.finish()
+
+
+def own_state(replica: Replica, strategy: Strategy) -> bytes:
+    """What of a worker is not part of the center, for a checkpoint."""
+    return pack_own_state(
+        replica.optimizer,
+        replica.device,
+        center_has_optimizer=strategy.exchanges_optimizer_state,
+    )
+
+
+def _resume(replica: Replica, strategy: Strategy, averager: AveragerClient) -> None:
+    """Become the worker that was interrupted."""
+    whole = strategy.exchanges_optimizer_state
+    octets = averager.resume(
+        replica.segments(with_optimizer=whole), replica.layout(with_optimizer=whole)
+    )
+    if octets:
+        unpack_own_state(octets, replica.optimizer, replica.device)
 
 
 def _as_worker_error(error: Exception, rank: int, run: Run | None) -> WorkerError:

@@ -16,6 +16,7 @@ from sparkdl.errors import (
     DeadlineError,
     ModelError,
     NonFiniteError,
+    PreemptedError,
     SetupError,
     SparkDLError,
     StoppedError,
@@ -34,6 +35,7 @@ PLAIN = [
     TrainingError,
     WorkerLostError,
     DeadlineError,
+    PreemptedError,
     StoppedError,
 ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from sparkdl.averager.codec import Codec
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.averager.headers import failure_header, shard_header, window_header
+from sparkdl.averager.progress import Position
 from sparkdl.averager.server import AveragerAddress
 from sparkdl.averager.wire import Chunk, plan_chunks
 from sparkdl.errors import DeadlineError, NonFiniteError, StoppedError, TrainingError, WorkerError
@@ -36,18 +37,28 @@ class AveragerClient:
         codec: how values travel, the same as the averager's.
         deadline_s: the longest that the averager lets a worker be silent, in seconds. It judges
             whom it waits for; this end takes the averager for lost after twice that time.
+        own_state: called for a checkpoint; what of this worker is not part of the center.
 
     Raises:
         StoppedError: the averager cannot be reached or has ended the run.
     """
 
     def __init__(
-        self, address: AveragerAddress, rank: int, codec: Codec, *, deadline_s: float = 600.0
+        self,
+        address: AveragerAddress,
+        rank: int,
+        codec: Codec,
+        *,
+        deadline_s: float = 600.0,
+        own_state: Callable[[], bytes] = bytes,
     ) -> None:
         self.rank = rank
         self._codec = codec
         self._base: list[Tensor] = []
         self._chunk_bytes = 0
+        self._own_state = own_state
+        self._own_state_bytes: int | None = None
+        self._checkpoint_due = False
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._reported_reading = time.monotonic()
         self._line = _Line(address, rank, 2 * deadline_s)
@@ -75,20 +86,51 @@ class AveragerClient:
             self._reported_reading = now
             self._line.send_header({"reading": rows})
 
-    def start(self, shard: ShardFacts, segments: Sequence[Tensor], layout: Layout) -> None:
-        """Wait until every worker is ready, then overwrite the replica with the initial center.
+    def start(self, shard: ShardFacts, segments: Sequence[Tensor], layout: Layout) -> Position:
+        """Wait until every worker is ready, then overwrite the replica with the center.
 
         Args:
             shard: what this worker found in its rows, for the driver to look at.
             segments: parameters and buffers of the replica, written in place.
             layout: their kinds and sizes.
+
+        Returns:
+            Where this worker's training begins; ``resume`` has to follow if ``resumes`` is set.
         """
         state = list(segments)
         self._extend_base(state, layout)
         self._line.send_header(shard_header(shard))
-        self._chunk_bytes = int(self._line.receive_header()["chunk_bytes"])
+        header = self._line.receive_header()
+        self._chunk_bytes = int(header["chunk_bytes"])
         self._scratch = torch.empty(self._chunk_bytes, dtype=torch.uint8)
+        self._own_state_bytes = header["own_state"]
         self._receive_center(state, layout, plan_chunks(layout, self._chunk_bytes))
+        return Position(**header["position"])
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the training goes on from a checkpoint."""
+        return self._own_state_bytes is not None
+
+    def resume(self, segments: Sequence[Tensor], layout: Layout) -> bytes:
+        """Overwrite the rest of the replica's state that is part of the center.
+
+        Args:
+            segments: the replica's whole flat state, as in ``exchange``.
+            layout: their kinds and sizes.
+
+        Returns:
+            What ``own_state`` returned when the checkpoint was written; empty if that is lost.
+        """
+        state = list(segments)
+        self._extend_base(state, layout)
+        chunks = plan_chunks(layout, self._chunk_bytes)
+        optimizer = [chunk for chunk in chunks if layout[chunk.segment].kind == "optimizer"]
+        self._receive_center(state, layout, optimizer)
+        own_state = torch.empty(self._own_state_bytes or 0, dtype=torch.uint8)
+        for start in range(0, len(own_state), self._chunk_bytes):
+            self._line.receive_values(own_state[start : start + self._chunk_bytes])
+        return own_state.numpy().tobytes()
 
     def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in one round; see ``protocols.CenterExchange``."""
@@ -104,6 +146,9 @@ class AveragerClient:
             self._receive_center(state, layout, chunks)
         else:
             self._receive_reply(state, layout, chunks)
+        if self._checkpoint_due:
+            self._checkpoint_due = False
+            self._send_own_state()
 
     def gather(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Exchange something small with every other worker; all have to call this equally often.
@@ -146,6 +191,13 @@ class AveragerClient:
             if reply is not target:
                 self._codec.decode(reply, target, base, segment)
 
+    def _send_own_state(self) -> None:
+        octets = bytearray(self._own_state())
+        own_state = torch.frombuffer(octets, dtype=torch.uint8) if octets else self._scratch[:0]
+        self._line.send_header({"own_state": len(own_state)})
+        for start in range(0, len(own_state), self._chunk_bytes):
+            self._line.send_values(own_state[start : start + self._chunk_bytes])
+
     def _extend_base(self, state: list[Tensor], layout: Layout) -> None:
         """Start the last center at zero, as the averager does, for state that was not there yet."""
         if self._codec.keeps_base:
@@ -181,7 +233,13 @@ class AveragerClient:
         values = target
         if self._codec.keeps_base or target.dtype is not dtype or target.device.type != "cpu":
             values = self._scratch[: len(target) * dtype.itemsize].view(dtype)
-        self._line.receive_values(values)
+        while (header := self._line.receive_values(values)) is not None:
+            if "checkpoint" not in header:
+                raise TrainingError(f"rank {self.rank} was sent {header} where values were due")
+            if "now" in header:
+                self._send_own_state()
+            else:
+                self._checkpoint_due = True
         return values
 
 
@@ -243,15 +301,13 @@ class _Line:
             if self._says_more(header):
                 return header
 
-    def receive_values(self, into: Tensor) -> None:
-        """The next values; headers before them are signs of life."""
+    def receive_values(self, into: Tensor) -> dict[str, Any] | None:
+        """The next values, or the header before them if it is more than a sign of life."""
         while True:
             with self._named():
                 header = self._connection.receive_values(into)
-            if header is None:
-                return
-            if self._says_more(header):
-                raise TrainingError(f"rank {self._rank} was sent {header} where values were due")
+            if header is None or self._says_more(header):
+                return header
 
     def send_last(self, header: dict[str, Any]) -> None:
         """Send a header and wait for the averager to close the connection.

@@ -18,6 +18,7 @@ _WINDOW_TYPES: _Types = {
     "examples": (int,),
     "loss_sum": (float, int),
     "last": (bool,),
+    "step_of_epoch": (int,),
 }
 _SHARD_TYPES: _Types = {"rows": (int,), "columns": (list,)}
 _COUNTS = ("nulls", "null_elements", "fractions")
@@ -102,6 +103,18 @@ def read_window(header: dict[str, Any], rank: int) -> WindowReport:
     if fields["examples"] < 0 or fields["rank"] != rank:
         raise TrainingError(f"rank {rank} sent a window that cannot be its own: {fields}")
     return WindowReport(**fields)
+
+
+def read_own_state(header: dict[str, Any], rank: int, limit: int) -> int:
+    """How many bytes of its own state a worker is about to send.
+
+    Raises:
+        TrainingError: the header does not say, or more than ``limit``.
+    """
+    size = header.get("own_state")
+    if type(size) is not int or not 0 <= size <= limit:
+        raise TrainingError(f"rank {rank} sent {header} where its own state was due")
+    return size
 
 
 def raise_reported_failure(header: dict[str, Any]) -> None:

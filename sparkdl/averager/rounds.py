@@ -17,17 +17,21 @@ waits notices, and so does the driver's thread, which looks at regular intervals
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparkdl.averager.accumulator import Accumulator, Receive
 from sparkdl.averager.codec import Codec
+from sparkdl.averager.progress import Position, Progress
+from sparkdl.averager.saving import CheckpointPlan, Saving
 from sparkdl.averager.wire import chunk_bytes, plan_chunks
 from sparkdl.errors import DeadlineError, SparkDLError, StoppedError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport, summarize_epoch
@@ -46,6 +50,8 @@ class Rounds:
         world_size: number of workers.
         codec: what the replies are and how the mean becomes the center.
         deadline_s: the longest that a rank may be silent while it is waited for, in seconds.
+        progress: how far the training has come already; by default it starts.
+        plan: which commits become checkpoints; none by default.
     """
 
     def __init__(
@@ -55,7 +61,11 @@ class Rounds:
         world_size: int,
         codec: Codec,
         deadline_s: float,
+        *,
+        progress: Progress | None = None,
+        plan: CheckpointPlan | None = None,
     ) -> None:
+        progress = progress or Progress.start(world_size)
         self.layout = layout
         self.chunk_bytes = chunk_bytes(world_size)
         self.chunks = plan_chunks(layout, self.chunk_bytes)
@@ -82,11 +92,19 @@ class Rounds:
         self._readers: set[int] = set()
         self._finished: set[int] = set()
         self._round = 0
-        self._epoch = 1
-        self._epoch_first_round = 0
+        self._epoch = progress.epoch
+        self._epoch_first_round = -progress.rounds
         self._epoch_started = time.monotonic()
-        self._reports: list[WindowReport] = []
+        self._positions = list(progress.positions)
+        self._windows: list[WindowReport] = []
+        self._reports = list(progress.reports)
+        self._history = list(progress.history)
         self._accumulator: Accumulator | None = None
+        self._plan = plan
+        self._saving: Saving | None = None
+        self._save_asked = False
+        self._saved_round = 0
+        self._after_saving: SparkDLError | None = None
 
     def join(self, rank: int, host: str) -> None:
         """Enter the run.
@@ -141,8 +159,7 @@ class Rounds:
                 raise TrainingError(f"rank {rank} has {len(shard.columns)} columns, others do not")
             self._shards[rank] = shard
             if len(self._shards) == self.world_size:
-                ordered = [self._shards[rank] for rank in sorted(self._everyone)]
-                self.events.put(DataFacts.of(ordered))
+                self.events.put(self._facts())
         while True:
             with self._condition:
                 if self._wait(lambda: self._started, at_most_s=self.deadline_s / 4):
@@ -187,6 +204,17 @@ class Rounds:
             self._start_epoch()
             self._condition.notify_all()
 
+    def position(self, rank: int) -> Position:
+        """Where a rank goes on: behind its last committed window."""
+        with self._condition:
+            return self._positions[rank]
+
+    @property
+    def history(self) -> list[EpochSummary]:
+        """The epochs that have ended."""
+        with self._condition:
+            return list(self._history)
+
     def hear(self, rank: int) -> None:
         """Take note that a rank is alive: something of it arrived, or it took something."""
         self._heard[rank] = time.monotonic()
@@ -225,8 +253,7 @@ class Rounds:
         with self._condition:
             self._raise_if_failed()
             epoch, number = self._epoch, self._round
-            self._reports.append(report)
-            self.events.put(report)
+            self._windows.append(report)
             self._complete.add(rank)
             if report.last:
                 self._active.discard(rank)
@@ -248,6 +275,43 @@ class Rounds:
             self._readers.discard(rank)
             self._condition.notify_all()
 
+    def saving_of(self, rank: int) -> Saving | None:
+        """The checkpoint that waits for a rank's own state, if there is one."""
+        with self._condition:
+            saving = self._saving
+            return saving if saving is not None and saving.awaits(rank) else None
+
+    def save(self, saving: Saving) -> None:
+        """Finish a checkpoint, now that every rank's own state has been written."""
+        # Without the lock: until it is done, nobody contributes to the next round.
+        saving.publish(self.layout, self.center)
+        with self._condition:
+            self._saving = None
+            self._saved_round = self._round
+            self._heard = dict.fromkeys(self._everyone, time.monotonic())
+            self._condition.notify_all()
+            if self._after_saving is not None:
+                self.fail(self._after_saving)
+
+    def save_center(self) -> None:
+        """Write a checkpoint of the last commit after a failure, without the workers' own states.
+
+        Nothing if that commit has become a checkpoint already, or nothing was committed.
+        """
+        with self._condition:
+            # Nothing is committed after a failure, so the center stays as it is.
+            assert self.failure is not None
+            if self._plan is None or self._saved_round == self._round:
+                return
+            saving = Saving(self._plan, self._progress(), self._data(), ())
+        saving.publish(self.layout, self.center)
+
+    def save_and_fail(self, reason: SparkDLError) -> None:
+        """End the run behind the next commit, when that has become a checkpoint."""
+        with self._condition:
+            self._save_asked = self._saving is None
+            self._after_saving = reason
+
     def finish(self, rank: int) -> None:
         """Leave the run for good, after the last epoch."""
         with self._condition:
@@ -259,7 +323,8 @@ class Rounds:
         """End the run; later failures are consequences of the first and are dropped."""
         with self._condition:
             if self.failure is None and len(self._finished) < self.world_size:
-                self.failure = error
+                # Who was told to end may see the workers end too.
+                self.failure = self._after_saving or error
                 if self._accumulator is not None:
                     self._accumulator.stop()
                 self.events.put(None)
@@ -273,6 +338,11 @@ class Rounds:
         """
         with self._condition:
             limit = time.monotonic() - self.deadline_s
+            if self._saving is not None and self._saving.started <= limit:
+                raise DeadlineError(
+                    f"the checkpoint of epoch {self._epoch} was not written within "
+                    f"{self.deadline_s:g} s. Is the storage of checkpointPath slow or gone?"
+                )
             silent = {rank for rank in self._waited_for() if self._heard[rank] <= limit}
             if silent:
                 late = (silent - self._hosts.keys()) or silent
@@ -285,7 +355,7 @@ class Rounds:
     def _enter(self, report: WindowReport) -> Accumulator:
         with self._condition:
             self.hear(report.rank)
-            self._wait(lambda: not self._readers)
+            self._wait(lambda: not self._readers and self._saving is None)
             if report.rank not in self._active or report.rank in self._arrived:
                 raise TrainingError(
                     f"rank {report.rank} contributed out of turn in epoch {report.epoch}, "
@@ -310,26 +380,61 @@ class Rounds:
             self.center, self._reply = self._codec.commit(self.center, self._spare)
             self._spare = old if self.center is self._spare else self._spare
         self._round += 1
+        self._count_windows()
         self._accumulator = None
         self._readers = self._arrived & self._active
         self._arrived, self._complete = set(), set()
         if not self._active:
             self._end_epoch()
+        if self._plan is not None and self._save_asked:
+            self._save_asked = False
+            self._begin_saving(self._plan)
         self._heard = dict.fromkeys(self._everyone, time.monotonic())
         self._condition.notify_all()
+
+    def _count_windows(self) -> None:
+        """Now that the round is committed, its windows have happened."""
+        for report in sorted(self._windows, key=lambda window: window.rank):
+            self._positions[report.rank] = Position.after(report)
+            self._reports.append(report)
+            self.events.put(report)
+        self._windows = []
 
     def _end_epoch(self) -> None:
         seconds = time.monotonic() - self._epoch_started
         rounds = self._round - self._epoch_first_round
-        self.events.put(summarize_epoch(self._epoch, self._reports, rounds, seconds))
+        summary = summarize_epoch(self._epoch, self._reports, rounds, seconds)
+        self._history.append(summary)
+        self.events.put(summary)
         self._epoch += 1
         self._epoch_first_round = self._round
+        self._positions = [position.next_epoch() for position in self._positions]
+        self._reports = []
         self._readers = set(self._everyone)
+        if self._plan is not None and self._plan.due(summary.epoch):
+            self._save_asked = True
         self._start_epoch()
+
+    def _begin_saving(self, plan: CheckpointPlan) -> None:
+        self._saving = Saving(plan, self._progress(), self._data(), self._everyone)
+
+    def _progress(self) -> Progress:
+        return Progress(
+            epoch=self._epoch,
+            rounds=self._round - self._epoch_first_round,
+            positions=tuple(self._positions),
+            reports=tuple(self._reports),
+            history=tuple(self._history),
+        )
+
+    def _data(self) -> dict[str, Any]:
+        return dataclasses.asdict(self._facts())
+
+    def _facts(self) -> DataFacts:
+        return DataFacts.of([self._shards[rank] for rank in sorted(self._everyone)])
 
     def _start_epoch(self) -> None:
         self._active = set(self._everyone)
-        self._reports = []
         self._epoch_started = time.monotonic()
         self._heard = dict.fromkeys(self._everyone, time.monotonic())
 
@@ -353,6 +458,8 @@ class Rounds:
             return set(self._everyone - self._shards.keys())
         if self._gathers:
             return set(self._everyone - self._gathers[min(self._gathers)].keys())
+        if self._saving is not None and not self._readers:
+            return {rank for rank in self._everyone if self._saving.awaits(rank)}
         return (self._readers or self._active - self._complete) - self._finished
 
     def _what_is_missing(self, ranks: set[int]) -> str:
@@ -365,6 +472,8 @@ class Rounds:
             return "did not receive more of its rows"
         if self._gathers:
             return "did not take part in what the workers exchange among themselves"
+        if self._saving is not None and not self._readers:
+            return f"did not send its own state for the checkpoint before epoch {self._epoch}"
         if self._readers:
             return f"did not take the center of round {self._round}"
         return f"did not contribute to round {self._round + 1} (epoch {self._epoch})"

@@ -7,13 +7,20 @@ One worker is one TCP connection, from joining to leaving (``connection.py`` has
     {"reading": rows so far}     ------> now and then, while its rows arrive
     {"shard": what they are}     ------> wait for all ranks, and for the driver to look at it
                                  <------ {"waiting": true}, now and then
-                                 <------ {"chunk_bytes": size of the largest message of values}
-                                 <------ initial center, chunk by chunk
+                                 <------ {"chunk_bytes": size of the largest message of values,
+                                          "position": where to go on,
+                                          "own_state": bytes of it, or null at the very start}
+                                 <------ the center's parameters and buffers, chunk by chunk
+                                 <------ unless at the very start: the rest of the center, and the
+                                         worker's own state from the checkpoint
     {"gather": something small}  ------> wait for all ranks, whenever these agree to
                                  <------ {"gathered": [everyone's, by rank]}
     {"window": report}, chunks   ------> add in rank order, wait for the round
                                  <------ {"waiting": true}, only after a last window, each round
+                                 <------ {"checkpoint": true}, if this commit becomes one; with
+                                         "now" in place of "waiting": send your own state at once
                                  <------ the reply, chunk by chunk
+    {"own_state": bytes}, bytes  ------> only if it becomes a checkpoint
     ... a round a window ...
     {"finish": true}             ------>
     or {"failure": {...}}        ------> the run ends, with the worker's traceback
@@ -24,6 +31,7 @@ If the run ends elsewhere, the next thing that a worker hears is {"stopped": rea
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import secrets
@@ -40,18 +48,22 @@ from sparkdl.averager.connection import Connection, ConnectionLostError, Silence
 from sparkdl.averager.headers import (
     raise_reported_failure,
     read_join,
+    read_own_state,
     read_shard,
     read_window,
 )
 from sparkdl.averager.port import Port
 from sparkdl.averager.rounds import Event, Rounds
+from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
 from sparkdl.errors import DeadlineError, SparkDLError, TrainingError, WorkerLostError
-from sparkdl.events import WindowReport
+from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.protocols import Layout
 
 logger = logging.getLogger(__name__)
 
 _WAITING = {"waiting": True}
+MAX_OWN_STATE_BYTES = 1 << 40
+"""It goes to the checkpoint's storage block by block, so this bounds no memory."""
 FAREWELL_S = 5.0
 """Seconds that a worker has to read why it was stopped."""
 
@@ -82,6 +94,8 @@ class Averager:
         host: interface to bind to, an address or name of this machine.
         advertised_host: the name under which workers reach it; ``host`` by default.
         deadline_s: the longest that a worker may be silent while it is waited for, in seconds.
+        plan: which commits become checkpoints; none by default.
+        resumed: the checkpoint that ``center`` was read from, if it was.
     """
 
     def __init__(
@@ -94,8 +108,19 @@ class Averager:
         host: str = "127.0.0.1",
         advertised_host: str | None = None,
         deadline_s: float = 600.0,
+        plan: CheckpointPlan | None = None,
+        resumed: Resumed | None = None,
     ) -> None:
-        self._rounds = Rounds(layout, center, world_size, codec, deadline_s)
+        self._rounds = Rounds(
+            layout,
+            center,
+            world_size,
+            codec,
+            deadline_s,
+            progress=None if resumed is None else resumed.progress,
+            plan=plan,
+        )
+        self._resumed = resumed
         token = secrets.token_urlsafe(32)
         self._codec = codec
         self._port = Port(host, token, self._serve)
@@ -120,9 +145,22 @@ class Averager:
         """The current center, a tensor of ``center_dtype`` a segment."""
         return self._rounds.center
 
+    @property
+    def history(self) -> list[EpochSummary]:
+        """The epochs that have ended, those before a checkpoint included."""
+        return self._rounds.history
+
     def start(self) -> None:
         """Let the workers train, now that the facts about their rows were found good."""
         self._rounds.start()
+
+    def save_and_fail(self, reason: SparkDLError) -> None:
+        """End the run with ``reason`` as soon as a commit has become a checkpoint."""
+        self._rounds.save_and_fail(reason)
+
+    def save_center(self) -> None:
+        """After a failure, write a checkpoint of the last commit if that is not one yet."""
+        self._rounds.save_center()
 
     def fail(self, error: SparkDLError) -> None:
         """End the run from the driver's side; ``events`` then raises the error."""
@@ -162,7 +200,7 @@ class Averager:
             raise_reported_failure(hello)
             rank, host = read_join(hello)
             self._rounds.join(rank, host)
-            _Session(rank, connection, self._rounds, self._codec).run()
+            _Session(rank, connection, self._rounds, self._codec, self._resumed).run()
         except SparkDLError as error:
             self._rounds.fail(error)
             self._say_farewell(connection, self._rounds.failure or error)
@@ -190,11 +228,19 @@ class Averager:
 class _Session:
     """One worker that has joined."""
 
-    def __init__(self, rank: int, connection: Connection, rounds: Rounds, codec: Codec) -> None:
+    def __init__(
+        self,
+        rank: int,
+        connection: Connection,
+        rounds: Rounds,
+        codec: Codec,
+        resumed: Resumed | None,
+    ) -> None:
         self._rank = rank
         self._connection = connection
         self._rounds = rounds
         self._codec = codec
+        self._resumed = resumed
         self._scratch = torch.empty(rounds.chunk_bytes, dtype=torch.uint8)
 
     def run(self) -> None:
@@ -203,8 +249,7 @@ class _Session:
         while "reading" in (header := self._next()):
             rounds.still_reading(rank)
         rounds.ready(rank, read_shard(header, rank), self._say_waiting)
-        self._connection.send_header({"chunk_bytes": rounds.chunk_bytes})
-        self._send(rounds.center, kinds={"parameters", "buffers"})
+        self._send_start()
         while not (header := self._next()).get("finish"):
             if "gather" in header:
                 gathered = rounds.gather(rank, header["gather"], self._say_waiting)
@@ -213,12 +258,52 @@ class _Session:
                 self._serve_round(read_window(header, rank))
         rounds.finish(rank)
 
+    def _send_start(self) -> None:
+        rank, resumed, rounds = self._rank, self._resumed, self._rounds
+        self._connection.send_header(
+            {
+                "chunk_bytes": rounds.chunk_bytes,
+                "position": dataclasses.asdict(rounds.position(rank)),
+                "own_state": None if resumed is None else resumed.own_state_bytes(rank),
+            }
+        )
+        self._send(rounds.center, kinds={"parameters", "buffers"})
+        if resumed is not None:
+            self._send(rounds.center, kinds={"optimizer"})
+            if resumed.own_state_bytes(rank):
+                with resumed.open_own_state(rank) as file:
+                    while block := file.read(rounds.chunk_bytes):
+                        self._connection.send_values(
+                            torch.frombuffer(bytearray(block), dtype=torch.uint8)
+                        )
+
     def _serve_round(self, report: WindowReport) -> None:
-        reply = self._rounds.contribute(report, self._receive, self._scratch, self._say_waiting)
+        reply = self._rounds.contribute(
+            report, self._receive, self._scratch, self._while_others_go_on
+        )
+        saving = self._rounds.saving_of(self._rank)
+        if saving is not None:
+            self._connection.send_header({"checkpoint": True})
         # Who was done early has missed rounds: the changes of the last one would not be enough.
         everything = {segment.kind for segment in self._rounds.layout}
         self._send(reply, kinds=everything if report.last else None)
         self._rounds.release(self._rank)
+        if saving is not None:
+            self._take_own_state(saving)
+
+    def _take_own_state(self, saving: Saving) -> None:
+        """Write the worker's own state into a checkpoint; the last worker's thread finishes it."""
+        size = read_own_state(self._next(), self._rank, MAX_OWN_STATE_BYTES)
+        if saving.take(self._rank, self._blocks(size)):
+            self._rounds.save(saving)
+
+    def _blocks(self, size: int) -> Iterator[memoryview]:
+        """The bytes that the worker sends next; each block is overwritten by the one after it."""
+        for start in range(0, size, len(self._scratch)):
+            block = self._scratch[: min(len(self._scratch), size - start)]
+            self._receive(block)
+            self._rounds.hear(self._rank)
+            yield block.numpy().data
 
     def _next(self) -> dict[str, object]:
         """The worker's next header, unless it says that the worker failed."""
@@ -241,6 +326,15 @@ class _Session:
             dtype = self._codec.wire_dtype(segment) if kinds is None else segment.center_dtype
             self._connection.send_values(chunk.of(segments).to(dtype))
             self._rounds.hear(self._rank)
+
+    def _while_others_go_on(self) -> None:
+        """The worker is done with the epoch, and another round of it has ended."""
+        saving = self._rounds.saving_of(self._rank)
+        if saving is None:
+            self._say_waiting()
+        else:
+            self._connection.send_header({"checkpoint": True, "now": True})
+            self._take_own_state(saving)
 
     def _say_waiting(self) -> None:
         self._connection.send_header(_WAITING)

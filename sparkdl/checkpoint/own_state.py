@@ -25,7 +25,6 @@ _GROUP = re.compile(r"group\.(\d+)\.(.*)", re.DOTALL)
 def pack_own_state(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
-    position: dict[str, int],
     *,
     center_has_optimizer: bool,
 ) -> bytes:
@@ -34,7 +33,6 @@ def pack_own_state(
     Args:
         optimizer: the replica's.
         device: the replica's; its random number generator is the worker's too.
-        position: the worker's place in the training; counters by name.
         center_has_optimizer: whether the center holds the optimizer's floating-point state.
 
     Returns:
@@ -46,7 +44,6 @@ def pack_own_state(
     values = _optimizer_values(optimizer, with_floats=not center_has_optimizer)
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     description = {
-        "position": position,
         "values": {name: value for name, value in values.items() if name not in tensors},
         # Optimizers keep their step counters on the CPU, whatever the device.
         "on_device": [name for name, value in tensors.items() if value.device.type != "cpu"],
@@ -66,18 +63,13 @@ def pack_own_state(
     return file.getvalue()
 
 
-def unpack_own_state(
-    octets: bytes, optimizer: torch.optim.Optimizer, device: torch.device
-) -> dict[str, int]:
+def unpack_own_state(octets: bytes, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Give a worker back what ``pack_own_state`` took.
 
     Args:
         octets: what it returned.
         optimizer: the replica's; its state and hyperparameters are overwritten.
         device: the replica's.
-
-    Returns:
-        The worker's place in the training.
 
     Raises:
         CheckpointError: the state is damaged, or that of another optimizer.
@@ -93,10 +85,8 @@ def unpack_own_state(
         torch.set_rng_state(tensors["random.cpu"])
         if device.type == "cuda" and "random.cuda" in tensors:
             torch.cuda.set_rng_state(tensors["random.cuda"], device)
-        position: dict[str, int] = description["position"]
     except (KeyError, IndexError, ValueError, TypeError) as error:
         raise CheckpointError(f"a worker's saved state does not fit it: {error!r}") from error
-    return position
 
 
 def _optimizer_values(optimizer: torch.optim.Optimizer, *, with_floats: bool) -> dict[str, Any]:

@@ -202,6 +202,10 @@ class SavedCheckpoint:
         self._files = files
         self._entries: dict[str, dict[str, Any]] = manifest["files"]
 
+    def has(self, name: str) -> bool:
+        """Whether there is a file of that name."""
+        return name in self._entries
+
     def size(self, name: str) -> int:
         """Bytes of a file.
 

@@ -21,6 +21,7 @@ from sparkdl.estimator.params import EstimatorParams
 from sparkdl.estimator.persistence import EstimatorReader, EstimatorWriter
 from sparkdl.estimator.preflight import Preflight, UnbalancedError
 from sparkdl.estimator.progress import ProgressBar
+from sparkdl.estimator.recovery_params import RecoveryParams
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.spark.launcher import launch
 from sparkdl.strategies import ParameterAveraging, Strategy
@@ -49,7 +50,11 @@ def _known_arguments(init: F) -> F:
 
 
 class TorchEstimator(
-    Estimator[TorchModel], EstimatorParams, MLWritable, MLReadable["TorchEstimator"]
+    Estimator[TorchModel],
+    EstimatorParams,
+    RecoveryParams,
+    MLWritable,
+    MLReadable["TorchEstimator"],
 ):
     """Trains a PyTorch model on a Spark DataFrame, replicas resident in the executors.
 
@@ -78,6 +83,12 @@ class TorchEstimator(
         seed: of the initial parameters, the shuffling and the workers' random numbers.
         progress: whether to show a progress bar.
         timeout: the longest that any worker or round is waited for, in seconds.
+        checkpointPath: a directory for checkpoints of the training: a path that the driver sees, or
+            a URI that pyarrow.fs takes (``s3://bucket/directory``, ``hdfs://...``); None for none.
+        checkpointEvery: epochs between two checkpoints; there is one after the last epoch too.
+        keepLast: checkpoints to keep; with 2, one is left if the newest is found damaged.
+        resume: ``auto`` goes on from the newest checkpoint in ``checkpointPath`` if there is one,
+            and refuses one of another training; ``never`` starts anew.
 
     Raises:
         ConfigError: an argument is unknown or out of range.
@@ -103,6 +114,10 @@ class TorchEstimator(
         seed: int = 0,
         progress: bool = True,
         timeout: float = 600.0,
+        checkpointPath: str | None = None,
+        checkpointEvery: int = 1,
+        keepLast: int = 2,
+        resume: str = "auto",
     ) -> None:
         super().__init__()
         self._set(
@@ -122,6 +137,10 @@ class TorchEstimator(
             seed=seed,
             progress=progress,
             timeout=timeout,
+            checkpointPath=checkpointPath,
+            checkpointEvery=checkpointEvery,
+            keepLast=keepLast,
+            resume=resume,
         )
 
     def write(self) -> EstimatorWriter:
@@ -174,6 +193,7 @@ class TorchEstimator(
             launch(ready.workers, ready.job),
             host=conf.get("spark.driver.bindAddress", host) or "127.0.0.1",
             advertised_host=host,
+            checkpoints=self.checkpoint_policy(),
             check=ready.check,
             on_event=progress,
         )

@@ -85,21 +85,22 @@ class Feed:
             on_rows(rows)
         return ShardFacts(rows, tuple(facts))
 
-    def epoch(self, epoch: int) -> Iterator[Batch]:
-        """Yield every row once.
+    def epoch(self, epoch: int, *, first_step: int = 0) -> Iterator[Batch]:
+        """Yield every row once, but for those of the minibatches before ``first_step``.
 
         Epoch 1 keeps the order of ``ORDER_COLUMN``, or without it that of arrival; later ones
         follow a permutation of it.
 
         Args:
             epoch: counted from 1.
+            first_step: minibatches that were trained on already, before an interruption.
         """
         rows, columns = self._store.rows, self._columns()
         order = self._order
         if epoch > 1:
             shuffled = permutation(rows, seed=self._seed, epoch=epoch, rank=self._rank)
             order = shuffled if order is None else order[shuffled]
-        for start in range(0, rows, self._batch_size):
+        for start in range(first_step * self._batch_size, rows, self._batch_size):
             stop = min(start + self._batch_size, rows)
             if order is None:
                 taken = [column[start:stop] for column in columns]

@@ -32,10 +32,10 @@ class Run:
     loss_sum: Tensor = field(default_factory=lambda: torch.zeros(()))
     """Sum of the loss over those rows."""
 
-    def start_epoch(self, epoch: int) -> None:
-        """Count a new epoch."""
+    def start_epoch(self, epoch: int, first_step: int = 0) -> None:
+        """Count a new epoch, of which some steps may have been taken already."""
         self.epoch = epoch
-        self.step_of_epoch = 0
+        self.step_of_epoch = first_step
 
     def train(self, batch: Batch) -> None:
         """Take one optimizer step and count it."""
@@ -56,6 +56,7 @@ class Run:
             examples=self.examples,
             loss_sum=float(self.loss_sum),
             last=last,
+            step_of_epoch=self.step_of_epoch,
         )
         self.examples = 0
         self.loss_sum = torch.zeros(())

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from sparkdl.averager.rounds import Event
 from sparkdl.averager.server import Averager, AveragerAddress
+from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Launch, Outcome, run
 from sparkdl.errors import TrainingError, WorkerLostError
 from sparkdl.worker import Job, Place, train
@@ -49,6 +50,7 @@ def run_world(
     shards: Sequence[Shard],
     *,
     ranks_as: Literal["threads", "processes"] = "threads",
+    checkpoints: CheckpointPolicy | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Outcome:
     """Train ``job`` with one worker a shard and return the outcome.
@@ -57,6 +59,7 @@ def run_world(
         job: what to train.
         shards: the rows of each rank.
         ranks_as: threads are quick to start; processes are what Spark uses.
+        checkpoints: where to write checkpoints and whether to go on from one.
         on_event: called for the data's facts and each window and epoch reported.
 
     Raises:
@@ -64,7 +67,13 @@ def run_world(
     """
     launch = _threads if ranks_as == "threads" else _processes
     with tempfile.TemporaryDirectory(prefix="sparkdl-testing-") as directory:
-        return run(job, len(shards), launch(job, shards, Path(directory)), on_event=on_event)
+        return run(
+            job,
+            len(shards),
+            launch(job, shards, Path(directory)),
+            checkpoints=checkpoints,
+            on_event=on_event,
+        )
 
 
 def _threads(job: Job, shards: Sequence[Shard], directory: Path) -> Launch:

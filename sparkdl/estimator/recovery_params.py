@@ -1,0 +1,94 @@
+"""The Params that say what a training survives, and how."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pyspark.ml.param import Param, Params
+
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.errors import ConfigError
+from sparkdl.estimator.params import _one_of, _whole
+
+
+def _path(value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError(f"checkpointPath must be a path or URI, got {value!r}")
+    return value
+
+
+class RecoveryParams(Params):
+    """Params of ``TorchEstimator`` about checkpoints; its docstring says what each is for."""
+
+    checkpointPath: Param[str | None] = Param(
+        Params._dummy(),
+        "checkpointPath",
+        "directory for checkpoints of the training, a path or a pyarrow.fs URI; None for none",
+        typeConverter=_path,
+    )
+    checkpointEvery: Param[int] = Param(
+        Params._dummy(),
+        "checkpointEvery",
+        "epochs between two checkpoints (>= 1)",
+        typeConverter=_whole("checkpointEvery", 1),
+    )
+    keepLast: Param[int] = Param(
+        Params._dummy(),
+        "keepLast",
+        "checkpoints to keep (>= 1)",
+        typeConverter=_whole("keepLast", 1),
+    )
+    resume: Param[str] = Param(
+        Params._dummy(),
+        "resume",
+        "'auto' goes on from the newest checkpoint if there is one; 'never' starts anew",
+        typeConverter=_one_of("resume", ("auto", "never")),
+    )
+
+    def getCheckpointPath(self) -> str | None:
+        """Gets the value of checkpointPath or its default value."""
+        return self.getOrDefault(self.checkpointPath)
+
+    def setCheckpointPath(self, value: str | None) -> Self:
+        """Sets the value of checkpointPath."""
+        self._set(checkpointPath=value)
+        return self
+
+    def getCheckpointEvery(self) -> int:
+        """Gets the value of checkpointEvery or its default value."""
+        return self.getOrDefault(self.checkpointEvery)
+
+    def setCheckpointEvery(self, value: int) -> Self:
+        """Sets the value of checkpointEvery."""
+        self._set(checkpointEvery=value)
+        return self
+
+    def getKeepLast(self) -> int:
+        """Gets the value of keepLast or its default value."""
+        return self.getOrDefault(self.keepLast)
+
+    def setKeepLast(self, value: int) -> Self:
+        """Sets the value of keepLast."""
+        self._set(keepLast=value)
+        return self
+
+    def getResume(self) -> str:
+        """Gets the value of resume or its default value."""
+        return self.getOrDefault(self.resume)
+
+    def setResume(self, value: str) -> Self:
+        """Sets the value of resume."""
+        self._set(resume=value)
+        return self
+
+    def checkpoint_policy(self) -> CheckpointPolicy | None:
+        """What the Params ask of checkpoints; None without ``checkpointPath``."""
+        path = self.getCheckpointPath()
+        if path is None:
+            return None
+        return CheckpointPolicy(
+            path=path,
+            every=self.getCheckpointEvery(),
+            keep_last=self.getKeepLast(),
+            resume="auto" if self.getResume() == "auto" else "never",
+        )

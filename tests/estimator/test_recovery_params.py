@@ -1,0 +1,83 @@
+"""The Params about checkpoints: what they refuse, and that a fit goes on from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from frames import estimator, frame, same_bits
+from models import Traced, lines
+from pyspark.sql import SparkSession
+
+from sparkdl import TorchEstimator
+from sparkdl.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checkpointPath": ""}, "checkpointPath must be a path or URI, got ''"),
+        ({"checkpointPath": 3}, "checkpointPath must be a path or URI, got 3"),
+        ({"checkpointEvery": 0}, "checkpointEvery must be a whole number >= 1, got 0"),
+        ({"checkpointEvery": 1.5}, "checkpointEvery must be a whole number >= 1, got 1.5"),
+        ({"keepLast": 0}, "keepLast must be a whole number >= 1, got 0"),
+        ({"resume": "yes"}, "resume must be one of auto, never, got 'yes'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        estimator(**changes)
+
+
+def test_getters_and_setters_agree() -> None:
+    chosen = estimator().setCheckpointPath("a").setCheckpointEvery(3).setKeepLast(4)
+    chosen.setResume("never")
+    assert chosen.getCheckpointPath() == "a"
+    assert (chosen.getCheckpointEvery(), chosen.getKeepLast()) == (3, 4)
+    assert chosen.getResume() == "never"
+
+
+def test_there_are_no_checkpoints_unless_asked_for() -> None:
+    assert estimator().checkpoint_policy() is None
+
+
+def test_saved_estimators_keep_them(spark: SparkSession, tmp_path: Path) -> None:
+    estimator(checkpointPath="a", keepLast=5).save(str(tmp_path / "saved"))
+    loaded = TorchEstimator.load(str(tmp_path / "saved"), trust=True)
+    assert (
+        loaded.checkpoint_policy() == estimator(checkpointPath="a", keepLast=5).checkpoint_policy()
+    )
+
+
+def test_a_fit_goes_on_from_the_checkpoint_of_a_shorter_one(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    rows, path, trace = frame(spark), str(tmp_path / "checkpoints"), tmp_path / "trace"
+    estimator(epochs=2, checkpointPath=path).fit(rows)
+    whole = estimator(epochs=4).fit(rows)
+    resumed = estimator(epochs=4, checkpointPath=path).fit(rows)
+    assert same_bits(resumed, whole)
+    assert [row.epoch for row in resumed.history] == [1, 2, 3, 4]
+
+    again = estimator(epochs=4, checkpointPath=path, model=Traced(str(trace)))
+    with pytest.raises(ConfigError, match="the checkpoint is of another training"):
+        again.setBatchSize(3).fit(rows)
+    assert lines(trace) == []
+
+
+def test_the_rows_of_another_frame_are_refused(spark: SparkSession, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoints")
+    estimator(checkpointPath=path).fit(frame(spark, rows=60))
+    with pytest.raises(ConfigError, match="its DataFrame has shard_rows"):
+        estimator(checkpointPath=path).fit(frame(spark, rows=64))
+
+
+def test_a_directory_that_cannot_be_made_fails_before_training(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace"
+    with pytest.raises(ConfigError, match="checkpointPath '/dev/null/x' cannot be used"):
+        estimator(checkpointPath="/dev/null/x", model=Traced(str(trace))).fit(frame(spark))
+    assert lines(trace) == []

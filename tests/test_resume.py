@@ -1,0 +1,336 @@
+"""A training that was interrupted and resumed ends in the same bits as one that never was."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+from toys import Data, classification, make_job, mlp
+
+from sparkdl.averager import Averager
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.checkpoint.storage import CheckpointStore
+from sparkdl.driver import Outcome, run
+from sparkdl.errors import CheckpointError, ConfigError, TrainingError
+from sparkdl.events import WindowReport
+from sparkdl.strategies import ParameterAveraging
+from sparkdl.testing import run_world
+from sparkdl.testing.world import _processes, _threads
+from sparkdl.worker import Job
+
+
+class Interrupted(Exception):
+    """The driver dies."""
+
+
+class AskedToStop(TrainingError):
+    """The driver is told to stop."""
+
+
+OPTIMIZERS = {
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adam": partial(torch.optim.Adam, lr=0.01),
+}
+SIZES = [22, 14, 5]
+"""Of batches of 4 in windows of 2, so 3, 2 and 1 windows an epoch."""
+
+
+def policy(path: Path, **changes: Any) -> CheckpointPolicy:
+    return CheckpointPolicy(path=str(path), **changes)
+
+
+def bits(outcome: Outcome) -> list[torch.Tensor]:
+    return list(outcome.module.state_dict().values())
+
+
+def same_bits(first: Outcome, second: Outcome) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(bits(first), bits(second), strict=True))
+
+
+def die_after(job: Job, data: Data, path: Path, windows: int, launch: Any = _threads) -> bool:
+    """Run until so many windows were committed; returns whether it came that far."""
+    seen = 0
+
+    def on_event(event: object) -> None:
+        nonlocal seen
+        seen += isinstance(event, WindowReport)
+        if seen > windows:
+            raise Interrupted
+
+    shards = data.shards()
+    try:
+        run(
+            job,
+            len(shards),
+            launch(job, shards, path.parent),
+            checkpoints=policy(path),
+            on_event=on_event,
+        )
+    except Interrupted:
+        return True
+    return False
+
+
+def save_and_stop(job: Job, data: Data, path: Path, windows: int, launch: Any = _threads) -> bool:
+    """Run until so many windows were committed, then ask for a checkpoint behind the next."""
+    seen = 0
+    averagers: list[Averager] = []
+    shards = data.shards()
+    start = launch(job, shards, path.parent)
+
+    def noting(averager: Averager) -> Any:
+        averagers.append(averager)
+        return start(averager)
+
+    def on_event(event: object) -> None:
+        nonlocal seen
+        seen += isinstance(event, WindowReport)
+        if seen == windows + 1:
+            averagers[0].save_and_fail(AskedToStop())
+
+    try:
+        run(job, len(shards), noting, checkpoints=policy(path), on_event=on_event)
+    except AskedToStop:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("stop", [die_after, save_and_stop])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("average_optimizer_state", [True, False])
+@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
+def test_a_resumed_training_ends_in_the_same_bits(
+    tmp_path: Path, stop: Any, optimizer: Any, average_optimizer_state: bool, wire_dtype: Any
+) -> None:
+    strategy = ParameterAveraging(
+        period=2, average_optimizer_state=average_optimizer_state, wire_dtype=wire_dtype
+    )
+    job = make_job(mlp(), optimizer=optimizer, strategy=strategy, epochs=4)
+    data = classification(SIZES)
+    whole = run_world(job, data.shards())
+    assert stop(job, data, tmp_path / "c", 14)
+    resumed = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
+    assert same_bits(resumed, whole)
+
+
+@settings(max_examples=20, deadline=None)
+@given(windows=st.integers(0, 23), stop=st.sampled_from([die_after, save_and_stop]))
+def test_at_whatever_commit_it_was_interrupted(
+    tmp_path_factory: pytest.TempPathFactory, windows: int, stop: Any
+) -> None:
+    path = tmp_path_factory.mktemp("checkpoints") / "c"
+    job = make_job(mlp(), optimizer=OPTIMIZERS["Adam"], epochs=4)
+    data = classification(SIZES)
+    whole = run_world(job, data.shards())
+    stop(job, data, path, windows)
+    resumed = run_world(job, data.shards(), checkpoints=policy(path))
+    assert same_bits(resumed, whole)
+    assert [row.examples for row in resumed.history] == [41] * 4
+    assert [row.loss for row in resumed.history] == [row.loss for row in whole.history]
+    assert [row.rounds for row in resumed.history] == [row.rounds for row in whole.history]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [die_after, save_and_stop])
+def test_dropout_draws_the_numbers_that_it_would_have_drawn(tmp_path: Path, stop: Any) -> None:
+    """In processes, for a rank's random numbers are its process's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3)).double()
+    job = make_job(model, epochs=4, optimizer=OPTIMIZERS["Adam"])
+    data = classification([13, 9])
+    whole = run_world(job, data.shards(), ranks_as="processes")
+    assert stop(job, data, tmp_path / "c", 10, _processes)
+    resumed = run_world(
+        job, data.shards(), ranks_as="processes", checkpoints=policy(tmp_path / "c")
+    )
+    assert same_bits(resumed, whole)
+
+
+def test_batch_norm_goes_on_from_its_statistics(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    job, data = make_job(model, epochs=3), classification([16, 8])
+    whole = run_world(job, data.shards())
+    assert die_after(job, data, tmp_path / "c", 8)
+    assert same_bits(run_world(job, data.shards(), checkpoints=policy(tmp_path / "c")), whole)
+
+
+def test_a_damaged_checkpoint_is_skipped_and_the_bits_are_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, data = make_job(mlp(), epochs=4), classification([12, 8])
+    whole = run_world(job, data.shards())
+    assert die_after(job, data, tmp_path / "c", 13)
+    newest = max((tmp_path / "c").iterdir())
+    center = bytearray((newest / "center.safetensors").read_bytes())
+    center[-1] ^= 1
+    (newest / "center.safetensors").write_bytes(center)
+    with caplog.at_level(logging.WARNING):
+        resumed = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
+    assert "is damaged" in caplog.text
+    assert same_bits(resumed, whole)
+
+
+def test_checkpoints_do_not_change_the_bits(tmp_path: Path) -> None:
+    job, data = make_job(mlp(), epochs=3, optimizer=OPTIMIZERS["Adam"]), classification([12, 8])
+    with_checkpoints = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
+    assert same_bits(with_checkpoints, run_world(job, data.shards()))
+
+
+def test_a_training_that_has_ended_gives_its_model_again(tmp_path: Path) -> None:
+    job, data = make_job(mlp(), epochs=3), classification([12, 8])
+    whole = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
+    windows: list[object] = []
+    again = run_world(
+        job,
+        data.shards(),
+        checkpoints=policy(tmp_path / "c"),
+        on_event=lambda event: windows.append(event) if isinstance(event, WindowReport) else None,
+    )
+    assert windows == []
+    assert same_bits(again, whole)
+    assert again.history == whole.history
+
+
+def test_more_epochs_go_on_from_the_last(tmp_path: Path) -> None:
+    data = classification([12, 8])
+    run_world(make_job(mlp(), epochs=2), data.shards(), checkpoints=policy(tmp_path / "c"))
+    longer = make_job(mlp(), epochs=5)
+    more = run_world(longer, data.shards(), checkpoints=policy(tmp_path / "c"))
+    assert same_bits(more, run_world(longer, data.shards()))
+
+
+def test_never_resuming_starts_anew_and_later_runs_go_on_from_that(tmp_path: Path) -> None:
+    job, data = make_job(mlp(), epochs=2), classification([12, 8])
+    run_world(make_job(mlp(), epochs=4), data.shards(), checkpoints=policy(tmp_path / "c"))
+    anew = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c", resume="never"))
+    assert len(anew.history) == 2
+    again = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
+    assert again.history == anew.history
+
+
+@pytest.mark.parametrize(
+    ("every", "epochs", "expected"), [(1, 3, [2, 3]), (2, 5, [4, 5]), (7, 3, [3])]
+)
+def test_checkpoints_are_of_every_so_many_epochs_and_of_the_last(
+    tmp_path: Path, every: int, epochs: int, expected: list[int]
+) -> None:
+    job = make_job(mlp(), epochs=epochs)
+    run_world(job, classification([8, 8]).shards(), checkpoints=policy(tmp_path, every=every))
+    store = CheckpointStore(str(tmp_path), keep_last=2)
+    found = []
+    while (saved := store.newest()) is not None:
+        found.append(len(saved.description["progress"]["history"]))
+        (Path(saved.directory) / "manifest.json").unlink()
+    assert sorted(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 3}, "seed 11, this one 3"),
+        ({"batch_size": 2}, "batch size 4, this one 2"),
+        ({"optimizer": partial(torch.optim.SGD, lr=0.2)}, "optimizer .*0.1.*, this one .*0.2"),
+        ({"strategy": ParameterAveraging(period=3)}, "strategy .*period=1.*period=3"),
+        ({"model": mlp(classes=4)}, "state .*, 83.*, this one .*, 92"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_another_training_is_refused_in_words(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    data = classification([12, 8])
+    run_world(make_job(mlp()), data.shards(), checkpoints=policy(tmp_path / "c"))
+    other = make_job(changes.pop("model", None) or mlp(), **changes)
+    with pytest.raises(ConfigError, match=f"configuration has {message}"):
+        run_world(other, data.shards(), checkpoints=policy(tmp_path / "c"))
+
+
+def test_another_number_of_workers_is_refused_in_words(tmp_path: Path) -> None:
+    run_world(make_job(mlp()), classification([6, 6]).shards(), checkpoints=policy(tmp_path / "c"))
+    with pytest.raises(ConfigError, match="number of workers 2, this one 3"):
+        run_world(
+            make_job(mlp()), classification([4, 4, 4]).shards(), checkpoints=policy(tmp_path / "c")
+        )
+
+
+def test_other_rows_are_refused_in_words(tmp_path: Path) -> None:
+    run_world(make_job(mlp()), classification([6, 6]).shards(), checkpoints=policy(tmp_path / "c"))
+    with pytest.raises(ConfigError, match=r"DataFrame has shard_rows \[6, 6\], this one \[6, 7\]"):
+        run_world(
+            make_job(mlp()), classification([6, 7]).shards(), checkpoints=policy(tmp_path / "c")
+        )
+
+
+def test_a_disk_that_is_full_costs_the_checkpoint_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, data = make_job(mlp(), epochs=3), classification([12, 8])
+    whole = run_world(job, data.shards())
+    monkeypatch.setattr("sparkdl.checkpoint.storage._Checksummed.write", _disk_full)
+    with caplog.at_level(logging.WARNING):
+        outcome = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
+    assert same_bits(outcome, whole)
+    assert caplog.text.count("No space left on device") == 3
+    assert "Training goes on" in caplog.text
+    assert list((tmp_path / "c").iterdir()) == []
+
+
+def _disk_full(*_: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def test_an_optimizer_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    def build(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.param_groups[0]["callback"] = print
+        return optimizer
+
+    with pytest.raises(TrainingError, match="SGD keeps state that cannot be saved"):
+        run_world(
+            make_job(mlp(), optimizer=build),
+            classification([8, 8]).shards(),
+            checkpoints=policy(tmp_path / "c"),
+        )
+
+
+def test_an_unreadable_directory_ends_the_run_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_world(make_job(mlp()), classification([6]).shards(), checkpoints=policy(tmp_path / "c"))
+    monkeypatch.setattr("sparkdl.checkpoint.storage.FORMAT", 0)
+    with pytest.raises(CheckpointError, match="newer than the 0"):
+        run_world(make_job(mlp()), classification([6]).shards(), checkpoints=policy(tmp_path / "c"))
+
+
+def test_without_the_workers_own_states_the_center_is_saved_all_the_same(tmp_path: Path) -> None:
+    """As when the workers died together with whoever told the driver to end."""
+    job, data = make_job(mlp(), epochs=4, optimizer=OPTIMIZERS["Adam"]), classification([12, 8])
+    whole = run_world(job, data.shards())
+    averagers: list[Averager] = []
+    start = _threads(job, data.shards(), tmp_path)
+
+    def noting(averager: Averager) -> Any:
+        averagers.append(averager)
+        return start(averager)
+
+    def on_event(event: object) -> None:
+        if isinstance(event, WindowReport) and (event.epoch, event.step) == (3, 8):
+            averagers[0].fail(AskedToStop())
+
+    with pytest.raises(AskedToStop):
+        run(job, 2, noting, checkpoints=policy(tmp_path / "c"), on_event=on_event)
+    averagers[0].save_center()
+    saved = CheckpointStore(str(tmp_path / "c"), keep_last=2).newest()
+    assert saved is not None
+    assert saved.description["progress"]["rounds"] >= 2
+    assert not saved.has("rank-00000.safetensors")
+    assert same_bits(run_world(job, data.shards(), checkpoints=policy(tmp_path / "c")), whole)
