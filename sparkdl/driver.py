@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from sparkdl.averager.members import Tolerance
 from sparkdl.averager.rounds import Event
 from sparkdl.averager.saving import CheckpointPlan, Resumed
 from sparkdl.averager.server import Averager
@@ -150,6 +151,7 @@ def run(
         deadline_s=job.deadline_s,
         plan=plan,
         resumed=resumed,
+        tolerance=Tolerance(job.max_failures, job.min_workers),
     )
     with _saved_on_sigterm(averager, plan), averager, launch(averager):
         for event in averager.events():

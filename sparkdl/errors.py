@@ -13,6 +13,7 @@ SparkDLError
     PreemptedError   the driver was told to end (SIGTERM) in the middle of training
     DeadlineError    someone was waited for longer than allowed              (also TimeoutError)
     StoppedError     the averager ended the run; seen on workers only
+      DisconnectedError  the connection to the averager broke; seen on workers only
 """
 
 from __future__ import annotations
@@ -100,3 +101,7 @@ class PreemptedError(TrainingError):
 
 class StoppedError(TrainingError):
     """The averager ended the run; raised on workers that leave without a fault of their own."""
+
+
+class DisconnectedError(StoppedError):
+    """The connection to the averager broke; raised on workers, which may connect again."""

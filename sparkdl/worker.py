@@ -23,16 +23,19 @@ import pyarrow as pa
 import torch
 
 from sparkdl.averager.client import AveragerClient, report_start_failure
+from sparkdl.averager.progress import Position
 from sparkdl.averager.server import AveragerAddress
 from sparkdl.checkpoint.own_state import pack_own_state, unpack_own_state
 from sparkdl.errors import (
     DeadlineError,
+    DisconnectedError,
     NonFiniteError,
     StoppedError,
     TrainingError,
     WorkerError,
 )
 from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.facts import ShardFacts
 from sparkdl.feed.feed import Feed
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.replica import Replica
@@ -57,6 +60,10 @@ class Job:
     seed: int
     deadline_s: float
     """The longest that anything is waited for, in seconds."""
+    max_failures: int = 0
+    """How often workers may be lost in all; 0 to end the run at the first loss."""
+    min_workers: int = 1
+    """With how many workers rounds go on while others are lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +77,8 @@ class Place:
     """torch's threads; Spark's cores per task."""
     directory: Path
     """Where the partition store may write."""
+    attempt: int = 0
+    """Of Spark's task; a later attempt takes the place of an earlier."""
 
 
 def train(
@@ -84,6 +93,10 @@ def train(
         place: where this worker runs.
         address: the driver's averager.
         batches: the worker's rows, once; exhausted in the first epoch.
+
+    Raises:
+        DisconnectedError: the averager cannot be reached any more, and the run survives that:
+            whoever started this worker should start it again.
     """
     torch.set_num_threads(place.threads)
     try:
@@ -100,6 +113,7 @@ def train(
             codec,
             deadline_s=job.deadline_s,
             own_state=lambda: own_state(replica, job.strategy),
+            attempt=place.attempt,
         ) as averager:
             run = Run(place.rank, replica, averager)
             try:
@@ -109,6 +123,8 @@ def train(
             except Exception as error:  # as above
                 averager.report_failure(_as_worker_error(error, place.rank, run))
     except (StoppedError, DeadlineError) as error:
+        if job.max_failures and isinstance(error, DisconnectedError):
+            raise
         # The averager has ended the run and knows why, or is gone; raising would make Spark retry.
         logger.info("rank %d leaves: %s", place.rank, error)
 
@@ -144,22 +160,32 @@ def _train(
         directory=place.directory,
     ) as feed:
         shard = feed.fill(batches, averager.report_reading)
-        position = averager.start(
-            shard, replica.segments(with_optimizer=False), replica.layout(with_optimizer=False)
-        )
         # Replicas start equal but must not draw equal dropout masks.
         torch.manual_seed(job.seed + 1 + place.rank)
-        if averager.resumes:
-            _resume(replica, strategy, averager)
-        run.step = position.step
-        for epoch in range(position.epoch, job.epochs + 1):
-            first_step = position.step_of_epoch if epoch == position.epoch else 0
-            run.start_epoch(epoch, first_step)
-            for batch in feed.epoch(epoch, first_step=first_step):
-                run.train(batch)
-                strategy.after_step(run, batch)
-            strategy.end_epoch(run)
-    averager.finish()
+        while True:
+            try:
+                position = _take_center(shard, replica, strategy, averager)
+                _train_from(position, job, run, feed)
+                averager.finish()
+                return
+            except DisconnectedError as error:
+                if not job.max_failures:
+                    raise
+                logger.warning("rank %d connects again: %s", place.rank, error)
+                averager.reconnect()
+
+
+def _train_from(position: Position, job: Job, run: Run, feed: Feed) -> None:
+    """Train from a position to the end of the last epoch."""
+    strategy = job.strategy
+    run.start_at(position.step)
+    for epoch in range(position.epoch, job.epochs + 1):
+        first_step = position.step_of_epoch if epoch == position.epoch else 0
+        run.start_epoch(epoch, first_step)
+        for batch in feed.epoch(epoch, first_step=first_step):
+            run.train(batch)
+            strategy.after_step(run, batch)
+        strategy.end_epoch(run)
 
 
 def own_state(replica: Replica, strategy: Strategy) -> bytes:
@@ -171,14 +197,22 @@ def own_state(replica: Replica, strategy: Strategy) -> bytes:
     )
 
 
-def _resume(replica: Replica, strategy: Strategy, averager: AveragerClient) -> None:
-    """Become the worker that was interrupted."""
+def _take_center(
+    shard: ShardFacts, replica: Replica, strategy: Strategy, averager: AveragerClient
+) -> Position:
+    """Make the replica equal to the center, and with a checkpoint to the worker of that time."""
+    position = averager.start(
+        shard, replica.segments(with_optimizer=False), replica.layout(with_optimizer=False)
+    )
+    if not averager.resumes:
+        return position
     whole = strategy.exchanges_optimizer_state
     octets = averager.resume(
         replica.segments(with_optimizer=whole), replica.layout(with_optimizer=whole)
     )
     if octets:
         unpack_own_state(octets, replica.optimizer, replica.device)
+    return position
 
 
 def _as_worker_error(error: Exception, rank: int, run: Run | None) -> WorkerError:

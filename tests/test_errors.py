@@ -14,6 +14,7 @@ from sparkdl.errors import (
     ConfigError,
     DataError,
     DeadlineError,
+    DisconnectedError,
     ModelError,
     NonFiniteError,
     PreemptedError,
@@ -37,6 +38,7 @@ PLAIN = [
     DeadlineError,
     PreemptedError,
     StoppedError,
+    DisconnectedError,
 ]
 
 

@@ -52,6 +52,8 @@ class Accumulator:
         self._turns = {rank: _Turn() for rank in ranks}
         self._before = dict(zip(ranks[1:], ranks[:-1], strict=True))
         self._last_rank = ranks[-1]
+        self.ranks = frozenset(ranks)
+        self._stopped = False
         self._declared: set[int] = set()
         self._examples: dict[int, int] = {}
 
@@ -79,6 +81,8 @@ class Accumulator:
             DeadlineError: a rank before did not add this chunk in time.
             StoppedError: the round was stopped meanwhile.
         """
+        if self._stopped:
+            raise StoppedError("the round was stopped")
         chunk = self._chunks[index]
         total = chunk.of(self._total)
         dtype = self._wire_dtypes[chunk.segment]
@@ -107,6 +111,7 @@ class Accumulator:
 
     def stop(self) -> None:
         """Wake everyone who waits for a turn; their ``add`` raises."""
+        self._stopped = True
         for turn in self._turns.values():
             turn.stop()
 

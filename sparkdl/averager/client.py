@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
 import time
@@ -19,11 +20,23 @@ from sparkdl.averager.headers import failure_header, shard_header, window_header
 from sparkdl.averager.progress import Position
 from sparkdl.averager.server import AveragerAddress
 from sparkdl.averager.wire import Chunk, plan_chunks
-from sparkdl.errors import DeadlineError, NonFiniteError, StoppedError, TrainingError, WorkerError
+from sparkdl.errors import (
+    DeadlineError,
+    DisconnectedError,
+    NonFiniteError,
+    StoppedError,
+    TrainingError,
+    WorkerError,
+)
 from sparkdl.events import WindowReport
 from sparkdl.feed.facts import ShardFacts
 from sparkdl.protocols import Layout, Segment
 
+logger = logging.getLogger(__name__)
+
+RECONNECT_S = 5.0
+"""Seconds for which a worker tries to reach an averager that it has lost."""
+RETRY_S = 0.25
 READING_S = 0.5
 """Seconds between two signs of life while a worker reads its rows."""
 
@@ -38,6 +51,7 @@ class AveragerClient:
         deadline_s: the longest that the averager lets a worker be silent, in seconds. It judges
             whom it waits for; this end takes the averager for lost after twice that time.
         own_state: called for a checkpoint; what of this worker is not part of the center.
+        attempt: of Spark's task; a later attempt takes the place of an earlier.
 
     Raises:
         StoppedError: the averager cannot be reached or has ended the run.
@@ -51,6 +65,7 @@ class AveragerClient:
         *,
         deadline_s: float = 600.0,
         own_state: Callable[[], bytes] = bytes,
+        attempt: int = 0,
     ) -> None:
         self.rank = rank
         self._codec = codec
@@ -61,8 +76,10 @@ class AveragerClient:
         self._checkpoint_due = False
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._reported_reading = time.monotonic()
-        self._line = _Line(address, rank, 2 * deadline_s)
-        self._line.send_header({"join": rank, "host": socket.gethostname()})
+        self._address = address
+        self._deadline_s = deadline_s
+        self._hello = {"join": rank, "host": socket.gethostname(), "attempt": attempt}
+        self._line = self._connect()
 
     def __enter__(self) -> AveragerClient:
         return self
@@ -74,6 +91,29 @@ class AveragerClient:
         traceback: TracebackType | None,
     ) -> None:
         self._line.close()
+
+    def reconnect(self) -> None:
+        """Join once more after the connection broke; ``start`` has to follow.
+
+        Raises:
+            StoppedError: the averager cannot be reached, or does not want this worker any more.
+        """
+        self._line.close()
+        self._checkpoint_due = False
+        until = time.monotonic() + RECONNECT_S
+        while True:
+            try:
+                self._line = self._connect()
+                return
+            except DisconnectedError:
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(RETRY_S)
+
+    def _connect(self) -> _Line:
+        line = _Line(self._address, self.rank, 2 * self._deadline_s)
+        line.send_header(self._hello)
+        return line
 
     def report_reading(self, rows: int) -> None:
         """Say, but not too often, that this worker is still reading its rows.
@@ -138,14 +178,19 @@ class AveragerClient:
         layout = tuple(Segment("state", tensor.dtype, tensor.numel()) for tensor in state)
         chunks = plan_chunks(layout, self._chunk_bytes)
         self._extend_base(state, layout)
-        self._line.send_header(window_header(window))
-        if window.examples:
-            for chunk in chunks:
-                self._send(chunk, state, layout[chunk.segment], window)
-        if window.last:
-            self._receive_center(state, layout, chunks)
-        else:
-            self._receive_reply(state, layout, chunks)
+        committed = False
+        while not committed:
+            self._line.send_header(window_header(window))
+            if window.examples:
+                for chunk in chunks:
+                    self._send(chunk, state, layout[chunk.segment], window)
+            receive = self._receive_center if window.last else self._receive_reply
+            try:
+                receive(state, layout, chunks)
+                committed = True
+            except _Again:
+                # Before the first chunk of the reply, so that the state is what it was.
+                logger.info("rank %d contributes once more: another worker was lost", self.rank)
         if self._checkpoint_due:
             self._checkpoint_due = False
             self._send_own_state()
@@ -234,6 +279,8 @@ class AveragerClient:
         if self._codec.keeps_base or target.dtype is not dtype or target.device.type != "cpu":
             values = self._scratch[: len(target) * dtype.itemsize].view(dtype)
         while (header := self._line.receive_values(values)) is not None:
+            if "again" in header:
+                raise _Again
             if "checkpoint" not in header:
                 raise TrainingError(f"rank {self.rank} was sent {header} where values were due")
             if "now" in header:
@@ -260,6 +307,10 @@ def report_start_failure(address: AveragerAddress, error: WorkerError) -> None:
         line.close()
 
 
+class _Again(Exception):
+    """The round starts over."""
+
+
 class _Line:
     """The connection, its failures as errors of ours that name the rank."""
 
@@ -269,7 +320,7 @@ class _Line:
         try:
             connected = socket.create_connection(address.host_and_port, timeout=deadline_s)
         except OSError as error:
-            raise StoppedError(
+            raise DisconnectedError(
                 f"rank {rank} cannot reach the averager at {address.uri}: {error}"
             ) from error
         self._connection = Connection(connected, deadline_s)
@@ -336,4 +387,6 @@ class _Line:
                 f"rank {self._rank} heard nothing from the averager for {self._deadline_s:g} s"
             ) from error
         except ConnectionLostError as error:
-            raise StoppedError(f"rank {self._rank} was left by the averager: {error}") from error
+            raise DisconnectedError(
+                f"rank {self._rank} was left by the averager: {error}"
+            ) from error

@@ -67,16 +67,16 @@ def shard_header(shard: ShardFacts) -> dict[str, Any]:
     return {"shard": dataclasses.asdict(shard)}
 
 
-def read_join(header: dict[str, Any]) -> tuple[int, str]:
-    """Rank and host of a worker that joins.
+def read_join(header: dict[str, Any]) -> tuple[int, str, int]:
+    """Rank, host and attempt of a worker that joins.
 
     Raises:
         TrainingError: the header does not have them.
     """
-    rank, host = header.get("join"), header.get("host")
-    if not isinstance(rank, int) or not isinstance(host, str):
+    rank, host, attempt = header.get("join"), header.get("host"), header.get("attempt", 0)
+    if type(rank) is not int or not isinstance(host, str) or type(attempt) is not int:
         raise TrainingError(f"an exchange starts with a rank and a host, not with {header}")
-    return rank, host
+    return rank, host, attempt
 
 
 def read_shard(header: dict[str, Any], rank: int) -> ShardFacts:

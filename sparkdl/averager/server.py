@@ -3,7 +3,8 @@
 One worker is one TCP connection, from joining to leaving (``connection.py`` has its form):
 
     worker                               averager
-    {"join": rank, "host": ...}  ------>
+    {"join": rank, "host": ...,
+     "attempt": of its task}     ------>
     {"reading": rows so far}     ------> now and then, while its rows arrive
     {"shard": what they are}     ------> wait for all ranks, and for the driver to look at it
                                  <------ {"waiting": true}, now and then
@@ -21,12 +22,16 @@ One worker is one TCP connection, from joining to leaving (``connection.py`` has
                                          "now" in place of "waiting": send your own state at once
                                  <------ the reply, chunk by chunk
     {"own_state": bytes}, bytes  ------> only if it becomes a checkpoint
+                                 <------ or {"again": true}: a member of the round was lost;
+    {"window": report}, chunks   ------> the same once more
     ... a round a window ...
     {"finish": true}             ------>
     or {"failure": {...}}        ------> the run ends, with the worker's traceback
 
 A worker that sends faster than its chunks can be added is held back by TCP itself.
-If the run ends elsewhere, the next thing that a worker hears is {"stopped": reason}.
+A worker whose connection breaks may come back: it joins anew, and its training goes on behind its
+last committed window. If the run ends elsewhere, the next thing that a worker hears is {"stopped":
+reason}.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ import dataclasses
 import logging
 import queue
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -52,10 +58,11 @@ from sparkdl.averager.headers import (
     read_shard,
     read_window,
 )
+from sparkdl.averager.members import FencedError, Member, Tolerance
 from sparkdl.averager.port import Port
-from sparkdl.averager.rounds import Event, Rounds
+from sparkdl.averager.rounds import Event, Rounds, StartOverError
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
-from sparkdl.errors import DeadlineError, SparkDLError, TrainingError, WorkerLostError
+from sparkdl.errors import DeadlineError, SparkDLError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.protocols import Layout
 
@@ -96,6 +103,7 @@ class Averager:
         deadline_s: the longest that a worker may be silent while it is waited for, in seconds.
         plan: which commits become checkpoints; none by default.
         resumed: the checkpoint that ``center`` was read from, if it was.
+        tolerance: what losses of workers the run survives; none by default.
     """
 
     def __init__(
@@ -110,6 +118,7 @@ class Averager:
         deadline_s: float = 600.0,
         plan: CheckpointPlan | None = None,
         resumed: Resumed | None = None,
+        tolerance: Tolerance | None = None,
     ) -> None:
         self._rounds = Rounds(
             layout,
@@ -119,6 +128,7 @@ class Averager:
             deadline_s,
             progress=None if resumed is None else resumed.progress,
             plan=plan,
+            tolerance=tolerance,
         )
         self._resumed = resumed
         token = secrets.token_urlsafe(32)
@@ -150,6 +160,11 @@ class Averager:
         """The epochs that have ended, those before a checkpoint included."""
         return self._rounds.history
 
+    @property
+    def losses(self) -> list[str]:
+        """Which workers were lost so far, and why."""
+        return self._rounds.losses
+
     def start(self) -> None:
         """Let the workers train, now that the facts about their rows were found good."""
         self._rounds.start()
@@ -177,14 +192,17 @@ class Averager:
             DeadlineError: a worker that was waited for was silent for ``deadline_s``.
         """
         interval_s = min(1.0, self._rounds.deadline_s / 4)
+        check_at = time.monotonic() + interval_s
         while True:
-            try:
-                event = self._rounds.events.get(timeout=interval_s)
-            except queue.Empty:
+            if time.monotonic() >= check_at:
+                check_at = time.monotonic() + interval_s
                 try:
                     self._rounds.check_deadline()
                 except DeadlineError as error:
                     self._rounds.fail(error)
+            try:
+                event = self._rounds.events.get(timeout=interval_s)
+            except queue.Empty:
                 continue
             if self._rounds.failure is not None:
                 raise self._rounds.failure
@@ -194,26 +212,29 @@ class Averager:
 
     def _serve(self, connection: Connection) -> None:
         """Serve one worker from joining to leaving; its thread runs this."""
-        rank, host = -1, "a worker"
+        member: Member | None = None
         try:
             hello = connection.receive_header()
             raise_reported_failure(hello)
-            rank, host = read_join(hello)
-            self._rounds.join(rank, host)
-            _Session(rank, connection, self._rounds, self._codec, self._resumed).run()
+            member = self._rounds.join(*read_join(hello), connection.interrupt)
+            _Session(member.rank, connection, self._rounds, self._codec, self._resumed).run()
+        except FencedError as error:
+            self._say_farewell(connection, error)
         except SparkDLError as error:
             self._rounds.fail(error)
             self._say_farewell(connection, self._rounds.failure or error)
         except (ConnectionLostError, SilenceError) as error:
-            self._rounds.fail(
-                WorkerLostError(
-                    f"the connection to rank {rank} on {host} ended in the middle of training "
-                    f"({error}). The executor's log says why; a process killed for memory needs "
-                    "more spark.executor.memoryOverhead"
-                )
+            if member is None:
+                logger.info("a worker left before it had joined: %s", error)
+                return
+            self._rounds.lose(
+                member,
+                f"ended its connection in the middle of training ({error}). The executor's log "
+                "says why; a process killed for memory needs more spark.executor.memoryOverhead",
             )
         except Exception as error:  # a mistake of ours must not leave the driver waiting
-            self._rounds.fail(TrainingError(f"the averager's thread for rank {rank}: {error!r}"))
+            name = "a worker" if member is None else f"rank {member.rank}"
+            self._rounds.fail(TrainingError(f"the averager's thread for {name}: {error!r}"))
             raise
 
     @staticmethod
@@ -259,28 +280,38 @@ class _Session:
         rounds.finish(rank)
 
     def _send_start(self) -> None:
+        """Send the center, and from a checkpoint what only this worker knew."""
         rank, resumed, rounds = self._rank, self._resumed, self._rounds
+        position = rounds.position(rank)
+        own_state_bytes = None
+        if resumed is not None and position == resumed.progress.positions[rank]:
+            own_state_bytes = resumed.own_state_bytes(rank)
+        elif resumed is not None or rounds.committed:
+            own_state_bytes = 0
         self._connection.send_header(
             {
                 "chunk_bytes": rounds.chunk_bytes,
-                "position": dataclasses.asdict(rounds.position(rank)),
-                "own_state": None if resumed is None else resumed.own_state_bytes(rank),
+                "position": dataclasses.asdict(position),
+                "own_state": own_state_bytes,
             }
         )
         self._send(rounds.center, kinds={"parameters", "buffers"})
-        if resumed is not None:
+        if own_state_bytes is not None:
             self._send(rounds.center, kinds={"optimizer"})
-            if resumed.own_state_bytes(rank):
-                with resumed.open_own_state(rank) as file:
-                    while block := file.read(rounds.chunk_bytes):
-                        self._connection.send_values(
-                            torch.frombuffer(bytearray(block), dtype=torch.uint8)
-                        )
+        if resumed is not None and own_state_bytes:
+            with resumed.open_own_state(rank) as file:
+                while block := bytearray(file.read(rounds.chunk_bytes)):
+                    self._connection.send_values(torch.frombuffer(block, dtype=torch.uint8))
+        rounds.release(rank)
 
     def _serve_round(self, report: WindowReport) -> None:
-        reply = self._rounds.contribute(
-            report, self._receive, self._scratch, self._while_others_go_on
-        )
+        try:
+            reply = self._rounds.contribute(
+                report, self._receive, self._scratch, self._while_others_go_on
+            )
+        except StartOverError:
+            self._connection.send_header({"again": True})
+            return
         saving = self._rounds.saving_of(self._rank)
         if saving is not None:
             self._connection.send_header({"checkpoint": True})

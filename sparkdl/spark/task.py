@@ -44,6 +44,7 @@ def run_worker_task(
             device=choose_device(device, context),
             threads=context.cpus(),
             directory=_local_directory(),
+            attempt=context.taskAttemptId(),
         )
     except Exception as error:  # an import missing on this executor is the user's to see
         report_failure(address, rank, error)

@@ -32,6 +32,12 @@ class Run:
     loss_sum: Tensor = field(default_factory=lambda: torch.zeros(()))
     """Sum of the loss over those rows."""
 
+    def start_at(self, step: int) -> None:
+        """Begin, or begin again, behind the last committed window."""
+        self.step = step
+        self.examples = 0
+        self.loss_sum = torch.zeros(())
+
     def start_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Count a new epoch, of which some steps may have been taken already."""
         self.epoch = epoch

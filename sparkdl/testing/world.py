@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import multiprocessing.connection
 import tempfile
@@ -19,8 +20,10 @@ from sparkdl.averager.rounds import Event
 from sparkdl.averager.server import Averager, AveragerAddress
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Launch, Outcome, run
-from sparkdl.errors import TrainingError, WorkerLostError
+from sparkdl.errors import DisconnectedError, TrainingError, WorkerLostError
 from sparkdl.worker import Job, Place, train
+
+logger = logging.getLogger(__name__)
 
 Shard = Sequence[pa.RecordBatch]
 
@@ -81,8 +84,8 @@ def _threads(job: Job, shards: Sequence[Shard], directory: Path) -> Launch:
     def launch(averager: Averager) -> Iterator[None]:
         workers = [
             threading.Thread(
-                target=train,
-                args=(job, Place(rank=rank, directory=directory), averager.address, shard),
+                target=_train_in_thread,
+                args=(job, rank, directory, averager.address, shard),
                 name=f"sparkdl-rank-{rank}",
                 daemon=True,
             )
@@ -102,50 +105,107 @@ def _threads(job: Job, shards: Sequence[Shard], directory: Path) -> Launch:
     return launch
 
 
+def _train_in_thread(
+    job: Job, rank: int, directory: Path, address: AveragerAddress, shard: Shard
+) -> None:
+    """One rank; as Spark would, start it again when it asks for that."""
+    for attempt in range(1 + job.max_failures):
+        try:
+            train(job, Place(rank=rank, directory=directory, attempt=attempt), address, shard)
+            return
+        except DisconnectedError as error:
+            logger.info("attempt %d of rank %d ended: %s", attempt, rank, error)
+
+
 def _processes(job: Job, shards: Sequence[Shard], directory: Path) -> Launch:
     context = multiprocessing.get_context("spawn")
     payload = cloudpickle.dumps(job)
 
     @contextmanager
     def launch(averager: Averager) -> Iterator[None]:
-        workers = [
-            context.Process(
-                target=_train_in_process, args=(payload, rank, directory, averager.address, shard)
+        def start(rank: int, attempt: int) -> multiprocessing.process.BaseProcess:
+            worker = context.Process(
+                target=_train_in_process,
+                args=(payload, rank, attempt, directory, averager.address, shards[rank]),
+                name=f"rank {rank}",
             )
-            for rank, shard in enumerate(shards)
-        ]
-        for worker in workers:
             worker.start()
-        watcher = threading.Thread(target=_watch, args=(workers, averager), daemon=True)
-        watcher.start()
+            return worker
+
+        keeper = _Keeper(start, len(shards), averager, restarts=job.max_failures)
         try:
             yield
         except BaseException:
-            for worker in workers:
-                worker.kill()
+            keeper.kill()
             raise
         finally:
-            for worker in workers:
-                worker.join(job.deadline_s)
-            watcher.join(job.deadline_s)
+            keeper.join(job.deadline_s)
 
     return launch
 
 
 def _train_in_process(
-    payload: bytes, rank: int, directory: Path, address: AveragerAddress, shard: Shard
+    payload: bytes,
+    rank: int,
+    attempt: int,
+    directory: Path,
+    address: AveragerAddress,
+    shard: Shard,
 ) -> None:
-    train(cloudpickle.loads(payload), Place(rank=rank, directory=directory), address, shard)
+    place = Place(rank=rank, directory=directory, attempt=attempt)
+    train(cloudpickle.loads(payload), place, address, shard)
 
 
-def _watch(workers: Sequence[multiprocessing.process.BaseProcess], averager: Averager) -> None:
-    """Tell the averager of a process that ends with an error before it could join."""
-    ranks = {worker.sentinel: rank for rank, worker in enumerate(workers)}
-    while ranks:
-        for sentinel in multiprocessing.connection.wait(list(ranks)):
-            rank = ranks.pop(sentinel)  # type: ignore[arg-type]
-            workers[rank].join()
-            if workers[rank].exitcode:
-                averager.fail(
-                    WorkerLostError(f"rank {rank} exited with code {workers[rank].exitcode}")
-                )
+class _Keeper:
+    """Watches the ranks' processes, and starts one that ends with an error again, as Spark does.
+
+    Args:
+        start: starts the process of a rank and an attempt.
+        world_size: number of ranks.
+        averager: is told when there is nothing more to start.
+        restarts: how often in all.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[int, int], multiprocessing.process.BaseProcess],
+        world_size: int,
+        averager: Averager,
+        restarts: int,
+    ) -> None:
+        self._start = start
+        self._averager = averager
+        self._restarts = restarts
+        self._over = False
+        self._workers = {rank: start(rank, 0) for rank in range(world_size)}
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def kill(self) -> None:
+        """End every process at once."""
+        self._over = True
+        for worker in self._workers.values():
+            worker.kill()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the processes."""
+        self._thread.join(seconds)
+
+    def _watch(self) -> None:
+        ranks = {worker.sentinel: rank for rank, worker in self._workers.items()}
+        attempts = 0
+        while ranks:
+            for sentinel in multiprocessing.connection.wait(list(ranks)):
+                rank = ranks.pop(sentinel)  # type: ignore[arg-type]
+                worker = self._workers[rank]
+                worker.join()
+                if not worker.exitcode or self._over:
+                    continue
+                if attempts == self._restarts:
+                    self._averager.fail(
+                        WorkerLostError(f"rank {rank} exited with code {worker.exitcode}")
+                    )
+                    continue
+                attempts += 1
+                self._workers[rank] = self._start(rank, attempts)
+                ranks[self._workers[rank].sentinel] = rank

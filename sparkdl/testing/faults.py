@@ -1,0 +1,136 @@
+"""Scripted faults: a line between workers and averager that breaks when it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+from sparkdl.averager.server import AveragerAddress
+
+BLOCK_BYTES = 1 << 14
+
+
+class Proxy:
+    """Pass bytes on between workers and averager, and break connections; a context manager.
+
+    Args:
+        target: the averager.
+        breaks_after: called for each connection; the bytes of both directions together after which
+            it is reset, in the middle of whatever is being sent; None for never.
+    """
+
+    def __init__(
+        self, target: AveragerAddress, breaks_after: Callable[[], int | None] = lambda: None
+    ) -> None:
+        self._target = target
+        self._breaks_after = breaks_after
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._lines: list[_Line] = []
+        self.breaks = 0
+        uri = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.address = AveragerAddress(uri, target.token)
+        self._thread = threading.Thread(target=self._listen, name="sparkdl-proxy", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(10)
+        self.reset()
+        for line in self._lines:
+            line.join()
+
+    def reset(self) -> None:
+        """Break every connection there is."""
+        for line in self._lines:
+            line.reset()
+
+    def _listen(self) -> None:
+        for worker in self._connections():
+            try:
+                averager = socket.create_connection(self._target.host_and_port, timeout=10)
+            except OSError:
+                worker.close()
+                continue
+            averager.settimeout(None)
+            self._lines.append(_Line(worker, averager, self._breaks_after(), self._count))
+
+    def _connections(self) -> Iterator[socket.socket]:
+        while True:
+            try:
+                connected, _ = self._listener.accept()
+            except OSError:
+                return
+            yield connected
+
+    def _count(self) -> None:
+        self.breaks += 1
+
+
+class _Line:
+    """One connection, as two sockets and a thread for each direction."""
+
+    def __init__(
+        self,
+        worker: socket.socket,
+        averager: socket.socket,
+        breaks_after: int | None,
+        on_break: Callable[[], None],
+    ) -> None:
+        self._sockets = (worker, averager)
+        self._left = breaks_after
+        self._on_break = on_break
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._pump, args=pair, name="sparkdl-proxy", daemon=True)
+            for pair in ((worker, averager), (averager, worker))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def reset(self) -> None:
+        """Close both ends without a farewell."""
+        for end in self._sockets:
+            with contextlib.suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RD)
+            end.close()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(10)
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while block := source.recv(BLOCK_BYTES):
+                allowed = self._take(len(block))
+                target.sendall(block[:allowed])
+                if allowed < len(block):
+                    self._on_break()
+                    self.reset()
+                    return
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            self.reset()
+
+    def _take(self, count: int) -> int:
+        with self._lock:
+            if self._left is None:
+                return count
+            allowed = min(count, self._left)
+            self._left -= allowed
+            return allowed

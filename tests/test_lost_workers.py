@@ -1,0 +1,227 @@
+"""Workers that are lost cost their own window; no row is counted twice or left out."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from toys import classification, make_job, mlp, sparkdl_threads
+
+from sparkdl.averager import Averager, members
+from sparkdl.driver import Outcome, run
+from sparkdl.errors import DeadlineError, WorkerError, WorkerLostError
+from sparkdl.strategies import ParameterAveraging
+from sparkdl.testing import run_world
+from sparkdl.testing.faults import Proxy
+from sparkdl.testing.world import Shard, _processes, _threads
+from sparkdl.worker import Job
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SIZES = [40, 33, 21]
+
+
+class Misbehaves(nn.Module):
+    """Does ``deed`` on rank 1 in its first ``times`` passes after the ``after``-th."""
+
+    def __init__(self, folder: Path, deed: Callable[[], None], after: int, times: int = 1) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.folder, self.deed, self.after, self.times = str(folder), deed, after, times
+
+    def forward(self, features: Tensor) -> Tensor:
+        if "rank 1" in _process_name():
+            Path(self.folder, f"{time.monotonic_ns()}-{os.getpid()}").touch()
+            passes = len(os.listdir(self.folder))
+            if self.after < passes <= self.after + self.times:
+                self.deed()
+        return self.net(features)
+
+
+def _process_name() -> str:
+    import multiprocessing
+
+    return multiprocessing.current_process().name
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def explode() -> None:
+    raise ZeroDivisionError("the user's own mistake")
+
+
+@pytest.fixture(autouse=True)
+def _nobody_stays() -> Iterator[None]:
+    before = set(sparkdl_threads())
+    yield
+    deadline = time.monotonic() + 5
+    while set(sparkdl_threads()) - before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert set(sparkdl_threads()) - before == set()
+
+
+def run_with_breaks(
+    job: Job, shards: list[Shard], folder: Path, breaks_after: Callable[[], int | None]
+) -> tuple[Outcome, Proxy]:
+    """A run behind a proxy that breaks connections after as many bytes as it is told."""
+    proxies: list[Proxy] = []
+    start = _threads(job, shards, folder)
+
+    @contextmanager
+    def launch(averager: Averager) -> Iterator[None]:
+        with Proxy(averager.address, breaks_after) as proxy:
+            proxies.append(proxy)
+            with start(SimpleNamespace(address=proxy.address, fail=averager.fail)):  # type: ignore[arg-type]
+                yield
+
+    return run(job, len(shards), launch), proxies[0]
+
+
+@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.NAdam])
+@pytest.mark.parametrize("seed", range(5))
+def test_connections_reset_at_any_byte_cost_no_row(
+    tmp_path: Path, seed: int, optimizer: Any, wire_dtype: Any
+) -> None:
+    """Ten connections break, somewhere between the first byte and the last of the run."""
+    generator = random.Random(seed)
+    limits = [generator.randrange(1, 12_000) for _ in range(10)]
+    job = make_job(
+        mlp(),
+        optimizer=partial(optimizer, lr=0.01),
+        strategy=ParameterAveraging(period=2, wire_dtype=wire_dtype),
+        epochs=8,
+        max_failures=40,
+    )
+    outcome, proxy = run_with_breaks(
+        job,
+        classification(SIZES).shards(),
+        tmp_path,
+        lambda: limits.pop() if limits else None,
+    )
+    assert proxy.breaks >= 3
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 8
+    assert all(torch.isfinite(p).all() for p in outcome.module.parameters())
+    assert outcome.history[-1].loss < outcome.history[0].loss
+
+
+def test_without_tolerance_the_first_reset_ends_the_run(tmp_path: Path) -> None:
+    limits = [8_000]
+    with pytest.raises(WorkerLostError, match=r"rank \d on \S+ ended its connection"):
+        run_with_breaks(
+            make_job(mlp(), epochs=20),
+            classification(SIZES).shards(),
+            tmp_path,
+            lambda: limits.pop() if limits else None,
+        )
+
+
+def test_one_failure_too_many_names_the_last_ones(tmp_path: Path) -> None:
+    with pytest.raises(WorkerLostError, match=r"4 workers were lost, .*maxFailures .*\(3\): rank"):
+        run_with_breaks(
+            make_job(mlp(), epochs=50, max_failures=3),
+            classification(SIZES).shards(),
+            tmp_path,
+            lambda: 8_000,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [0, 3, 12])
+@pytest.mark.parametrize("average_optimizer_state", [True, False])
+def test_a_killed_process_is_started_again_and_no_row_is_lost(
+    tmp_path: Path, after: int, average_optimizer_state: bool
+) -> None:
+    job = make_job(
+        Misbehaves(tmp_path, kill, after),
+        optimizer=partial(torch.optim.Adam, lr=0.01),
+        strategy=ParameterAveraging(2, average_optimizer_state=average_optimizer_state),
+        epochs=3,
+        max_failures=1,
+    )
+    outcome = run_world(job, classification(SIZES).shards(), ranks_as="processes")
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    assert len({name.split("-")[1] for name in os.listdir(tmp_path)}) == 2
+
+
+@pytest.mark.slow
+def test_a_stopped_process_is_dropped_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "STRAGGLER_S", 0.5)
+    job = make_job(Misbehaves(tmp_path, stop, after=5), epochs=3, max_failures=2)
+    shards = classification(SIZES).shards()
+    averagers: list[Averager] = []
+    start = _processes(job, shards, tmp_path)
+
+    def launch(averager: Averager) -> Any:
+        averagers.append(averager)
+        return start(averager)
+
+    def resume_once_dropped() -> None:
+        deadline = time.monotonic() + 60
+        while not (averagers and averagers[0].losses) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for name in os.listdir(tmp_path):
+            os.kill(int(name.split("-")[1]), signal.SIGCONT)
+
+    helper = threading.Thread(target=resume_once_dropped)
+    helper.start()
+    outcome = run(job, 3, launch)
+    helper.join(10)
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    assert len(averagers[0].losses) == 1
+    assert "rank 1" in averagers[0].losses[0]
+    assert "did not contribute to round" in averagers[0].losses[0]
+    assert len({name.split("-")[1] for name in os.listdir(tmp_path)}) == 1
+
+
+def test_the_users_error_is_not_tried_again(tmp_path: Path) -> None:
+    class Explodes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, features: Tensor) -> Tensor:
+            explode()
+            return self.net(features)
+
+    with pytest.raises(WorkerError, match="the user's own mistake"):
+        run_world(make_job(Explodes(), max_failures=9), classification(SIZES).shards())
+
+
+def test_a_worker_that_never_comes_back_is_named_with_why_it_was_lost(tmp_path: Path) -> None:
+    job = make_job(mlp(), epochs=200, max_failures=9, deadline_s=3.0)
+    shards = classification(SIZES).shards()
+    start = _threads(job, shards, tmp_path)
+
+    @contextmanager
+    def launch(averager: Averager) -> Iterator[None]:
+        with Proxy(averager.address) as proxy:
+            with start(SimpleNamespace(address=proxy.address, fail=averager.fail)):  # type: ignore[arg-type]
+                time.sleep(0.5)
+                threading.Thread(target=proxy.__exit__, args=(None, None, None)).start()
+                yield
+
+    with pytest.raises(DeadlineError, match=r"did not come back \(rank \d on .* within 3 s"):
+        run(job, 3, launch)
