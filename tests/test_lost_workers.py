@@ -80,6 +80,11 @@ def _nobody_stays() -> Iterator[None]:
     assert set(sparkdl_threads()) - before == set()
 
 
+def seen_through(proxy: Proxy, averager: Averager) -> Any:
+    """The averager as workers see it who have to pass the proxy."""
+    return SimpleNamespace(address=proxy.address, fail=averager.fail)
+
+
 def run_with_breaks(
     job: Job, shards: list[Shard], folder: Path, breaks_after: Callable[[], int | None]
 ) -> tuple[Outcome, Proxy]:
@@ -91,15 +96,16 @@ def run_with_breaks(
     def launch(averager: Averager) -> Iterator[None]:
         with Proxy(averager.address, breaks_after) as proxy:
             proxies.append(proxy)
-            with start(SimpleNamespace(address=proxy.address, fail=averager.fail)):  # type: ignore[arg-type]
+            with start(seen_through(proxy, averager)):
                 yield
 
     return run(job, len(shards), launch), proxies[0]
 
 
-@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.NAdam])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("optimizer", "wire_dtype"), [(torch.optim.SGD, "bfloat16"), (torch.optim.NAdam, "float32")]
+)
+@pytest.mark.parametrize("seed", range(4))
 def test_connections_reset_at_any_byte_cost_no_row(
     tmp_path: Path, seed: int, optimizer: Any, wire_dtype: Any
 ) -> None:
@@ -217,11 +223,10 @@ def test_a_worker_that_never_comes_back_is_named_with_why_it_was_lost(tmp_path: 
 
     @contextmanager
     def launch(averager: Averager) -> Iterator[None]:
-        with Proxy(averager.address) as proxy:
-            with start(SimpleNamespace(address=proxy.address, fail=averager.fail)):  # type: ignore[arg-type]
-                time.sleep(0.5)
-                threading.Thread(target=proxy.__exit__, args=(None, None, None)).start()
-                yield
+        with Proxy(averager.address) as proxy, start(seen_through(proxy, averager)):
+            time.sleep(0.5)
+            threading.Thread(target=proxy.__exit__, args=(None, None, None)).start()
+            yield
 
     with pytest.raises(DeadlineError, match=r"did not come back \(rank \d on .* within 3 s"):
         run(job, 3, launch)

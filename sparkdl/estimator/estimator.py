@@ -21,7 +21,6 @@ from sparkdl.estimator.params import EstimatorParams
 from sparkdl.estimator.persistence import EstimatorReader, EstimatorWriter
 from sparkdl.estimator.preflight import Preflight, UnbalancedError
 from sparkdl.estimator.progress import ProgressBar
-from sparkdl.estimator.recovery_params import RecoveryParams
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.spark.launcher import launch
 from sparkdl.strategies import ParameterAveraging, Strategy
@@ -52,7 +51,6 @@ def _known_arguments(init: F) -> F:
 class TorchEstimator(
     Estimator[TorchModel],
     EstimatorParams,
-    RecoveryParams,
     MLWritable,
     MLReadable["TorchEstimator"],
 ):
@@ -83,6 +81,11 @@ class TorchEstimator(
         seed: of the initial parameters, the shuffling and the workers' random numbers.
         progress: whether to show a progress bar.
         timeout: the longest that any worker or round is waited for, in seconds.
+        maxFailures: how often workers may be lost during a fit: their process, executor or host
+            died, or they were silent for too long. The others go on, and Spark starts them again; 0
+            ends the fit at the first loss. An error that the model raises is never tried again.
+        minWorkers: with how many workers training goes on; with fewer it waits, up to ``timeout``,
+            until lost ones have come back.
         checkpointPath: a directory for checkpoints of the training: a path that the driver sees, or
             a URI that pyarrow.fs takes (``s3://bucket/directory``, ``hdfs://...``); None for none.
         checkpointEvery: epochs between two checkpoints; there is one after the last epoch too.
@@ -114,6 +117,8 @@ class TorchEstimator(
         seed: int = 0,
         progress: bool = True,
         timeout: float = 600.0,
+        maxFailures: int = 3,
+        minWorkers: int = 1,
         checkpointPath: str | None = None,
         checkpointEvery: int = 1,
         keepLast: int = 2,
@@ -137,6 +142,8 @@ class TorchEstimator(
             seed=seed,
             progress=progress,
             timeout=timeout,
+            maxFailures=maxFailures,
+            minWorkers=minWorkers,
             checkpointPath=checkpointPath,
             checkpointEvery=checkpointEvery,
             keepLast=keepLast,

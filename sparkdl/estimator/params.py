@@ -9,32 +9,11 @@ from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasPredictionCol, HasSeed
 
 from sparkdl.errors import ConfigError
+from sparkdl.estimator.converters import one_of, optional_whole, positive, whole
+from sparkdl.estimator.recovery_params import RecoveryParams
 from sparkdl.strategies import Strategy
 
 OUTPUT_TYPES = ("auto", "class", "probability", "raw")
-
-
-def _whole(name: str, minimum: int) -> Any:
-    def convert(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ConfigError(f"{name} must be a whole number >= {minimum}, got {value!r}")
-        return value
-
-    return convert
-
-
-def _optional_whole(name: str, minimum: int) -> Any:
-    convert = _whole(name, minimum)
-    return lambda value: None if value is None else convert(value)
-
-
-def _positive(name: str) -> Any:
-    def convert(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ConfigError(f"{name} must be a number > 0, got {value!r}")
-        return float(value)
-
-    return convert
 
 
 def _names(value: Any) -> list[str] | None:
@@ -44,15 +23,6 @@ def _names(value: Any) -> list[str] | None:
     if not names or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"featuresCols must be a list of column names, got {value!r}")
     return names
-
-
-def _one_of(name: str, allowed: tuple[str, ...]) -> Any:
-    def convert(value: Any) -> str:
-        if value not in allowed:
-            raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-        return str(value)
-
-    return convert
 
 
 def _device(value: Any) -> str:
@@ -93,7 +63,7 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
         "outputType",
         "what predictionCol holds: 'class' (index, double), 'probability' (vector), 'raw' (the "
         "model's output: double or vector), or 'auto': class for a classification loss, else raw",
-        typeConverter=_one_of("outputType", OUTPUT_TYPES),
+        typeConverter=one_of("outputType", OUTPUT_TYPES),
     )
 
     def _set(self, **values: Any) -> Self:
@@ -136,7 +106,7 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
         return self.getFeaturesCols() or [self.getFeaturesCol()]
 
 
-class EstimatorParams(InputOutputParams, HasLabelCol, HasSeed):
+class EstimatorParams(InputOutputParams, RecoveryParams, HasLabelCol, HasSeed):
     """Params of ``TorchEstimator``; its docstring says what each is for."""
 
     model: Param[Any] = Param(
@@ -164,19 +134,19 @@ class EstimatorParams(InputOutputParams, HasLabelCol, HasSeed):
         Params._dummy(),
         "epochs",
         "passes over the data (>= 1)",
-        typeConverter=_whole("epochs", 1),
+        typeConverter=whole("epochs", 1),
     )
     batchSize: Param[int] = Param(
         Params._dummy(),
         "batchSize",
         "rows a minibatch on each worker (>= 1)",
-        typeConverter=_whole("batchSize", 1),
+        typeConverter=whole("batchSize", 1),
     )
     numWorkers: Param[int | None] = Param(
         Params._dummy(),
         "numWorkers",
         "replicas to train (>= 1); None for as many as the cluster has slots",
-        typeConverter=_optional_whole("numWorkers", 1),
+        typeConverter=optional_whole("numWorkers", 1),
     )
     device: Param[str] = Param(
         Params._dummy(),
@@ -194,7 +164,7 @@ class EstimatorParams(InputOutputParams, HasLabelCol, HasSeed):
         Params._dummy(),
         "timeout",
         "the longest that any worker or round is waited for, in seconds (> 0)",
-        typeConverter=_positive("timeout"),
+        typeConverter=positive("timeout"),
     )
 
     def setLabelCol(self, value: str) -> Self:

@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.driver import as_builder
-from sparkdl.errors import DataError
+from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import Head, head_of, output_function
 from sparkdl.estimator.params import EstimatorParams
 from sparkdl.estimator.probe import build, probe
@@ -76,8 +76,15 @@ class Preflight:
             batch_size=params.getBatchSize(),
             seed=params.getSeed(),
             deadline_s=params.getTimeout(),
+            max_failures=params.getMaxFailures(),
+            min_workers=params.getMinWorkers(),
         )
         num_workers = choose_num_workers(frame.sparkSession, params.getNumWorkers())
+        if params.getMinWorkers() > num_workers:
+            raise ConfigError(
+                f"minWorkers is {params.getMinWorkers()}, but there are {num_workers} workers. Set "
+                f"it to at most {num_workers}"
+            )
         self.workers = Workers(
             frame=frame,
             columns=(*features, label),

@@ -8,7 +8,7 @@ from pyspark.ml.param import Param, Params
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.params import _one_of, _whole
+from sparkdl.estimator.converters import one_of, whole
 
 
 def _path(value: Any) -> str | None:
@@ -18,7 +18,7 @@ def _path(value: Any) -> str | None:
 
 
 class RecoveryParams(Params):
-    """Params of ``TorchEstimator`` about checkpoints; its docstring says what each is for."""
+    """Params of ``TorchEstimator``; its docstring says what each is for."""
 
     checkpointPath: Param[str | None] = Param(
         Params._dummy(),
@@ -30,20 +30,51 @@ class RecoveryParams(Params):
         Params._dummy(),
         "checkpointEvery",
         "epochs between two checkpoints (>= 1)",
-        typeConverter=_whole("checkpointEvery", 1),
+        typeConverter=whole("checkpointEvery", 1),
     )
     keepLast: Param[int] = Param(
         Params._dummy(),
         "keepLast",
         "checkpoints to keep (>= 1)",
-        typeConverter=_whole("keepLast", 1),
+        typeConverter=whole("keepLast", 1),
     )
     resume: Param[str] = Param(
         Params._dummy(),
         "resume",
         "'auto' goes on from the newest checkpoint if there is one; 'never' starts anew",
-        typeConverter=_one_of("resume", ("auto", "never")),
+        typeConverter=one_of("resume", ("auto", "never")),
     )
+
+    maxFailures: Param[int] = Param(
+        Params._dummy(),
+        "maxFailures",
+        "how often workers may be lost during a fit (>= 0); 0 ends it at the first loss",
+        typeConverter=whole("maxFailures", 0),
+    )
+    minWorkers: Param[int] = Param(
+        Params._dummy(),
+        "minWorkers",
+        "with how many workers training goes on while others are lost (>= 1)",
+        typeConverter=whole("minWorkers", 1),
+    )
+
+    def getMaxFailures(self) -> int:
+        """Gets the value of maxFailures or its default value."""
+        return self.getOrDefault(self.maxFailures)
+
+    def setMaxFailures(self, value: int) -> Self:
+        """Sets the value of maxFailures."""
+        self._set(maxFailures=value)
+        return self
+
+    def getMinWorkers(self) -> int:
+        """Gets the value of minWorkers or its default value."""
+        return self.getOrDefault(self.minWorkers)
+
+    def setMinWorkers(self, value: int) -> Self:
+        """Sets the value of minWorkers."""
+        self._set(minWorkers=value)
+        return self
 
     def getCheckpointPath(self) -> str | None:
         """Gets the value of checkpointPath or its default value."""

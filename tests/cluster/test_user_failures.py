@@ -157,7 +157,7 @@ def test_a_killed_worker_process_ends_the_fit_in_bounded_time_and_names_the_rank
     started = time.monotonic()
 
     with pytest.raises(TrainingError, match="rank 1"):
-        sabotage(spark, tmp_path / "passes", "die", timeout=120.0)
+        sabotage(spark, tmp_path / "passes", "die", timeout=120.0, maxFailures=0)
 
     assert time.monotonic() - started < 90
     assert_no_job_runs(spark)

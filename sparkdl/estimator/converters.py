@@ -1,0 +1,46 @@
+"""What checks and converts the values of Params; each names the Param in its error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparkdl.errors import ConfigError
+
+
+def whole(name: str, minimum: int) -> Any:
+    """A whole number of at least ``minimum``."""
+
+    def convert(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ConfigError(f"{name} must be a whole number >= {minimum}, got {value!r}")
+        return value
+
+    return convert
+
+
+def optional_whole(name: str, minimum: int) -> Any:
+    """The same, or None."""
+    convert = whole(name, minimum)
+    return lambda value: None if value is None else convert(value)
+
+
+def positive(name: str) -> Any:
+    """A number above 0."""
+
+    def convert(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ConfigError(f"{name} must be a number > 0, got {value!r}")
+        return float(value)
+
+    return convert
+
+
+def one_of(name: str, allowed: tuple[str, ...]) -> Any:
+    """One of some words."""
+
+    def convert(value: Any) -> str:
+        if value not in allowed:
+            raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        return str(value)
+
+    return convert

@@ -1,0 +1,36 @@
+"""Spark starts lost workers again, and the fit ends as if nothing had been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from frames import estimator, frame
+from models import DiesOnce, Saboteur, lines
+from pyspark.sql import SparkSession
+
+from sparkdl.errors import ConfigError, TrainingError
+
+
+@pytest.mark.parametrize("executor", [False, True], ids=["process", "executor"])
+def test_a_worker_that_is_killed_is_started_again_and_no_row_is_lost(
+    spark: SparkSession, tmp_path: Path, executor: bool
+) -> None:
+    died = tmp_path / "died"
+    model = DiesOnce(str(died), executor=executor)
+    fitted = estimator(model=model, numWorkers=3, epochs=4, batchSize=5).fit(frame(spark, rows=90))
+    assert len(lines(died)) == 1
+    assert [epoch.examples for epoch in fitted.history] == [90] * 4
+
+
+def test_a_worker_that_dies_again_and_again_ends_the_fit(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    model = Saboteur(str(tmp_path / "passes"), "die")
+    with pytest.raises(TrainingError, match=r"maxFailures allows \(2\): rank 1|failed 4 times"):
+        estimator(model=model, numWorkers=3, epochs=9, maxFailures=2).fit(frame(spark, rows=90))
+
+
+def test_more_min_workers_than_workers_are_refused(spark: SparkSession) -> None:
+    with pytest.raises(ConfigError, match="minWorkers is 3, but there are 2 workers"):
+        estimator(minWorkers=3, numWorkers=2).fit(frame(spark))
