@@ -126,6 +126,21 @@ class DiesOnce(nn.Module):
         return self.layer(features)
 
 
+class Slow(nn.Module):
+    """Takes some seconds for each minibatch."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+        self.seconds = seconds
+
+    def forward(self, features: Tensor) -> Tensor:
+        if task_rank() >= 0:
+            time.sleep(self.seconds)
+        return self.layer(features)
+
+
 class CountsLoads(nn.Module):
     """Records the process each time it is unpickled or copied."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import struct
 import threading
@@ -58,6 +59,18 @@ class Proxy:
         for line in self._lines:
             line.reset()
 
+    def break_one(self, choose: random.Random, within_bytes: int) -> bool:
+        """Break one connection in the middle of what it carries; returns whether there was one.
+
+        Args:
+            choose: picks the connection, and the byte after which it breaks.
+            within_bytes: the byte is one of the next so many; 0 for at once.
+        """
+        alive = [line for line in self._lines if line.alive]
+        if alive:
+            choose.choice(alive).break_after(choose.randint(0, within_bytes))
+        return bool(alive)
+
     def _listen(self) -> None:
         for worker in self._connections():
             try:
@@ -100,6 +113,18 @@ class _Line:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return all(thread.is_alive() for thread in self._threads)
+
+    def break_after(self, count: int) -> None:
+        """Break once so many more bytes have passed; at once for 0."""
+        with self._lock:
+            self._left = count
+        if not count:
+            self._on_break()
+            self.reset()
 
     def reset(self) -> None:
         """Close both ends without a farewell."""

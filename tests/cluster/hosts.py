@@ -187,6 +187,7 @@ class Cluster:
 
     def __init__(self, hosts: Hosts, *, cores: int = 1, memory_mb: int = 1024) -> None:
         self.hosts = hosts
+        self._cores = cores
         self._resources = ["--cores", str(cores), "--memory", f"{memory_mb}m"]
         self._home = Path(_find_spark_home())
         self._folder = hosts.hosts[0].folder.parent
@@ -249,6 +250,10 @@ class Cluster:
             "spark.driver.host": self.hosts.gateway,
             "spark.driver.bindAddress": self.hosts.gateway,
             "spark.ui.enabled": "false",
+            # What the driver waits for before it counts slots.
+            "spark.executor.instances": str(len(self.hosts.hosts)),
+            "spark.executor.cores": str(self._cores),
+            "spark.cores.max": str(self._cores * len(self.hosts.hosts)),
             **conf,
         }
         flags = [part for key, value in settings.items() for part in ("--conf", f"{key}={value}")]

@@ -121,7 +121,7 @@ def test_a_model_is_trained_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
             script,
             str(output),
             "epochs=3",
-            conf={"spark.executor.memory": "512m", "spark.cores.max": "2"},
+            conf={"spark.executor.memory": "512m"},
         )
         assert driver.wait(200) == 0
     result = json.loads(output.read_text())

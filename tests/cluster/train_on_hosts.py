@@ -2,7 +2,8 @@
 
     spark-submit train_on_hosts.py OUTPUT [PARAM=VALUE ...]
 
-PARAMs are those of ``frames.estimator``; ROWS is the number of rows.
+PARAMs are those of ``frames.estimator``; ``rows`` is the number of rows, and ``sleep`` the seconds
+that the model takes for a minibatch, so that there is time for a host to be lost.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from frames import estimator, frame
+from models import Slow
 
 from sparkdl import create_session
 
@@ -24,11 +26,14 @@ def main(output: str, *arguments: str) -> None:
     }
     spark = create_session("train on hosts")
     spark.sparkContext.setLogLevel("OFF")
+    if sleep := changes.pop("sleep", 0):
+        changes["model"] = Slow(sleep)
     workers = changes.setdefault("numWorkers", 2)
     rows = frame(spark, rows=changes.pop("rows", 60), partitions=workers)
     result: dict[str, Any] = {}
     try:
         model = estimator(**changes).fit(rows)
+        result["losses"] = [epoch.loss for epoch in model.history]
         result["examples"] = [epoch.examples for epoch in model.history]
         result["bits"] = [
             tensor.double().flatten().tolist() for tensor in model.module.state_dict().values()

@@ -1,0 +1,93 @@
+"""A whole host is lost in the middle of a fit on a standalone cluster of three."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import Cluster, Hosts, reason_not_to
+
+reason = reason_not_to()
+pytestmark = [
+    pytest.mark.skipif(reason is not None, reason=str(reason)),
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+]
+
+EPOCHS = 12
+ROWS = 180
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Hosts(3, tmp_path) as hosts, Cluster(hosts) as made:
+        yield made
+
+
+def fit_while(cluster: Cluster, folder: Path, deed: Callable[[], None]) -> dict[str, Any]:
+    """Fit on the three hosts, with a deed once checkpoints say that training is under way."""
+    output, checkpoints = folder / "result.json", folder / "checkpoints"
+    driver = cluster.driver(
+        Path(__file__).parent / "train_on_hosts.py",
+        str(output),
+        f"epochs={EPOCHS}",
+        f"rows={ROWS}",
+        "numWorkers=3",
+        "batchSize=5",
+        "sleep=0.1",
+        f"checkpointPath={json.dumps(str(checkpoints))}",
+        conf={
+            "spark.executor.memory": "512m",
+            "spark.network.timeout": "60s",
+            "spark.executor.heartbeatInterval": "5s",
+        },
+        stdout=subprocess.DEVNULL,
+        stderr=(folder / "driver.log").open("w"),
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not list(checkpoints.glob("checkpoint-000002/manifest.json")):
+            assert driver.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        deed()
+        assert driver.wait(250) == 0
+    finally:
+        driver.kill()
+    return json.loads(output.read_text())
+
+
+def test_a_host_that_crashes_is_replaced_and_no_row_is_lost(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    host = cluster.hosts.hosts[1]
+
+    def crash() -> None:
+        host.crash()
+        time.sleep(2)
+        cluster.boot(host)
+
+    result = fit_while(cluster, tmp_path, crash)
+    assert result.get("examples") == [ROWS] * EPOCHS, result
+    assert result["losses"][-1] < result["losses"][0]
+
+
+@pytest.mark.parametrize("deed", ["pause", "cut"])
+def test_a_host_that_is_silent_for_a_while_comes_back_and_no_row_is_lost(
+    cluster: Cluster, tmp_path: Path, deed: str
+) -> None:
+    host = cluster.hosts.hosts[2]
+
+    def be_silent() -> None:
+        getattr(host, deed)()
+        time.sleep(25)
+        (host.resume if deed == "pause" else host.mend)()
+
+    result = fit_while(cluster, tmp_path, be_silent)
+    assert result.get("examples") == [ROWS] * EPOCHS, result
+    assert result["losses"][-1] < result["losses"][0]
