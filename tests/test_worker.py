@@ -21,6 +21,7 @@ from toys import Data, classification, make_job, mlp, sparkdl_threads
 
 from sparkdl.averager import Averager, AveragerAddress
 from sparkdl.averager.connection import Connection
+from sparkdl.averager.progress import Position
 from sparkdl.driver import run
 from sparkdl.errors import (
     DataError,
@@ -495,8 +496,10 @@ class NoAverager:
     def report_reading(self, rows: int) -> None:
         pass
 
-    def start(self, *_: object) -> None:
-        pass
+    resumes = False
+
+    def start(self, *_: object) -> Position:
+        return Position()
 
     def exchange(self, *_: object) -> None:
         pass

@@ -37,7 +37,15 @@ COLUMN = {
     "largest": 2,
 }
 SHARD = {"rows": 3, "columns": [COLUMN]}
-WINDOW = {"rank": 0, "epoch": 1, "step": 1, "examples": 2, "loss_sum": 0.5, "last": False}
+WINDOW = {
+    "rank": 0,
+    "epoch": 1,
+    "step": 1,
+    "examples": 2,
+    "loss_sum": 0.5,
+    "last": False,
+    "step_of_epoch": 1,
+}
 
 
 @pytest.fixture

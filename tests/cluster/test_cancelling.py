@@ -1,0 +1,65 @@
+"""Cancelling a fit, or killing its driver, ends every worker within seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from frames import estimator, frame
+from models import Slow
+from pyspark.sql import SparkSession
+from test_preemption import processes_of, start, wait_for_checkpoint
+
+from sparkdl.errors import TrainingError
+
+
+def workers_of(spark: SparkSession) -> int:
+    return len(spark.sparkContext.statusTracker().getActiveJobsIds())
+
+
+def test_cancelling_every_job_ends_the_fit_and_the_session_stays_usable(
+    spark: SparkSession,
+) -> None:
+    def cancel() -> None:
+        deadline = time.monotonic() + 60
+        while not workers_of(spark) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1)
+        spark.sparkContext.cancelAllJobs()
+
+    canceller = threading.Thread(target=cancel)
+    canceller.start()
+    started = time.monotonic()
+    with pytest.raises(TrainingError, match="cancel"):
+        estimator(model=Slow(0.05), epochs=500, timeout=300.0).fit(frame(spark))
+    canceller.join()
+    assert time.monotonic() - started < 60
+    deadline = time.monotonic() + 10
+    while workers_of(spark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not workers_of(spark)
+    assert estimator().fit(frame(spark)).history[0].examples == 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_driver_that_is_killed_takes_every_worker_along(tmp_path: Path, number: int) -> None:
+    path = tmp_path / "checkpoints"
+    driver = start(tmp_path / "result", f'checkpointPath="{path}"', "sleep=0.02", "epochs=5000")
+    try:
+        wait_for_checkpoint(path, driver)
+        os.kill(driver.pid, number)
+        driver.wait(30)
+        deadline = time.monotonic() + 15
+        while processes_of(driver.pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert processes_of(driver.pid) == []
+    finally:
+        driver.kill()
+        subprocess.run(["pkill", "-KILL", "-s", str(driver.pid)], check=False)
