@@ -139,6 +139,7 @@ def storm(faults: int, first_seed: int) -> None:
             problem = f"{type(error).__name__}: {error}"
         seconds.append(time.monotonic() - started)
         jobs, right = jobs + 1, right + (not problem)
+        print(f"  {', '.join(chaos.injected)}")
         for fault in chaos.injected:
             word = fault.split()[0]
             kinds[word] = kinds.get(word, 0) + 1

@@ -1,7 +1,7 @@
 """A training under random faults, which it has to survive without losing or doubling a row.
 
-The same seed draws the same faults at the same instants after the start, so that a failure can be
-looked at again.
+The same seed draws the same faults at the same instants after the first round, so that a failure
+can be looked at again.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from sparkdl.checkpoint import storage
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome, run
 from sparkdl.errors import TrainingError
+from sparkdl.events import WindowReport
 from sparkdl.testing.faults import Proxy
 from sparkdl.testing.world import Shard, _processes
 from sparkdl.worker import Job
@@ -66,6 +67,7 @@ class Chaos:
             TrainingError: the run did not survive.
         """
         with tempfile.TemporaryDirectory(prefix="sparkdl-chaos-") as folder:
+            training = threading.Event()
             policy = CheckpointPolicy(path=str(Path(folder, "checkpoints")))
             launch = _processes(self.job, self.shards, Path(folder))
 
@@ -73,17 +75,21 @@ class Chaos:
             def start(averager: Averager) -> Iterator[None]:
                 with Proxy(averager.address) as proxy:
                     seen = _SeenThrough(proxy, averager)
-                    with launch(seen), self._storm(proxy):  # type: ignore[arg-type]
+                    with launch(seen), self._storm(proxy, training):  # type: ignore[arg-type]
                         yield
                 self.losses = averager.losses
 
-            return run(self.job, len(self.shards), start, checkpoints=policy)
+            def on_event(event: object) -> None:
+                if isinstance(event, WindowReport):
+                    training.set()
+
+            return run(self.job, len(self.shards), start, checkpoints=policy, on_event=on_event)
 
     @contextmanager
-    def _storm(self, proxy: Proxy) -> Iterator[None]:
+    def _storm(self, proxy: Proxy, training: threading.Event) -> Iterator[None]:
         over = threading.Event()
         thread = threading.Thread(
-            target=self._inject, args=(proxy, over), name="sparkdl-chaos", daemon=True
+            target=self._inject, args=(proxy, training, over), name="sparkdl-chaos", daemon=True
         )
         thread.start()
         try:
@@ -92,7 +98,10 @@ class Chaos:
             over.set()
             thread.join(30)
 
-    def _inject(self, proxy: Proxy, over: threading.Event) -> None:
+    def _inject(self, proxy: Proxy, training: threading.Event, over: threading.Event) -> None:
+        while not training.wait(0.1):
+            if over.is_set():
+                return
         generator = random.Random(self.seed)
         deeds: list[Callable[[Proxy, random.Random], str]] = [
             self._kill,
