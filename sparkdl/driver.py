@@ -151,7 +151,7 @@ def run(
         deadline_s=job.deadline_s,
         plan=plan,
         resumed=resumed,
-        tolerance=Tolerance(job.max_failures, job.min_workers),
+        tolerance=Tolerance(job.survivable_losses, job.min_workers),
     )
     with _saved_on_sigterm(averager, plan), averager, launch(averager):
         for event in averager.events():

@@ -27,6 +27,12 @@ def defer_compiler() -> None:
 class _CompilerToCome(ModuleType):
     """Stands for the compiler as long as only eager code asks for it; then steps aside."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        # What torch.distributed asks: nothing is cached yet, and nothing is set but the default.
+        self.trace_rules = _PartToCome(self, "trace_rules", clear_lru_cache=lambda: None)
+        self.utils = _PartToCome(self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+
     def graph_break(self, *args: Any, **kwargs: Any) -> None:
         """Outside of compiled code there is no graph to break."""
 
@@ -58,6 +64,19 @@ class _CompilerToCome(ModuleType):
         if sys.modules.get(COMPILER) is self:
             del sys.modules[COMPILER]
         return importlib.import_module(COMPILER)
+
+
+class _PartToCome:
+    """Stands for a module of the compiler of which eager code asks one question."""
+
+    def __init__(self, compiler: _CompilerToCome, name: str, **answers: Callable[[], Any]) -> None:
+        self._compiler, self._name = compiler, name
+        vars(self).update(answers)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(getattr(self._compiler._arrive(), self._name), name)
 
 
 class _ArrivedMeanwhile(MetaPathFinder, Loader):

@@ -11,6 +11,7 @@ SparkDLError
       NonFiniteError a contribution holds NaN or infinity
     WorkerLostError  a worker's process or connection went away
     PreemptedError   the driver was told to end (SIGTERM) in the middle of training
+    CollectiveError  the workers' exchange among themselves broke
     DeadlineError    someone was waited for longer than allowed              (also TimeoutError)
     StoppedError     the averager ended the run; seen on workers only
       DisconnectedError  the connection to the averager broke; seen on workers only
@@ -89,6 +90,10 @@ class NonFiniteError(WorkerError):
 
 class WorkerLostError(TrainingError):
     """A worker's process or its connection went away in the middle of training."""
+
+
+class CollectiveError(TrainingError):
+    """The workers' exchange among themselves broke; the message names who did not take part."""
 
 
 class DeadlineError(TrainingError, TimeoutError):

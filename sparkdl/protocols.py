@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -120,5 +120,15 @@ class CenterExchange(Protocol):
         Raises:
             NonFiniteError: the segments hold NaN or infinity.
             DeadlineError: the other workers or the averager did not answer in time.
+            StoppedError: the averager ended the run.
+        """
+
+    def gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
+        """Give a small JSON object and receive what all ranks gave, in the order of the ranks.
+
+        Every rank has to call it as often as every other.
+
+        Raises:
+            DeadlineError: another worker or the averager did not answer in time.
             StoppedError: the averager ended the run.
         """

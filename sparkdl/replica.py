@@ -6,7 +6,7 @@ flat tensor itself and an update is one write in place; nothing is gathered or s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -68,8 +68,23 @@ class Replica:
         self._module_groups = [*_flatten_parameters(module), *_flatten_buffers(module)]
         self._optimizer_groups: list[FlatGroup] = []
         defer_compiler()
-        self.optimizer = optimizer([p for p in module.parameters() if p.requires_grad])
+        self._build_optimizer = optimizer
+        self.optimizer = optimizer(self.trainable())
         self._stateless: set[Tensor] = set()
+
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer works on."""
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    def rebuild_optimizer(
+        self, build: Callable[[OptimizerBuilder, list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> None:
+        """Replace the optimizer, before its first step.
+
+        Args:
+            build: given the builder of the first one, and the parameters.
+        """
+        self.optimizer = build(self._build_optimizer, self.trainable())
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one minibatch.
@@ -86,13 +101,17 @@ class Replica:
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Compute the loss and leave its gradients on the parameters; returns the detached loss."""
+        self.optimizer.zero_grad()
+        loss = self.forward(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The minibatch's mean loss, a scalar on the replica's device with its graph."""
         features = tuple(f.to(self.device, non_blocking=True) for f in batch.features)
         targets = batch.targets.to(self.device, non_blocking=True)
-        self.optimizer.zero_grad()
         outputs = self.module(*features)
-        loss = self.loss(outputs, align_targets(outputs, targets))
-        loss.backward()
-        return loss.detach()
+        return self.loss(outputs, align_targets(outputs, targets))
 
     def segments(self, *, with_optimizer: bool) -> list[Tensor]:
         """The flat state, in the order of ``layout``; writing to it changes the replica.

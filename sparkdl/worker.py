@@ -6,9 +6,7 @@ of Spark. The algorithm, as a textbook has it:
     read the worker's rows, once
     replica <- initial center
     for each epoch:
-        for each minibatch of the worker's rows:
-            step on the minibatch; the strategy may then make the replicas agree
-        the strategy makes the replicas agree once more
+        the strategy steps on each minibatch of the worker's rows and makes the replicas agree
 """
 
 from __future__ import annotations
@@ -16,7 +14,8 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,6 +25,7 @@ from sparkdl.averager.client import AveragerClient, report_start_failure
 from sparkdl.averager.progress import Position
 from sparkdl.averager.server import AveragerAddress
 from sparkdl.checkpoint.own_state import pack_own_state, unpack_own_state
+from sparkdl.collective import Collective, Network, join_collective
 from sparkdl.errors import (
     DeadlineError,
     DisconnectedError,
@@ -65,6 +65,11 @@ class Job:
     min_workers: int = 1
     """With how many workers rounds go on while others are lost."""
 
+    @property
+    def survivable_losses(self) -> int:
+        """How often workers may be lost and come back: never if all have to run at once."""
+        return 0 if self.strategy.needs_collective else self.max_failures
+
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
@@ -79,6 +84,8 @@ class Place:
     """Where the partition store may write."""
     attempt: int = 0
     """Of Spark's task; a later attempt takes the place of an earlier."""
+    network: Network = field(default_factory=Network)
+    """How it reaches the other workers."""
 
 
 def train(
@@ -123,7 +130,7 @@ def train(
             except Exception as error:  # as above
                 averager.report_failure(_as_worker_error(error, place.rank, run))
     except (StoppedError, DeadlineError) as error:
-        if job.max_failures and isinstance(error, DisconnectedError):
+        if job.survivable_losses and isinstance(error, DisconnectedError):
             raise
         # The averager has ended the run and knows why, or is gone; raising would make Spark retry.
         logger.info("rank %d leaves: %s", place.rank, error)
@@ -160,16 +167,18 @@ def _train(
         directory=place.directory,
     ) as feed:
         shard = feed.fill(batches, averager.report_reading)
+        run.rows, run.batch_size = shard.rows, job.batch_size
         # Replicas start equal but must not draw equal dropout masks.
         torch.manual_seed(job.seed + 1 + place.rank)
         while True:
             try:
                 position = _take_center(shard, replica, strategy, averager)
-                _train_from(position, job, run, feed)
+                with _collective(job, place, averager) as run.collective:
+                    _train_from(position, job, run, feed)
                 averager.finish()
                 return
             except DisconnectedError as error:
-                if not job.max_failures:
+                if not job.survivable_losses:
                     raise
                 logger.warning("rank %d connects again: %s", place.rank, error)
                 averager.reconnect()
@@ -179,13 +188,14 @@ def _train_from(position: Position, job: Job, run: Run, feed: Feed) -> None:
     """Train from a position to the end of the last epoch."""
     strategy = job.strategy
     run.start_at(position.step)
-    for epoch in range(position.epoch, job.epochs + 1):
-        first_step = position.step_of_epoch if epoch == position.epoch else 0
-        run.start_epoch(epoch, first_step)
-        for batch in feed.epoch(epoch, first_step=first_step):
-            run.train(batch)
-            strategy.after_step(run, batch)
-        strategy.end_epoch(run)
+    strategy.start(run)
+    try:
+        for epoch in range(position.epoch, job.epochs + 1):
+            first_step = position.step_of_epoch if epoch == position.epoch else 0
+            run.start_epoch(epoch, first_step)
+            strategy.train_epoch(run, feed.epoch(epoch, first_step=first_step))
+    finally:
+        strategy.finish(run)
 
 
 def own_state(replica: Replica, strategy: Strategy) -> bytes:
@@ -213,6 +223,21 @@ def _take_center(
     if octets:
         unpack_own_state(octets, replica.optimizer, replica.device)
     return position
+
+
+def _collective(
+    job: Job, place: Place, averager: AveragerClient
+) -> AbstractContextManager[Collective | None]:
+    """The group of all workers while they train, if the strategy needs it."""
+    if not job.strategy.needs_collective:
+        return nullcontext()
+    return join_collective(
+        place.rank,
+        averager.gather,
+        device=place.device,
+        deadline_s=job.deadline_s,
+        network=place.network,
+    )
 
 
 def _as_worker_error(error: Exception, rank: int, run: Run | None) -> WorkerError:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparkdl.averager.codec import Codec
+from sparkdl.collective import Collective
 from sparkdl.events import WindowReport
 from sparkdl.protocols import Batch, CenterExchange
 from sparkdl.replica import Replica
@@ -21,6 +24,14 @@ class Run:
     rank: int
     replica: Replica
     averager: CenterExchange
+    rows: int = 0
+    """Rows of this worker, known once it has read them."""
+    batch_size: int = 1
+    """Rows a minibatch; the last of an epoch may have fewer."""
+    collective: Collective | None = None
+    """The group of all workers, for strategies that need one."""
+    memory: Any = None
+    """What the strategy keeps on this worker between calls."""
     epoch: int = 0
     """Epoch counted from 1; 0 before the first."""
     step: int = 0
@@ -45,10 +56,16 @@ class Run:
 
     def train(self, batch: Batch) -> None:
         """Take one optimizer step and count it."""
-        # Counted first, so that an error in the step is reported with the step's own number.
+        self.count_step()
+        self.count(batch, self.replica.step(batch))
+
+    def count_step(self) -> None:
+        """Count an optimizer step that begins: an error in it is reported with its own number."""
         self.step += 1
         self.step_of_epoch += 1
-        loss = self.replica.step(batch)
+
+    def count(self, batch: Batch, loss: Tensor) -> None:
+        """Count a minibatch that was trained on, with its mean loss."""
         self.examples += batch.examples
         # A tensor, because reading a number from a GPU at every step would stall it.
         self.loss_sum = self.loss_sum.to(loss.device) + loss * batch.examples
@@ -82,8 +99,22 @@ class Strategy(ABC):
     def exchanges_optimizer_state(self) -> bool:
         """Whether the optimizer's state is part of what replicas agree on."""
 
-    @abstractmethod
-    def after_step(self, run: Run, batch: Batch) -> None:
+    @property
+    def needs_collective(self) -> bool:
+        """Whether the workers exchange among themselves, and so all have to run at once."""
+        return False
+
+    def start(self, run: Run) -> None:  # noqa: B027 - not every strategy has to prepare
+        """Called on every worker once, when its replica holds the initial center."""
+
+    def train_epoch(self, run: Run, batches: Iterable[Batch]) -> None:
+        """Train on an epoch's minibatches, making the replicas agree on the way and at the end."""
+        for batch in batches:
+            run.train(batch)
+            self.after_step(run, batch)
+        self.end_epoch(run)
+
+    def after_step(self, run: Run, batch: Batch) -> None:  # noqa: B027 - as above
         """Called on every worker after each optimizer step."""
 
     @abstractmethod

@@ -109,7 +109,7 @@ def _train_in_thread(
     job: Job, rank: int, directory: Path, address: AveragerAddress, shard: Shard
 ) -> None:
     """One rank; as Spark would, start it again when it asks for that."""
-    for attempt in range(1 + job.max_failures):
+    for attempt in range(1 + job.survivable_losses):
         try:
             train(job, Place(rank=rank, directory=directory, attempt=attempt), address, shard)
             return
@@ -118,7 +118,9 @@ def _train_in_thread(
 
 
 def _processes(job: Job, shards: Sequence[Shard], directory: Path) -> Launch:
-    context = multiprocessing.get_context("spawn")
+    # A process that has imported everything is forked for each rank; this one has threads.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     payload = cloudpickle.dumps(job)
 
     @contextmanager
@@ -132,7 +134,7 @@ def _processes(job: Job, shards: Sequence[Shard], directory: Path) -> Launch:
             worker.start()
             return worker
 
-        keeper = _Keeper(start, len(shards), averager, restarts=job.max_failures)
+        keeper = _Keeper(start, len(shards), averager, restarts=job.survivable_losses)
         try:
             yield
         except BaseException:

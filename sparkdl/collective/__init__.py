@@ -1,0 +1,6 @@
+"""torch.distributed groups across workers: rendezvous, choice of backend, complete clean-up."""
+
+from sparkdl.collective.group import Collective, Gather, join_collective
+from sparkdl.collective.network import Network
+
+__all__ = ["Collective", "Gather", "Network", "join_collective"]

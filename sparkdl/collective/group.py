@@ -1,0 +1,247 @@
+"""A torch.distributed process group of all workers of a run, and nothing of it left afterwards.
+
+Rank 0 listens on a port that the system gives it and publishes the address through the averager,
+which all workers have joined anyway. Spark's own way, ``BarrierTaskContext.allGather``, polls once
+a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
+
+from sparkdl.collective.network import Network, interface_of, listen, local_address
+from sparkdl.eager import defer_compiler
+from sparkdl.errors import CollectiveError
+
+logger = logging.getLogger(__name__)
+
+Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
+"""Hands every rank what all ranks gave, in the order of the ranks; has a deadline of its own."""
+
+PATIENCE = 0.75
+"""Part of the run's deadline for which an operation waits: a rank knows who is missing, the driver
+only that all are silent, so the rank should speak first."""
+ROLL_CALL_S = 1.0
+"""Seconds after a failure in which the other ranks, if alive, notice it as well."""
+_MISSING_S = 0.2
+"""Seconds to ask for a rank's sign after that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """The group that a worker has joined; the process's default group of torch.distributed.
+
+    Attributes:
+        rank: this worker's.
+        hosts: where each rank runs, by rank.
+        device: where tensors must be to be reduced.
+        master: address and port at which rank 0 accepted the others.
+    """
+
+    rank: int
+    hosts: tuple[str, ...]
+    device: torch.device
+    master: tuple[str, int]
+    _store: Store
+    _deadline_s: float
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return len(self.hosts)
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's position among those of its host."""
+        return self.hosts[: self.rank].count(self.hosts[self.rank])
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of workers on this host."""
+        return self.hosts.count(self.hosts[self.rank])
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Overwrite a tensor with the sum of all ranks' and return it."""
+        with self.guarded("a sum over all workers"):
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Overwrite a tensor with that of rank ``source`` and return it."""
+        with self.guarded(f"a broadcast from rank {source}"):
+            dist.broadcast(tensor, source)
+        return tensor
+
+    @contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """Turn a broken exchange among the workers into an error that names who was missing.
+
+        Args:
+            what: what was being exchanged, for the message.
+
+        Raises:
+            CollectiveError: a worker died, cannot be reached or did not take part in time.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_of_backend(error):
+                raise
+            missing = self._call_the_roll()
+            who = ", ".join(f"rank {rank} on {self.hosts[rank]}" for rank in missing)
+            raise CollectiveError(
+                f"{what} among {self.world_size} workers failed on rank {self.rank}: "
+                + (f"{who} did not take part within {self._deadline_s:g} s or died" if who else "")
+                + ("" if who else "all workers noticed, so the network between them broke")
+                + f" ({_first_line(error)}). If it takes longer here, raise the 'timeout'"
+            ) from error
+
+    def _call_the_roll(self) -> list[int]:
+        """Ranks that give no sign of having seen the failure: they hang, or are dead."""
+        here = f"failed/{self.rank}"
+        try:
+            self._store.set(here, "yes")
+        except dist.DistError:  # rank 0 keeps the store
+            time.sleep(ROLL_CALL_S)
+            return [0]
+        time.sleep(ROLL_CALL_S)
+        return [rank for rank in range(self.world_size) if not self._gave_sign(rank)]
+
+    def _gave_sign(self, rank: int) -> bool:
+        try:
+            self._store.wait([f"failed/{rank}"], timedelta(seconds=_MISSING_S))
+        except dist.DistError:
+            return False
+        return True
+
+
+@contextmanager
+def join_collective(
+    rank: int,
+    gather: Gather,
+    *,
+    device: str | torch.device,
+    deadline_s: float,
+    network: Network | None = None,
+) -> Iterator[Collective]:
+    """Form a group with all other workers; leaving the ``with`` block dissolves it.
+
+    It is the process's default group, NCCL for GPUs and gloo for CPUs, so everything in torch that
+    speaks to other processes finds it.
+
+    Args:
+        rank: this worker's rank.
+        gather: how the workers find each other.
+        device: where the tensors to exchange are.
+        deadline_s: the longest that anything is waited for in the run, in seconds.
+        network: interface and ports; the route to this host itself by default.
+
+    Raises:
+        ConfigError: the interface or the ports are not there.
+        CollectiveError: the workers cannot reach each other.
+    """
+    network = network or Network()
+    device = torch.device(device)
+    timeout = timedelta(seconds=PATIENCE * deadline_s)
+    defer_compiler()
+    _leave_group_of_others()
+    address = local_address(network)
+    mine: dict[str, Any] = {"host": socket.gethostname()}
+    store: Store | None = None
+    if rank == 0:
+        store, mine["address"], mine["port"] = _open_store(address, network.ports, timeout)
+    found = gather(mine)
+    master = str(found[0]["address"]), int(found[0]["port"])
+    try:
+        with _environment(_interface_settings(device, address)):
+            if store is None:
+                store = TCPStore(*master, timeout=timeout, wait_for_workers=False)
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=store,
+                rank=rank,
+                world_size=len(found),
+                timeout=timeout,
+            )
+            yield Collective(
+                rank=rank,
+                hosts=tuple(str(each["host"]) for each in found),
+                device=device,
+                master=master,
+                _store=store,
+                _deadline_s=timeout.total_seconds(),
+            )
+    except dist.DistError as error:
+        raise CollectiveError(
+            f"rank {rank} on {mine['host']} ({address}) cannot form a group with rank 0 at "
+            f"{master[0]}:{master[1]}: {_first_line(error)}. Firewalls must let workers reach "
+            "each other; spark.sparkdl.collective.interface chooses the network"
+        ) from error
+    finally:
+        _leave_group()
+
+
+def _open_store(
+    address: str, ports: tuple[int, int] | None, timeout: timedelta
+) -> tuple[Store, str, int]:
+    with listen(address, ports) as listener:
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    return store, address, port
+
+
+def _interface_settings(device: torch.device, address: str) -> Mapping[str, str]:
+    """What makes the backend bind to one interface; what the user has set wins."""
+    name = "NCCL_SOCKET_IFNAME" if device.type == "cuda" else "GLOO_SOCKET_IFNAME"
+    return {} if name in os.environ else {name: interface_of(address)}
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables that were not set; Spark reuses this process for other tasks."""
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name in settings:
+            os.environ.pop(name, None)
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _leave_group_of_others() -> None:
+    if dist.is_initialized():
+        logger.warning("an earlier task left a process group behind in this process; it is ended")
+        dist.destroy_process_group()
+
+
+def _is_of_backend(error: RuntimeError) -> bool:
+    """Whether the backend failed, not the user's code; gloo raises plain RuntimeErrors."""
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,127 @@
+"""Which of this host's addresses other workers use, and a port that is ours once it is named."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import ipaddress
+import socket
+import struct
+from dataclasses import dataclass
+
+from sparkdl.errors import ConfigError
+
+_SIOCGIFADDR = 0x8915
+"""Linux's request for an interface's IPv4 address."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """How the workers of a collective reach each other.
+
+    Attributes:
+        driver: a host that every worker reaches; without ``interface``, the interface that routes
+            to it is used.
+        interface: the name of a network interface (``eth1``), or a subnet (``10.1.0.0/16``) in
+            which each host has an address; None for the route to the driver.
+        ports: first and last port on which rank 0 may accept the others; None for any free one.
+            The backends' own data connections use ports that the system chooses.
+    """
+
+    driver: str = "127.0.0.1"
+    interface: str | None = None
+    ports: tuple[int, int] | None = None
+
+
+def local_address(network: Network) -> str:
+    """The IPv4 address of this host on the chosen interface.
+
+    Raises:
+        ConfigError: this host has no such interface, or no route to the driver.
+    """
+    if network.interface is None:
+        return _address_towards(network.driver)
+    addresses = interface_addresses()
+    if network.interface in addresses:
+        return addresses[network.interface]
+    try:
+        subnet = ipaddress.ip_network(network.interface, strict=False)
+    except ValueError:
+        subnet = None
+    if subnet is not None:
+        for address in addresses.values():
+            if ipaddress.ip_address(address) in subnet:
+                return address
+    known = ", ".join(f"{name} ({address})" for name, address in addresses.items())
+    raise ConfigError(
+        f"no network interface of {socket.gethostname()} matches '{network.interface}'; it has "
+        f"{known}. Name one of them, or a subnet in which every host has an address"
+    )
+
+
+def interface_addresses() -> dict[str, str]:
+    """The IPv4 address of every network interface of this host that has one, by name."""
+    addresses = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError as error:
+                if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+                    continue  # it has no IPv4 address, or is gone since it was listed
+                raise
+            addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface with an address, which is how backends want it named.
+
+    Raises:
+        ConfigError: no interface has it as its first address.
+    """
+    addresses = interface_addresses()
+    for name, mine in addresses.items():
+        if mine == address:
+            return name
+    known = ", ".join(f"{name} ({mine})" for name, mine in addresses.items())
+    raise ConfigError(
+        f"no network interface of {socket.gethostname()} has {address} as its address; they are "
+        f"{known}. Choose one by spark.sparkdl.collective.interface"
+    )
+
+
+def listen(address: str, ports: tuple[int, int] | None) -> socket.socket:
+    """Listen on an address; the port stays ours, so nobody can take it before it is used.
+
+    Args:
+        address: one of this host's.
+        ports: first and last port to try; None for any free one.
+
+    Raises:
+        ConfigError: every port of the range is taken.
+    """
+    if ports is None:
+        return socket.create_server((address, 0))
+    for port in range(ports[0], ports[1] + 1):
+        try:
+            return socket.create_server((address, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise ConfigError(
+        f"every port from {ports[0]} to {ports[1]} is taken on {address} "
+        f"({socket.gethostname()}). Widen spark.sparkdl.collective.ports"
+    )
+
+
+def _address_towards(host: str) -> str:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing: it only looks up the route
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"{socket.gethostname()} has no IPv4 route to the driver at {host}: {error}"
+        ) from error

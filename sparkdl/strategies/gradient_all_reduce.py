@@ -1,0 +1,304 @@
+"""Synchronous SGD: the workers add up their gradients in every step, while backward still runs.
+
+Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"; with
+workers r = 1..R, of which worker r has n_r examples in this step (none, once its rows are used up):
+
+    g  <-  sum_r n_r * grad(mean loss of worker r's examples) / sum_r n_r
+    w  <-  optimizer step on g, the same on every worker
+
+which is single-process SGD on the union of the workers' minibatches, for any optimizer. The driver
+takes a copy of the result at the end of each epoch, to go on from should a worker be lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sparkdl.averager.codec import Codec, FullPrecision
+from sparkdl.collective import Collective
+from sparkdl.errors import ConfigError, TrainingError
+from sparkdl.protocols import Batch
+from sparkdl.replica import Replica
+from sparkdl.strategies.base import Run, Strategy
+
+COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
+SIGN_OF_LIFE_S = 5.0
+"""Seconds between two signs of life to the driver, which hears nothing of the gradients."""
+
+
+@dataclass(frozen=True)
+class GradientAllReduce(Strategy):
+    """Reduce gradients among the workers over NCCL, or gloo on CPUs, in every step.
+
+    All workers have to run at once: Spark starts them in barrier mode, and a lost worker ends the
+    run.
+
+    Args:
+        bucket_mb: MB of gradients that are sent off together, > 0; smaller buckets start earlier,
+            larger ones cost fewer messages.
+        accumulate: minibatches on each worker for one optimizer step, >= 1.
+        compression: ``fp16`` or ``bf16`` send rounded gradients, half the bytes of float32;
+            ``powersgd`` sends low-rank factors (Vogels et al. 2019) after ten steps of full
+            gradients. Workers still agree, with another result than without.
+        shard_optimizer: whether each worker keeps the optimizer's state of its share of the
+            parameters only (ZeRO stage 1). The state is then not part of the driver's copy.
+        find_unused_parameters: whether a parameter may take no part in the loss; costs a look at
+            the graph in every step.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    bucket_mb: float = 25
+    accumulate: int = 1
+    compression: Literal["fp16", "bf16", "powersgd"] | None = None
+    shard_optimizer: bool = False
+    find_unused_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bucket_mb, bool) or not isinstance(self.bucket_mb, (int, float)):
+            raise ConfigError(f"bucket_mb must be a number of MB > 0, got {self.bucket_mb!r}")
+        if not self.bucket_mb > 0:
+            raise ConfigError(f"bucket_mb must be a number of MB > 0, got {self.bucket_mb!r}")
+        whole = isinstance(self.accumulate, int) and not isinstance(self.accumulate, bool)
+        if not whole or self.accumulate < 1:
+            raise ConfigError(
+                f"accumulate must be a whole number >= 1 of minibatches, got {self.accumulate!r}"
+            )
+        if self.compression not in COMPRESSIONS:
+            raise ConfigError(
+                f"compression must be None, 'fp16', 'bf16' or 'powersgd', got {self.compression!r}"
+            )
+        for name in ("shard_optimizer", "find_unused_parameters"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
+
+    @property
+    def codec(self) -> Codec:
+        """The driver's copy is exact."""
+        return FullPrecision()
+
+    @property
+    def exchanges_optimizer_state(self) -> bool:
+        """Whether every worker has the whole state."""
+        return not self.shard_optimizer
+
+    @property
+    def needs_collective(self) -> bool:
+        """Gradients go from worker to worker."""
+        return True
+
+    def start(self, run: Run) -> None:
+        """Wrap the replica, and learn how many steps all workers have."""
+        assert run.collective is not None
+        if self.shard_optimizer:
+            run.replica.rebuild_optimizer(_sharded)
+        shares = [int(share["rows"]) for share in run.averager.gather({"rows": run.rows})]
+        run.memory = _Reducer(
+            _wrap(self, run.replica), run.collective, shares, run.batch_size * self.accumulate
+        )
+
+    def train_epoch(self, run: Run, batches: Iterable[Batch]) -> None:
+        """Take as many optimizer steps as the worker with the most rows, then tell the driver."""
+        reducer: _Reducer = run.memory
+        remaining = iter(batches)
+        for total in reducer.examples_by_step():
+            run.count_step()
+            mine = itertools.islice(remaining, self.accumulate)
+            for batch, loss in reducer.step(run.replica, mine, total):
+                run.count(batch, loss)
+            reducer.give_sign_of_life(run)
+        if run.examples != run.rows:
+            raise TrainingError(
+                f"rank {run.rank} trained on {run.examples} rows in epoch {run.epoch}, but had "
+                f"announced {run.rows} to the others, who weighed its gradients by that"
+            )
+        self.end_epoch(run)
+
+    def end_epoch(self, run: Run) -> None:
+        """Agree on buffers and sums, and let rank 0 hand the result to the driver."""
+        reducer: _Reducer = run.memory
+        collective = reducer.collective
+        layout = run.replica.layout(with_optimizer=self.exchanges_optimizer_state)
+        segments = run.replica.segments(with_optimizer=self.exchanges_optimizer_state)
+        for segment, values in zip(layout, segments, strict=True):
+            if segment.kind == "buffers":
+                reducer.average_buffers(values)
+        sums = torch.stack([run.loss_sum.double(), torch.tensor(run.examples).double()])
+        loss_sum, examples = collective.all_reduce(sums.to(collective.device)).tolist()
+        # All replicas are equal: one contribution, with everybody's examples, is the whole round.
+        first = collective.rank == 0
+        run.loss_sum = torch.tensor(loss_sum if first else 0.0, dtype=torch.float64)
+        run.examples = round(examples) if first else 0
+        run.averager.exchange(segments, run.close_window(last=True))
+
+
+class _Reducer:
+    """What one worker needs to take part in every step.
+
+    Args:
+        model: its model, wrapped.
+        collective: the group of all workers.
+        shares: rows of each worker, by rank.
+        rows_a_step: rows of one worker in an optimizer step, but for its last.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        collective: Collective,
+        shares: list[int],
+        rows_a_step: int,
+    ) -> None:
+        self.collective = collective
+        self._model = model
+        self._shares = shares
+        self._rows_a_step = rows_a_step
+        self._next_sign = 1
+        self._steps_taken = 0
+        self._last_sign = time.monotonic()
+
+    def examples_by_step(self) -> Iterator[int]:
+        """Examples of all workers together in each optimizer step of an epoch."""
+        for start in range(0, max(self._shares), self._rows_a_step):
+            yield sum(max(0, min(rows - start, self._rows_a_step)) for rows in self._shares)
+
+    def step(
+        self, replica: Replica, batches: Iterator[Batch], total: int
+    ) -> Iterator[tuple[Batch, Tensor]]:
+        """Take one optimizer step with the other workers.
+
+        Args:
+            replica: this worker's.
+            batches: its minibatches of this step; none if its rows are used up.
+            total: examples of all workers in this step.
+
+        Yields:
+            Each minibatch with its mean loss.
+        """
+        replica.optimizer.zero_grad()
+        batch = next(batches, None)
+        while True:
+            following = next(batches, None)
+            last = following is None
+            with self.collective.guarded("the reduction of gradients"), self._sync(now=last):
+                loss: Tensor = self._model(batch)
+                # DDP divides by the number of workers, whatever each has contributed.
+                examples = 0 if batch is None else batch.examples
+                weight = examples * self.collective.world_size / total
+                (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+            if batch is not None:
+                yield batch, loss.detach()
+            if last:
+                break
+            batch = following
+        with self.collective.guarded("the exchange of parameter shards"):
+            replica.optimizer.step()
+
+    def average_buffers(self, values: Tensor) -> None:
+        """Average the workers' buffers by examples; integers are those of the first with rows."""
+        if values.is_floating_point():
+            wide = values.double() * self._shares[self.collective.rank]
+            values.copy_(self.collective.all_reduce(wide) / sum(self._shares))
+        else:
+            source = next(rank for rank, rows in enumerate(self._shares) if rows)
+            self.collective.broadcast(values, source)
+
+    def give_sign_of_life(self, run: Run) -> None:
+        """Let the driver hear of every rank now and then; all do so after the same step."""
+        self._steps_taken += 1
+        if self._steps_taken < self._next_sign:
+            return
+        seconds = time.monotonic() - self._last_sign
+        signs = run.averager.gather({"seconds": seconds, "steps": self._steps_taken})
+        pace = signs[0]["seconds"] / signs[0]["steps"]
+        self._next_sign = max(1, round(SIGN_OF_LIFE_S / max(pace, 1e-6)))
+        self._steps_taken = 0
+        self._last_sign = time.monotonic()
+
+    def _sync(self, *, now: bool) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = nullcontext() if now else self._model.no_sync()
+        return context
+
+
+class _ModelAndLoss(nn.Module):
+    """From a minibatch to its loss: the whole graph is DDP's, also where there is no minibatch."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__()
+        self.module = replica.module
+        self._forward = replica.forward
+        self._trainable = [p for p in replica.module.parameters() if p.requires_grad]
+
+    def forward(self, batch: Batch | None) -> Tensor:
+        """The mean loss; without a batch a zero whose gradients are zero."""
+        if batch is None:
+            loss: Tensor = _NoRows.apply(*self._trainable)  # type: ignore[no-untyped-call]
+            return loss
+        return self._forward(batch)
+
+
+class _NoRows(torch.autograd.Function):
+    """A loss that is zero and gives every parameter a gradient of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        """The zero."""
+        ctx.save_for_backward(*parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        """The zeros."""
+        return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+
+
+def _wrap(strategy: GradientAllReduce, replica: Replica) -> DistributedDataParallel:
+    with warnings.catch_warnings():
+        # torch renames the argument; what it is called next is not known to older versions.
+        warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+        model = DistributedDataParallel(
+            _ModelAndLoss(replica),
+            bucket_cap_mb=strategy.bucket_mb,
+            find_unused_parameters=strategy.find_unused_parameters,
+            gradient_as_bucket_view=True,
+            # All hold the initial center already, and buffers are averaged once an epoch.
+            init_sync=False,
+            broadcast_buffers=False,
+        )
+    if strategy.compression is not None:
+        state, hook = _compression(strategy.compression)
+        model.register_comm_hook(state, hook)
+    return model
+
+
+def _compression(name: str) -> tuple[Any, Callable[..., Any]]:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if name == "powersgd":
+        state = powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=10)
+        return state, powerSGD_hook.powerSGD_hook
+    if name == "fp16":
+        return None, default_hooks.fp16_compress_hook
+
+    # Under its own name DDP refuses it on gloo, which has been able to add bfloat16 for long.
+    return None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)
+
+
+def _sharded(
+    build: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    parameters: list[nn.Parameter],
+) -> torch.optim.Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(parameters, build)  # type: ignore[arg-type]

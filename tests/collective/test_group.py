@@ -1,0 +1,204 @@
+"""A group forms, adds, notices who died or hangs, and leaves nothing of itself in the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from sparkdl.collective import Collective, Network, join_collective
+from sparkdl.collective.network import listen
+from sparkdl.errors import ConfigError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def alone(**changes: Any) -> Any:
+    """A group of one, in this process."""
+    settings = {"device": "cpu", "deadline_s": 20.0}
+    return join_collective(0, lambda value: [value], **{**settings, **changes})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_tensors_are_added_over_all_ranks_and_sent_from_one(world_size: int) -> None:
+    def body(collective: Collective, _: Any) -> Any:
+        mine = torch.full((5,), float(collective.rank + 1), dtype=torch.float64)
+        total = collective.all_reduce(mine.clone())
+        return total.tolist(), collective.broadcast(mine, world_size - 1).tolist()
+
+    results = run_ranks(world_size, body)
+
+    total = world_size * (world_size + 1) / 2
+    assert results == [([total] * 5, [float(world_size)] * 5)] * world_size
+
+
+def test_every_rank_knows_its_place() -> None:
+    def body(collective: Collective, _: Any) -> Any:
+        return (
+            (collective.rank, collective.world_size),
+            (collective.local_rank, collective.local_world_size),
+            collective.master,
+            dist.get_rank(),
+            dist.get_backend(),
+        )
+
+    results = run_ranks(3, body)
+
+    masters = {result[2] for result in results}
+    assert len(masters) == 1, "they do not agree where rank 0 is"
+    assert masters.pop()[0] == "127.0.0.1"
+    for rank, (place, on_host, _, in_torch, backend) in enumerate(results):
+        assert place == on_host == (rank, 3)
+        assert (in_torch, backend) == (rank, "gloo")
+
+
+def test_it_listens_on_the_chosen_interface_only() -> None:
+    def listening() -> set[str]:
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        mine = {
+            os.readlink(link)
+            for link in Path("/proc/self/fd").iterdir()
+            if os.path.lexists(link) and link.is_symlink()
+        }
+        return {r[1].split(":")[0] for r in rows if r[3] == "0A" and f"socket:[{r[9]}]" in mine}
+
+    def body(collective: Collective, _: Any) -> Any:
+        collective.all_reduce(torch.ones(1))
+        return listening()
+
+    assert run_ranks(2, body) == [{"0100007F"}, {"0100007F"}]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_killed_in_an_all_reduce_is_named_by_the_others(victim: int) -> None:
+    def body(collective: Collective, _: Any) -> Any:
+        for step in range(1000):
+            if collective.rank == victim and step == 20:
+                threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            collective.all_reduce(torch.ones(200_000))
+            if step >= 20:
+                time.sleep(0.01)
+        return None
+
+    results = run_ranks(3, body)
+
+    assert results[victim] == ("killed", -signal.SIGKILL)
+    for rank, result in enumerate(results):
+        if rank != victim:
+            assert result[0] == "error"
+            assert f"CollectiveError: a sum over all workers among 3 workers failed on rank {rank}"
+            assert f"rank {victim} on " in result[1]
+            assert "did not take part" in result[1]
+
+
+def test_a_rank_that_hangs_is_named_by_the_others_after_the_deadline() -> None:
+    def body(collective: Collective, _: Any) -> Any:
+        collective.all_reduce(torch.ones(4))
+        if collective.rank == 1:
+            time.sleep(8)
+            return "woke up"
+        started = time.monotonic()
+        try:
+            collective.all_reduce(torch.ones(4))
+        finally:
+            assert time.monotonic() - started < 7
+        return None
+
+    results = run_ranks(3, body, deadline_s=4.0)
+
+    assert results[1] == "woke up"
+    for rank in (0, 2):
+        assert "rank 1 on " in results[rank][1]
+        assert "did not take part within 3 s" in results[rank][1]
+
+
+def test_an_error_of_the_users_own_passes_unchanged() -> None:
+    with (
+        alone() as collective,
+        pytest.raises(RuntimeError, match=r"^mine$"),
+        collective.guarded("anything"),
+    ):
+        raise RuntimeError("mine")
+
+
+def threads_of_this_process() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def open_sockets() -> int:
+    names = (os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd)
+    count = 0
+    while True:
+        try:
+            count += next(names).startswith("socket:")
+        except FileNotFoundError:
+            continue
+        except StopIteration:
+            return count
+
+
+def test_nothing_is_left_in_a_process_that_forms_one_group_after_another() -> None:
+    def body(collective: Collective, gather: Any) -> Any:
+        collective.all_reduce(torch.ones(4))
+        dist.destroy_process_group()
+        del collective
+        found = []
+        for _ in range(5):
+            rank = int(os.environ["PROBE_RANK"])
+            with join_collective(rank, gather, device="cpu", deadline_s=20.0) as again:
+                again.all_reduce(torch.ones(1000))
+            del again
+            time.sleep(0.05)
+            gather({})
+            found.append((threads_of_this_process(), open_sockets(), dist.is_initialized()))
+        return found, sorted(name for name in os.environ if "SOCKET_IFNAME" in name)
+
+    def with_rank(collective: Collective, gather: Any) -> Any:
+        os.environ["PROBE_RANK"] = str(collective.rank)
+        return body(collective, gather)
+
+    for found, variables in run_ranks(2, with_rank):
+        assert len(set(found[1:])) == 1, found
+        assert not found[-1][2]
+        assert variables == ["GLOO_SOCKET_IFNAME"]  # the outer group's, which has not been left
+
+
+def test_leaving_restores_the_environment() -> None:
+    before = dict(os.environ)
+    with alone():
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert dict(os.environ) == before
+    assert not dist.is_initialized()
+
+
+def test_what_the_user_has_set_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with alone():
+        pass
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_a_group_left_behind_by_an_earlier_task_is_ended(caplog: pytest.LogCaptureFixture) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with alone() as collective:
+        assert float(collective.all_reduce(torch.ones(()))) == 1.0
+    assert "an earlier task left a process group" in caplog.text
+
+
+def test_rank_0_listens_in_the_range_of_ports_that_it_is_given() -> None:
+    with listen("127.0.0.1", None) as probe:
+        port = probe.getsockname()[1]
+    with alone(network=Network(ports=(port, port))) as collective:
+        assert collective.master == ("127.0.0.1", port)
+        with pytest.raises(ConfigError, match="is taken"):
+            listen("127.0.0.1", (port, port))

@@ -1,0 +1,224 @@
+"""All-reduced gradients equal single-process training on the union of the workers' minibatches."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from toys import Data, batches_by_hand, classification, cnn, make_job, mlp, relative_error, schema
+
+from sparkdl.driver import Outcome
+from sparkdl.strategies import GradientAllReduce
+from sparkdl.testing import run_world
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-2),
+    "adam": partial(torch.optim.Adam, lr=0.02),
+}
+
+
+def train_on_union(
+    model: nn.Module,
+    optimizer: Any,
+    data: Data,
+    *,
+    epochs: int,
+    batch_size: int,
+    accumulate: int = 1,
+) -> nn.Module:
+    """One process; step t trains on the ranks' t-th ``accumulate`` minibatches put together."""
+    module = copy.deepcopy(model).train()
+    steps = optimizer(module.parameters())
+    for epoch in range(1, epochs + 1):
+        plans = [batches_by_hand(data, rank, epoch, batch_size) for rank in range(len(data.sizes))]
+        for start in range(0, max(map(len, plans)), accumulate):
+            parts = [part for plan in plans for part in plan[start : start + accumulate]]
+            features = torch.from_numpy(np.concatenate([features for features, _ in parts]))
+            targets = torch.from_numpy(np.concatenate([targets for _, targets in parts]))
+            steps.zero_grad()
+            nn.functional.cross_entropy(module(features), targets).backward()
+            steps.step()
+    return module
+
+
+def all_reduce(
+    data: Data, model: nn.Module, strategy: GradientAllReduce, **changes: Any
+) -> Outcome:
+    job = make_job(model, strategy=strategy, **changes)
+    return run_world(job, data.shards(), ranks_as="processes")
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[12, 12], [13, 6], [11, 0], [0, 9], [7, 12, 1]],
+    ids=["equal", "unequal", "last-empty", "first-empty", "three"],
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_shards_equal_one_process_on_the_union_batch(sizes: list[int], name: str) -> None:
+    data = classification(sizes)
+
+    outcome = all_reduce(data, mlp(), GradientAllReduce(), optimizer=OPTIMIZERS[name], epochs=3)
+
+    oracle = train_on_union(mlp(), OPTIMIZERS[name], data, epochs=3, batch_size=4)
+    assert relative_error(outcome.module, oracle) <= 1e-10
+    assert [row.examples for row in outcome.history] == [sum(sizes)] * 3
+
+
+@pytest.mark.parametrize("sizes", [[12, 12], [23, 5, 0]], ids=["equal", "unequal"])
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_accumulated_minibatches_equal_one_larger_batch(sizes: list[int], accumulate: int) -> None:
+    data = classification(sizes)
+    strategy = GradientAllReduce(accumulate=accumulate)
+
+    outcome = all_reduce(data, mlp(), strategy, optimizer=OPTIMIZERS["momentum"], epochs=3)
+
+    oracle = train_on_union(
+        mlp(), OPTIMIZERS["momentum"], data, epochs=3, batch_size=4, accumulate=accumulate
+    )
+    assert relative_error(outcome.module, oracle) <= 1e-10
+
+
+def test_buckets_smaller_than_the_model_change_nothing() -> None:
+    data = classification([9, 14], width=36)
+    strategy = GradientAllReduce(bucket_mb=0.0001)
+
+    outcome = all_reduce(data, cnn(), strategy, schema=schema(36), epochs=2)
+
+    oracle = train_on_union(cnn(), partial(torch.optim.SGD, lr=0.1), data, epochs=2, batch_size=4)
+    assert relative_error(outcome.module, oracle) <= 1e-10
+
+
+def test_float32_is_exact_to_its_precision() -> None:
+    data = classification([21, 16], dtype=np.float32)
+
+    outcome = all_reduce(
+        data, mlp().float(), GradientAllReduce(), schema=schema(6, torch.float32), epochs=3
+    )
+
+    oracle = train_on_union(
+        mlp().float(), partial(torch.optim.SGD, lr=0.1), data, epochs=3, batch_size=4
+    )
+    assert relative_error(outcome.module, oracle) <= 1e-6
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_sharded_optimizer_changes_nothing(name: str) -> None:
+    data = classification([13, 6])
+    strategy = GradientAllReduce(shard_optimizer=True)
+
+    outcome = all_reduce(data, mlp(), strategy, optimizer=OPTIMIZERS[name], epochs=3)
+
+    oracle = train_on_union(mlp(), OPTIMIZERS[name], data, epochs=3, batch_size=4)
+    assert relative_error(outcome.module, oracle) <= 1e-10
+
+
+@pytest.mark.parametrize(("compression", "error"), [("fp16", 3e-3), ("bf16", 3e-2)])
+def test_compressed_gradients_are_the_gradients_to_the_precision_that_was_sent(
+    compression: Any, error: float
+) -> None:
+    data = classification([13, 6])
+    job = partial(all_reduce, data, mlp(), epochs=3)
+
+    compressed = job(GradientAllReduce(compression=compression)).module
+
+    exact = job(GradientAllReduce()).module
+    assert 0 < relative_error(compressed, exact) <= error
+
+
+def test_power_sgd_learns_and_leaves_out_what_low_rank_factors_cannot_hold() -> None:
+    data = classification([60, 60])
+    job = partial(all_reduce, data, mlp(), epochs=8)
+
+    compressed = job(GradientAllReduce(compression="powersgd"))
+
+    exact = job(GradientAllReduce())
+    assert relative_error(compressed.module, exact.module) > 0
+    losses = [row.loss for row in compressed.history]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_the_history_holds_the_loss_over_all_rows() -> None:
+    data = classification([13, 6, 0])
+
+    outcome = all_reduce(
+        data, mlp(), GradientAllReduce(), optimizer=partial(torch.optim.SGD, lr=0.0), epochs=1
+    )
+
+    outputs = mlp()(torch.from_numpy(data.features)).detach()
+    loss = nn.functional.cross_entropy(outputs, torch.from_numpy(data.targets))
+    assert outcome.history[0].loss == pytest.approx(float(loss), rel=1e-12)
+    assert outcome.history[0].examples == 19
+
+
+@pytest.mark.parametrize("sizes", [[8, 16], [0, 8]])
+def test_batch_norm_statistics_are_averaged_by_examples(sizes: list[int]) -> None:
+    torch.manual_seed(5)
+    norm = nn.BatchNorm1d(6, momentum=None, affine=False).double()
+    model = nn.Sequential(norm, nn.Linear(6, 3).double())
+    data = classification(sizes)
+
+    outcome = all_reduce(data, model, GradientAllReduce(), epochs=1)
+
+    means = [
+        np.mean(
+            [features.mean(axis=0) for features, _ in batches_by_hand(data, rank, 1, 4)], axis=0
+        )
+        if size
+        else np.zeros(6)
+        for rank, size in enumerate(sizes)
+    ]
+    expected = np.average(means, axis=0, weights=sizes)
+    found = outcome.module.get_buffer("0.running_mean").numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    counted = outcome.module.get_buffer("0.num_batches_tracked")
+    assert counted == 2  # the steps of the first worker with rows
+    assert counted.dtype is torch.int64
+
+
+class HalfUsed(nn.Module):
+    """Has a layer that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.used = nn.Linear(6, 3)
+        self.unused = nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.used(features)
+
+
+def test_parameters_outside_the_loss_keep_their_values() -> None:
+    data = classification([9, 6])
+    strategy = GradientAllReduce(find_unused_parameters=True)
+
+    outcome = all_reduce(data, HalfUsed(), strategy, epochs=2)
+
+    oracle = train_on_union(
+        HalfUsed(), partial(torch.optim.SGD, lr=0.1), data, epochs=2, batch_size=4
+    )
+    assert relative_error(outcome.module, oracle) <= 1e-10
+    assert torch.equal(outcome.module.unused.weight, HalfUsed().unused.weight)
+
+
+def test_the_same_seed_and_data_give_the_same_bits() -> None:
+    data = classification([13, 6, 9])
+    job = partial(all_reduce, data, mlp(), GradientAllReduce(), epochs=2)
+
+    first, second = (job().module.state_dict() for _ in range(2))
+
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_one_worker_takes_the_same_path_alone() -> None:
+    data = classification([23])
+    outcome = all_reduce(data, mlp(), GradientAllReduce(), epochs=2)
+    oracle = train_on_union(mlp(), partial(torch.optim.SGD, lr=0.1), data, epochs=2, batch_size=4)
+    assert relative_error(outcome.module, oracle) <= 1e-12
