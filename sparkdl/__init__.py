@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from sparkdl.estimator import TorchEstimator, TorchModel
     from sparkdl.events import EpochSummary
     from sparkdl.spark.session import create_session
-    from sparkdl.strategies import ParameterAveraging
+    from sparkdl.strategies import GradientAllReduce, ParameterAveraging
 
 __all__ = [
     "EpochSummary",
+    "GradientAllReduce",
     "ParameterAveraging",
     "TorchEstimator",
     "TorchModel",
@@ -32,6 +33,7 @@ __all__ = [
 
 _HOMES = {
     "EpochSummary": "sparkdl.events",
+    "GradientAllReduce": "sparkdl.strategies",
     "ParameterAveraging": "sparkdl.strategies",
     "TorchEstimator": "sparkdl.estimator",
     "TorchModel": "sparkdl.estimator",

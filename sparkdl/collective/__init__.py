@@ -1,6 +1,6 @@
 """torch.distributed groups across workers: rendezvous, choice of backend, complete clean-up."""
 
-from sparkdl.collective.group import Collective, Gather, join_collective
+from sparkdl.collective.group import Collective, Gather, join_collective, release_model
 from sparkdl.collective.network import Network
 
-__all__ = ["Collective", "Gather", "Network", "join_collective"]
+__all__ = ["Collective", "Gather", "Network", "join_collective", "release_model"]

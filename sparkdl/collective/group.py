@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
+from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.collective.network import Network, interface_of, listen, local_address
 from sparkdl.eager import defer_compiler
@@ -192,6 +193,16 @@ def join_collective(
         ) from error
     finally:
         _leave_group()
+
+
+def release_model(model: DistributedDataParallel) -> None:
+    """Take away a model's hold on the process group before that ends; the model is then useless.
+
+    Its C++ part would otherwise be the last to hold the group and end it with Python's lock held;
+    gloo's thread, which the end waits for, may want that lock to drop the last tensor.
+    """
+    model.reducer = None  # type: ignore[assignment]
+    model.logger = None
 
 
 def _open_store(

@@ -25,7 +25,7 @@ from sparkdl.spark.columns import InputColumn, input_column
 from sparkdl.spark.launcher import Workers
 from sparkdl.spark.partitions import known_partitions
 from sparkdl.spark.session import require_classic_session
-from sparkdl.spark.slots import choose_num_workers
+from sparkdl.spark.slots import choose_num_workers, require_static_allocation
 from sparkdl.worker import Job
 
 
@@ -79,6 +79,8 @@ class Preflight:
             max_failures=params.getMaxFailures(),
             min_workers=params.getMinWorkers(),
         )
+        if self.job.strategy.needs_collective:
+            require_static_allocation(frame.sparkSession)
         num_workers = choose_num_workers(frame.sparkSession, params.getNumWorkers())
         if params.getMinWorkers() > num_workers:
             raise ConfigError(

@@ -6,13 +6,13 @@ import logging
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cloudpickle
 import torch
 from pyspark import InheritableThread
 from pyspark import cloudpickle as spark_cloudpickle
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F
 
 from sparkdl.averager.server import Averager
@@ -22,6 +22,8 @@ from sparkdl.feed.columns import ORDER_COLUMN
 from sparkdl.feed.facts import NO_ROWS
 from sparkdl.spark import bootstrap
 from sparkdl.spark.columns import InputColumn
+from sparkdl.spark.network import network_of
+from sparkdl.spark.slots import require_free_slots
 from sparkdl.spark.task import OUTPUT_DDL
 from sparkdl.version import __version__
 from sparkdl.worker import Job
@@ -32,6 +34,9 @@ LEAVE_S = 2.0
 """Seconds that workers have to leave by themselves after a failure, before they are killed."""
 JOB_END_S = 30.0
 """Seconds to wait for the Spark job to end once every worker has finished or was cancelled."""
+
+_FORBIDDEN_LINEAGE = "Barrier execution mode does not allow the following pattern of RDD chain"
+"""How Spark words it, in every version that has barrier stages."""
 
 # Functions of that module must run on executors that cannot import it.
 spark_cloudpickle.register_pickle_by_value(bootstrap)  # type: ignore[no-untyped-call]
@@ -64,8 +69,8 @@ def launch(workers: Workers, job: Job) -> Launch:
     """Prepare to start ``job`` on ``workers``; see ``driver.Launch``."""
     context = workers.frame.sparkSession.sparkContext
     group = f"sparkdl-{uuid.uuid4().hex[:12]}"
-    feed = worker_frame(workers, job.seed)
-    payload = cloudpickle.dumps(job)
+    barrier = job.strategy.needs_collective
+    payload = cloudpickle.dumps((job, network_of(workers.frame.sparkSession)))
 
     @contextmanager
     def start(averager: Averager) -> Iterator[None]:
@@ -76,10 +81,23 @@ def launch(workers: Workers, job: Job) -> Launch:
             {"torch": str(torch.__version__), "sparkdl": __version__},
         )
 
+        if barrier:
+            require_free_slots(workers.frame.sparkSession, workers.num_workers)
+
+        def run_tasks(chosen: Workers) -> list[Row]:
+            feed = worker_frame(chosen, job.seed)
+            return feed.mapInArrow(task, OUTPUT_DDL, barrier=barrier).collect()
+
         def run_job() -> None:
             context.setJobGroup(group, workers.description, interruptOnCancel=True)
             try:
-                ranks = feed.mapInArrow(task, OUTPUT_DDL).collect()
+                try:
+                    ranks = run_tasks(workers)
+                except Exception as error:
+                    if not _barrier_refuses(error):
+                        raise
+                    logger.info("a shuffle is put before the workers: %s", _FORBIDDEN_LINEAGE)
+                    ranks = run_tasks(replace(workers, repartition=True))
                 if not ranks:
                     # Spark starts no task for what it finds to be empty while it plans or shuffles.
                     averager.fail(DataError(NO_ROWS))
@@ -134,6 +152,11 @@ def worker_frame(workers: Workers, seed: int) -> DataFrame:
         selected = selected.repartition(workers.num_workers)
     names = [f"c{index}" for index in range(len(workers.columns))]
     return selected.withColumn(ORDER_COLUMN, F.xxhash64(F.lit(seed), *names))
+
+
+def _barrier_refuses(error: Exception) -> bool:
+    """Whether Spark refused a stage with a union, coalesce or limit in it, before running any."""
+    return _FORBIDDEN_LINEAGE in str(error)
 
 
 def _as_training_error(error: Exception) -> SetupError | TrainingError:

@@ -11,6 +11,8 @@ from sparkdl.errors import ConfigError
 
 EXECUTORS_START_S = 60.0
 """Seconds to wait for executors that the configuration promises."""
+OTHERS_END_S = 10.0
+"""Seconds to wait for other jobs to give slots back to workers that all have to start at once."""
 
 
 def count_slots(spark: SparkSession) -> int:
@@ -55,6 +57,51 @@ def choose_num_workers(spark: SparkSession, wanted: int | None) -> int:
             "spark.task.cpus cores make one slot)"
         )
     return wanted
+
+
+def require_static_allocation(spark: SparkSession) -> None:
+    """Check that Spark can start all workers at once, which it does in barrier mode only.
+
+    Raises:
+        ConfigError: dynamic allocation is on, which barrier mode does not support.
+    """
+    conf = spark.sparkContext.getConf()
+    if (conf.get("spark.dynamicAllocation.enabled") or "false").lower() == "true":
+        raise ConfigError(
+            "spark.dynamicAllocation.enabled is true, and this strategy needs Spark's barrier "
+            "mode, which does not support it. Set it to false with a fixed number of executors "
+            "(spark.executor.instances), or use ParameterAveraging(), which does without"
+        )
+
+
+def require_free_slots(spark: SparkSession, needed: int) -> None:
+    """Wait a little for slots that other jobs still hold: Spark would wait for a year, silently.
+
+    Args:
+        spark: the session.
+        needed: tasks that have to start at once.
+
+    Raises:
+        ConfigError: other jobs hold too many slots.
+    """
+    deadline = time.monotonic() + OTHERS_END_S
+    while True:
+        slots, running = count_slots(spark), _count_running_tasks(spark)
+        if slots - running >= needed:
+            return
+        if time.monotonic() >= deadline:
+            raise ConfigError(
+                f"{needed} workers have to start at once, but other jobs hold {running} of the "
+                f"cluster's {slots} slots and did not give them back in {OTHERS_END_S:.0f} s. "
+                f"Wait for them to end (the Spark UI shows them), set numWorkers to at most "
+                f"{max(0, slots - running)}, or add executors"
+            )
+        time.sleep(0.1)
+
+
+def _count_running_tasks(spark: SparkSession) -> int:
+    infos = spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos()
+    return sum(info.numRunningTasks() for info in infos)
 
 
 def _refuse_speculation(spark: SparkSession) -> None:

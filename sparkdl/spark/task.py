@@ -12,6 +12,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 from sparkdl.averager.server import AveragerAddress
+from sparkdl.collective import Network
 from sparkdl.spark.devices import choose_device
 from sparkdl.worker import Job, Place, report_failure, train
 
@@ -25,7 +26,7 @@ def run_worker_task(
     """Train one replica on this task's partition.
 
     Args:
-        payload: the pickled ``Job``.
+        payload: the pickled ``Job`` and ``Network``.
         uri: where the averager is.
         token: the job's token.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
@@ -38,13 +39,16 @@ def run_worker_task(
     assert context is not None
     rank, address = context.partitionId(), AveragerAddress(uri, token)
     try:
-        job: Job = cloudpickle.loads(payload)
+        job: Job
+        network: Network
+        job, network = cloudpickle.loads(payload)
         place = Place(
             rank=rank,
             device=choose_device(device, context),
             threads=context.cpus(),
             directory=_local_directory(),
             attempt=context.taskAttemptId(),
+            network=network,
         )
     except Exception as error:  # an import missing on this executor is the user's to see
         report_failure(address, rank, error)

@@ -107,6 +107,9 @@ class Strategy(ABC):
     def start(self, run: Run) -> None:  # noqa: B027 - not every strategy has to prepare
         """Called on every worker once, when its replica holds the initial center."""
 
+    def finish(self, run: Run) -> None:  # noqa: B027 - as above
+        """Called on every worker once, before it leaves the others, also after an error."""
+
     def train_epoch(self, run: Run, batches: Iterable[Batch]) -> None:
         """Train on an epoch's minibatches, making the replicas agree on the way and at the end."""
         for batch in batches:

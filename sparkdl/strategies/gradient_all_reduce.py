@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.averager.codec import Codec, FullPrecision
-from sparkdl.collective import Collective
+from sparkdl.collective import Collective, release_model
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
@@ -108,6 +108,10 @@ class GradientAllReduce(Strategy):
             _wrap(self, run.replica), run.collective, shares, run.batch_size * self.accumulate
         )
 
+    def finish(self, run: Run) -> None:
+        """Let go of the group, which is about to end."""
+        release_model(run.memory.model)
+
     def train_epoch(self, run: Run, batches: Iterable[Batch]) -> None:
         """Take as many optimizer steps as the worker with the most rows, then tell the driver."""
         reducer: _Reducer = run.memory
@@ -161,7 +165,7 @@ class _Reducer:
         rows_a_step: int,
     ) -> None:
         self.collective = collective
-        self._model = model
+        self.model = model
         self._shares = shares
         self._rows_a_step = rows_a_step
         self._next_sign = 1
@@ -192,7 +196,7 @@ class _Reducer:
             following = next(batches, None)
             last = following is None
             with self.collective.guarded("the reduction of gradients"), self._sync(now=last):
-                loss: Tensor = self._model(batch)
+                loss: Tensor = self.model(batch)
                 # DDP divides by the number of workers, whatever each has contributed.
                 examples = 0 if batch is None else batch.examples
                 weight = examples * self.collective.world_size / total
@@ -227,7 +231,7 @@ class _Reducer:
         self._last_sign = time.monotonic()
 
     def _sync(self, *, now: bool) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = nullcontext() if now else self._model.no_sync()
+        context: AbstractContextManager[None] = nullcontext() if now else self.model.no_sync()
         return context
 
 

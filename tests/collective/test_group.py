@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch.nn.parallel import DistributedDataParallel
 
-from sparkdl.collective import Collective, Network, join_collective
+from sparkdl.collective import Collective, Network, join_collective, release_model
 from sparkdl.collective.network import listen
 from sparkdl.errors import ConfigError
 
@@ -202,3 +203,25 @@ def test_rank_0_listens_in_the_range_of_ports_that_it_is_given() -> None:
         assert collective.master == ("127.0.0.1", port)
         with pytest.raises(ConfigError, match="is taken"):
             listen("127.0.0.1", (port, port))
+
+
+def test_groups_with_a_ddp_model_end_without_waiting_for_pythons_lock() -> None:
+    """Unless the model lets go of the group first, one in a few hundred hangs on a busy machine."""
+
+    def train(rank: int, gather: Any) -> DistributedDataParallel:
+        with join_collective(rank, gather, device="cpu", deadline_s=20.0):
+            model = DistributedDataParallel(torch.nn.Linear(6, 3))
+            for _ in range(3):
+                model(torch.randn(4, 6)).sum().backward()
+            release_model(model)
+        return model
+
+    def body(collective: Collective, gather: Any) -> Any:
+        rank = collective.rank
+        dist.destroy_process_group()
+        del collective
+        for _ in range(100):
+            train(rank, gather)
+        return "ended"
+
+    assert run_ranks(2, body) == ["ended", "ended"]
