@@ -69,13 +69,31 @@ def sparkdl_session() -> SparkSession:
     return create_session("benchmark", master=MASTER, conf=CONF)
 
 
-def fit_ours(
+def fit_averaging(
     spark: SparkSession, folder: Path, epochs: int, period: int
+) -> tuple[nn.Module, float | None]:
+    """Fits by ParameterAveraging; returns the model and the first step's time."""
+    from sparkdl import ParameterAveraging
+
+    return fit_ours(spark, folder, epochs, ParameterAveraging(period=period))
+
+
+def fit_all_reduce(
+    spark: SparkSession, folder: Path, epochs: int, period: int
+) -> tuple[nn.Module, float | None]:
+    """Fits by GradientAllReduce; returns the model and the first step's time."""
+    from sparkdl import GradientAllReduce
+
+    return fit_ours(spark, folder, epochs, GradientAllReduce())
+
+
+def fit_ours(
+    spark: SparkSession, folder: Path, epochs: int, strategy: Any
 ) -> tuple[nn.Module, float | None]:
     """Fits a TorchEstimator on the Parquet files; returns the model and the first step's time."""
     from functools import partial
 
-    from sparkdl import ParameterAveraging, TorchEstimator
+    from sparkdl import TorchEstimator
 
     # With the schema given, reading defines a DataFrame and runs nothing before the clock starts.
     frame = spark.read.schema("features array<float>, label long").parquet(str(folder / "train"))
@@ -84,7 +102,7 @@ def fit_ours(
             model=digits.build_mlp,
             loss=nn.CrossEntropyLoss(),
             optimizer=partial(StampedSGD, stamps=Path(stamps), **digits.make_optimizer.keywords),
-            strategy=ParameterAveraging(period=period),
+            strategy=strategy,
             epochs=epochs,
             batchSize=digits.BATCH_SIZE,
             numWorkers=digits.WORKERS,
@@ -122,8 +140,9 @@ def fit_averaging_loop(
 
 Fit = Callable[[SparkSession, Path, int, int], tuple[nn.Module, float | None]]
 CONTENDERS: dict[str, tuple[Callable[[], SparkSession], Fit]] = {
-    "sparkdl": (sparkdl_session, fit_ours),
-    "sparkdl_plain_session": (plain_session, fit_ours),
+    "sparkdl": (sparkdl_session, fit_averaging),
+    "sparkdl_plain_session": (plain_session, fit_averaging),
+    "sparkdl_all_reduce": (sparkdl_session, fit_all_reduce),
     "torch_distributor": (plain_session, fit_torch_distributor),
     "averaging_loop": (plain_session, fit_averaging_loop),
 }

@@ -3,8 +3,9 @@
 The job: MLP 784-256-128-10, 8,000 rows, batch 64, 5 epochs, 2 workers, period 5. The peers do the
 same job: TorchDistributor with DDP, a hand-written broadcast / mapPartitions / treeReduce loop with
 the same period, and with ``--peer elephas`` also elephas 7.3, which needs an environment of its
-own (made on the first use, 3.7 GB). Every measurement is a process with a fresh session on
-local-cluster[2,1,2048].
+own (made on the first use, 3.7 GB). With ``--all-reduce`` ours reduces gradients in every step
+instead, as DDP does, against TorchDistributor alone. Every measurement is a process with a fresh
+session on local-cluster[2,1,2048].
 """
 
 import statistics
@@ -19,7 +20,8 @@ from typing import Any
 import digits
 import harness
 
-OURS = ("sparkdl", "sparkdl_plain_session")
+AVERAGING = ("sparkdl", "sparkdl_plain_session")
+ALL_REDUCE = ("sparkdl_all_reduce",)
 FITS = ("first fit", "second fit")
 TARGETS = {
     "torch_distributor": {"first fit": 0.5, "second fit": 0.15},
@@ -44,10 +46,14 @@ def main() -> None:
         default=Path.home() / ".cache" / "sparkdl-benchmarks" / "elephas",
         help="folder of the environment for elephas (default: %(default)s)",
     )
+    options.add_argument(
+        "--all-reduce", action="store_true", help="GradientAllReduce against TorchDistributor"
+    )
     chosen = harness.parse(options, repeats=3)
-    peers = chosen.peer or ["torch_distributor", "averaging_loop"]
+    ours = ALL_REDUCE if chosen.all_reduce else AVERAGING
+    peers = chosen.peer or ["torch_distributor", *([] if chosen.all_reduce else ["averaging_loop"])]
     commands: dict[str, list[str | Path]] = {
-        name: [sys.executable, harness.FOLDER / "fit_session.py", name] for name in (*OURS, *peers)
+        name: [sys.executable, harness.FOLDER / "fit_session.py", name] for name in (*ours, *peers)
     }
     if "elephas" in peers:
         python = elephas_python(chosen.elephas_environment)
@@ -58,7 +64,7 @@ def main() -> None:
             name: partial(fits, name, command, Path(folder)) for name, command in commands.items()
         }
         runs = harness.interleave(turns, repeats=chosen.repeats)
-    report(runs, peers)
+    report(runs, ours, peers)
 
 
 def fits(name: str, command: list[str | Path], folder: Path) -> list[dict[str, float]]:
@@ -69,7 +75,7 @@ def fits(name: str, command: list[str | Path], folder: Path) -> list[dict[str, f
     return list(child["fits"])
 
 
-def report(runs: Runs, peers: list[str]) -> None:
+def report(runs: Runs, contenders: tuple[str, ...], peers: list[str]) -> None:
     """Prints medians and claims, and the JSON line."""
     medians: dict[str, dict[str, float]] = {}
     accuracies: dict[str, float] = {}
@@ -90,7 +96,7 @@ def report(runs: Runs, peers: list[str]) -> None:
             ratio=medians[ours][fit] / medians[peer][fit],
             target=target,
         )
-        for ours in OURS
+        for ours in contenders
         for peer in peers
         for fit, target in TARGETS[peer].items()
     ]
