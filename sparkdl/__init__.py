@@ -16,29 +16,40 @@ if TYPE_CHECKING:
     from sparkdl.checkpoint.recipe import trusted_pickles
     from sparkdl.estimator import TorchEstimator, TorchModel
     from sparkdl.events import EpochSummary
+    from sparkdl.spark.function_run import run
+    from sparkdl.spark.function_task import FunctionWorker, current_worker
     from sparkdl.spark.session import create_session
+    from sparkdl.spark.torch_distributor import TorchDistributor
     from sparkdl.strategies import GradientAllReduce, ParameterAveraging
 
 __all__ = [
     "EpochSummary",
+    "FunctionWorker",
     "GradientAllReduce",
     "ParameterAveraging",
+    "TorchDistributor",
     "TorchEstimator",
     "TorchModel",
     "__version__",
     "create_session",
+    "current_worker",
     "load_module",
+    "run",
     "trusted_pickles",
 ]
 
 _HOMES = {
     "EpochSummary": "sparkdl.events",
+    "FunctionWorker": "sparkdl.spark.function_task",
     "GradientAllReduce": "sparkdl.strategies",
     "ParameterAveraging": "sparkdl.strategies",
+    "TorchDistributor": "sparkdl.spark.torch_distributor",
     "TorchEstimator": "sparkdl.estimator",
     "TorchModel": "sparkdl.estimator",
     "create_session": "sparkdl.spark.session",
+    "current_worker": "sparkdl.spark.function_task",
     "load_module": "sparkdl.checkpoint.module_files",
+    "run": "sparkdl.spark.function_run",
     "trusted_pickles": "sparkdl.checkpoint.recipe",
 }
 

@@ -99,7 +99,7 @@ class Collective:
         try:
             yield
         except RuntimeError as error:
-            if not _is_of_backend(error):
+            if not is_of_backend(error):
                 raise
             missing = self._call_the_roll()
             who = ", ".join(f"rank {rank} on {self.hosts[rank]}" for rank in missing)
@@ -163,11 +163,11 @@ def join_collective(
     mine: dict[str, Any] = {"host": socket.gethostname()}
     store: Store | None = None
     if rank == 0:
-        store, mine["address"], mine["port"] = _open_store(address, network.ports, timeout)
+        store, mine["address"], mine["port"] = open_store(address, network.ports, timeout)
     found = gather(mine)
     master = str(found[0]["address"]), int(found[0]["port"])
     try:
-        with _environment(_interface_settings(device, address)):
+        with environment(interface_settings(device, address)):
             if store is None:
                 store = TCPStore(*master, timeout=timeout, wait_for_workers=False)
             dist.init_process_group(
@@ -192,7 +192,7 @@ def join_collective(
             "each other; spark.sparkdl.collective.interface chooses the network"
         ) from error
     finally:
-        _leave_group()
+        leave_group()
 
 
 def release_model(model: DistributedDataParallel) -> None:
@@ -205,9 +205,10 @@ def release_model(model: DistributedDataParallel) -> None:
     model.logger = None
 
 
-def _open_store(
+def open_store(
     address: str, ports: tuple[int, int] | None, timeout: timedelta
 ) -> tuple[Store, str, int]:
+    """Start the store through which a group forms; returns it with the address and port it has."""
     with listen(address, ports) as listener:
         port = listener.getsockname()[1]
         store = TCPStore(
@@ -221,24 +222,29 @@ def _open_store(
     return store, address, port
 
 
-def _interface_settings(device: torch.device, address: str) -> Mapping[str, str]:
+def interface_settings(device: torch.device, address: str) -> Mapping[str, str]:
     """What makes the backend bind to one interface; what the user has set wins."""
     name = "NCCL_SOCKET_IFNAME" if device.type == "cuda" else "GLOO_SOCKET_IFNAME"
     return {} if name in os.environ else {name: interface_of(address)}
 
 
 @contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables that were not set; Spark reuses this process for other tasks."""
+def environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while; Spark reuses this process for other tasks."""
+    before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
         yield
     finally:
-        for name in settings:
-            os.environ.pop(name, None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
-def _leave_group() -> None:
+def leave_group() -> None:
+    """End the process's group, if it has one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -249,7 +255,7 @@ def _leave_group_of_others() -> None:
         dist.destroy_process_group()
 
 
-def _is_of_backend(error: RuntimeError) -> bool:
+def is_of_backend(error: RuntimeError) -> bool:
     """Whether the backend failed, not the user's code; gloo raises plain RuntimeErrors."""
     return isinstance(error, dist.DistError) or "gloo/" in str(error)
 

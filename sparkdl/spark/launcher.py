@@ -109,7 +109,7 @@ def launch(workers: Workers, job: Job) -> Launch:
                     )
                 )
             except Exception as error:  # whatever ends the Spark job ends the run
-                averager.fail(_as_training_error(error))
+                averager.fail(as_training_error(error))
 
         thread = InheritableThread(target=run_job, name=f"{group}-job", daemon=True)
         thread.start()
@@ -159,7 +159,7 @@ def _barrier_refuses(error: Exception) -> bool:
     return _FORBIDDEN_LINEAGE in str(error)
 
 
-def _as_training_error(error: Exception) -> SetupError | TrainingError:
+def as_training_error(error: Exception) -> SetupError | TrainingError:
     """Say why the Spark job failed, in the words of our own bootstrap if it was that."""
     text = str(error)
     start = text.find(bootstrap.MARKER)

@@ -1,0 +1,233 @@
+"""Where the workers of ``sparkdl.run`` meet, print and fail: a small service in the driver.
+
+    worker                              driver
+    {"join": rank, "host": ...} ------>
+    {"gather": object}          ------> wait for all ranks
+                                <------ {"gathered": [object of rank 0, ...]}
+    {"lines": [...], "left_out": n} --> shown in the driver
+    {"failure": {...}}          ------> the run ends, with the worker's traceback
+    {"finish": true}            ------>
+
+Connections and their proof of the job's token are the averager's. There is no limit to how long a
+function may be silent; a worker whose process ends without a word breaks its connection.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
+from sparkdl.averager.port import Port
+from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerError, WorkerLostError
+
+
+@dataclass(frozen=True)
+class BoardAddress:
+    """Where the board is, and the run's secret; travels with the task."""
+
+    host: str
+    port: int
+    token: str
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What a rank has printed since it was last heard."""
+
+    rank: int
+    lines: tuple[str, ...]
+    left_out: int
+    """Lines before the next that were too many to send."""
+
+
+class Board:
+    """The driver's end; a context manager that opens and closes the port.
+
+    Args:
+        world_size: number of workers.
+        host: interface to bind to.
+        advertised_host: the name under which workers reach it.
+    """
+
+    def __init__(self, world_size: int, host: str, advertised_host: str) -> None:
+        self.world_size = world_size
+        self.events: queue.SimpleQueue[Lines | None] = queue.SimpleQueue()
+        self.failure: SparkDLError | None = None
+        self._condition = threading.Condition()
+        self._hosts: dict[int, str] = {}
+        self._finished: set[int] = set()
+        self._giving: dict[int, Any] = {}
+        self._gathered: list[list[Any]] = []
+        token = secrets.token_urlsafe(32)
+        self._port = Port(host, token, self._serve)
+        self.address = BoardAddress(advertised_host, self._port.number, token)
+
+    def __enter__(self) -> Board:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.fail(TrainingError("the driver left the run"))
+        self._port.close()
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not joined."""
+        return sorted(set(range(self.world_size)) - self._hosts.keys())
+
+    @property
+    def finished(self) -> bool:
+        """Whether every rank has left as it should."""
+        return len(self._finished) == self.world_size
+
+    def fail(self, error: SparkDLError) -> None:
+        """End the run; later failures are consequences of the first and are dropped."""
+        with self._condition:
+            if self.failure is None and not self.finished:
+                self.failure = error
+                self.events.put(None)
+            self._condition.notify_all()
+
+    def _serve(self, connection: Connection) -> None:
+        rank = -1
+        try:
+            rank = self._join(connection.receive_header())
+            while not (header := connection.receive_header()).get("finish"):
+                self._answer(rank, header, connection)
+            with self._condition:
+                self._finished.add(rank)
+        except SparkDLError as error:
+            self.fail(error)
+        except (ConnectionLostError, SilenceError) as error:
+            self.fail(
+                WorkerLostError(
+                    f"rank {rank} on {self._hosts.get(rank, 'an unknown host')} ended without a "
+                    f"word ({error}). The executor's log says why; a process killed for memory "
+                    "needs more spark.executor.memoryOverhead"
+                )
+            )
+
+    def _join(self, header: Mapping[str, Any]) -> int:
+        rank, host = header.get("join"), header.get("host")
+        if type(rank) is not int or not isinstance(host, str):
+            raise TrainingError(f"a worker joins with a rank and a host, not with {header}")
+        with self._condition:
+            if rank not in self.missing:
+                raise TrainingError(f"rank {rank} on {host} is none of this run, or joined before")
+            self._hosts[rank] = host
+        return rank
+
+    def _answer(self, rank: int, header: Mapping[str, Any], connection: Connection) -> None:
+        if "gather" in header:
+            connection.send_header({"gathered": self._gather(rank, header["gather"])})
+        elif "lines" in header:
+            lines = tuple(map(str, header["lines"]))
+            self.events.put(Lines(rank, lines, int(header["left_out"])))
+        elif "failure" in header:
+            told = header["failure"]
+            raise WorkerError(
+                str(told["message"]),
+                rank=rank,
+                epoch=0,
+                step=0,
+                worker_traceback=str(told["traceback"]),
+            )
+        else:
+            raise TrainingError(f"rank {rank} sent a header that no worker sends: {header}")
+
+    def _gather(self, rank: int, value: Any) -> list[Any]:
+        with self._condition:
+            number = len(self._gathered)
+            self._giving[rank] = value
+            if len(self._giving) == self.world_size:
+                self._gathered.append([self._giving[rank] for rank in sorted(self._giving)])
+                self._giving.clear()
+                self._condition.notify_all()
+            self._condition.wait_for(
+                lambda: self.failure is not None or len(self._gathered) > number
+            )
+            if self.failure is not None:
+                raise StoppedError(f"the run ended: {self.failure}")
+            return self._gathered[number]
+
+
+class BoardClient:
+    """A worker's end; a context manager. Any thread may send.
+
+    Args:
+        address: where the board is.
+        rank: this worker's rank.
+
+    Raises:
+        StoppedError: the board cannot be reached, or is another run's.
+    """
+
+    def __init__(self, address: BoardAddress, rank: int) -> None:
+        self._rank = rank
+        self._sending = threading.Lock()
+        try:
+            connected = socket.create_connection((address.host, address.port), timeout=60.0)
+            self._connection = Connection(connected, None)
+            known = self._connection.introduce(address.token)
+        except (OSError, ConnectionLostError, SilenceError) as error:
+            raise StoppedError(
+                f"rank {rank} cannot reach the driver at {address.host}:{address.port}: {error}"
+            ) from error
+        if not known:
+            raise StoppedError(f"the driver of rank {rank} does not know it: it is another run's")
+        self._send({"join": rank, "host": socket.gethostname()})
+
+    def __enter__(self) -> BoardClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close_after(5.0)
+
+    def gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
+        """Give an object and receive those of all ranks, in their order.
+
+        Raises:
+            StoppedError: the run ended.
+        """
+        self._send({"gather": value})
+        try:
+            return list(self._connection.receive_header()["gathered"])
+        except (ConnectionLostError, SilenceError) as error:
+            raise StoppedError(f"rank {self._rank} was stopped by the driver: {error}") from error
+
+    def send_lines(self, lines: list[str], left_out: int) -> None:
+        """Send what was printed.
+
+        Raises:
+            BrokenPipeError: the driver is gone.
+        """
+        try:
+            self._send({"lines": lines, "left_out": left_out})
+        except StoppedError as error:
+            raise BrokenPipeError(str(error)) from error
+
+    def report_failure(self, message: str, traceback: str) -> None:
+        """End the run for everyone."""
+        self._send({"failure": {"message": message, "traceback": traceback}})
+
+    def finish(self) -> None:
+        """Leave as one should."""
+        self._send({"finish": True})
+
+    def _send(self, header: dict[str, Any]) -> None:
+        try:
+            with self._sending:
+                self._connection.send_header(header)
+        except (ConnectionLostError, SilenceError) as error:
+            raise StoppedError(f"rank {self._rank} was stopped by the driver: {error}") from error

@@ -1,0 +1,291 @@
+"""What a worker of ``sparkdl.run`` does: make the surroundings that torchrun makes, and call."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import runpy
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+from pyspark import TaskContext
+
+from sparkdl.collective import Network
+from sparkdl.collective.group import (
+    ROLL_CALL_S,
+    environment,
+    interface_settings,
+    is_of_backend,
+    leave_group,
+    open_store,
+)
+from sparkdl.collective.network import local_address
+from sparkdl.eager import defer_compiler
+from sparkdl.errors import ConfigError, StoppedError
+from sparkdl.spark.board import BoardAddress, BoardClient
+from sparkdl.spark.devices import choose_device
+from sparkdl.spark.output import Output
+
+logger = logging.getLogger(__name__)
+
+OUTPUT_SCHEMA = pa.schema(
+    [pa.field("rank", pa.int64(), nullable=False), pa.field("result", pa.binary())]
+)
+OUTPUT_DDL = "rank bigint, result binary"
+STORE_TIMEOUT = timedelta(minutes=30)
+"""torch's own default for how long a rank waits for the others to form a group."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A Python file to run as ``__main__``."""
+
+    path: str
+    """Where it is on the driver, and perhaps on the executors."""
+    text: str
+    """What it says, for executors that do not have it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What every worker runs."""
+
+    function: Callable[..., Any] | Script
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class FunctionWorker:
+    """Where a function run by ``sparkdl.run`` finds itself.
+
+    Attributes:
+        rank: from 0 to ``world_size - 1``.
+        world_size: number of workers.
+        local_rank: this worker's position among those of its host.
+        local_world_size: number of workers on its host.
+        device: the torch device to use, for example ``cpu`` or ``cuda:0``.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: str
+
+
+_current: FunctionWorker | None = None
+
+
+def current_worker() -> FunctionWorker:
+    """The worker that runs the calling function.
+
+    Raises:
+        ConfigError: the caller does not run under ``sparkdl.run``.
+    """
+    if _current is None:
+        raise ConfigError(
+            "there is no worker here: current_worker() is for functions that sparkdl.run calls "
+            "on the executors"
+        )
+    return _current
+
+
+def run_function_task(
+    payload: bytes,
+    host: str,
+    port: int,
+    token: str,
+    device: str,
+    batches: Iterator[pa.RecordBatch],
+) -> Iterator[pa.RecordBatch]:
+    """Call the user's function as one of several ranks.
+
+    Args:
+        payload: the pickled ``Network`` and, pickled by itself, the ``Call``.
+        host: where the board is.
+        port: its port.
+        token: the run's secret.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        batches: the task's rows, which say nothing.
+
+    Yields:
+        The rank with the pickled result, or without if the run has failed; the driver knows why.
+    """
+    for _ in batches:  # a Python process whose input was not read to its end is not used again
+        pass
+    context = TaskContext.get()
+    assert context is not None
+    rank = context.partitionId()
+    torch.set_num_threads(context.cpus())
+    result: bytes | None = None
+    try:
+        with BoardClient(BoardAddress(host, port, token), rank) as board:
+            groups: list[Any] = []
+            result = _report_errors(
+                board, rank, lambda: _serve(payload, board, rank, device, groups)
+            )
+            groups.clear()  # now that an error's traceback is gone too
+    except StoppedError as error:
+        logger.info("rank %d leaves: %s", rank, error)
+    yield pa.record_batch([pa.array([rank]), pa.array([result], pa.binary())], OUTPUT_SCHEMA)
+
+
+def _serve(payload: bytes, board: BoardClient, rank: int, device: str, groups: list[Any]) -> bytes:
+    context = TaskContext.get()
+    assert context is not None
+    network, pickled_call = cloudpickle.loads(payload)
+    call: Call = cloudpickle.loads(pickled_call)
+    chosen = choose_device(device, context)
+    defer_compiler()
+    leave_group()
+    with (
+        _surroundings(network, board, rank, chosen, context.cpus()),
+        Output(board.send_lines) as output,
+        output.capture(),
+    ):
+        with _groups_held(groups):
+            result = cloudpickle.dumps(_call(call))
+            leave_group()
+        board.gather({})  # rank 0 keeps the store, which the others may still need
+    board.finish()
+    return bytes(result)
+
+
+def _report_errors(board: BoardClient, rank: int, body: Callable[[], bytes]) -> bytes | None:
+    try:
+        return body()
+    except StoppedError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, RuntimeError) and is_of_backend(error):
+            # Whoever broke the exchange speaks first, if it can: its error says more.
+            time.sleep(ROLL_CALL_S)
+        text = "".join(traceback.format_exception(error)).rstrip()
+        what = f"rank {rank} on {socket.gethostname()}: {type(error).__name__}: {error}"
+        board.report_failure(f"{what}\n\n{text}", text)
+        leave_group()
+        return None
+
+
+@contextmanager
+def _surroundings(
+    network: Network, board: BoardClient, rank: int, device: str, threads: int
+) -> Iterator[None]:
+    """The variables that torchrun sets, a store behind them, and ``current_worker``."""
+    global _current
+    address = local_address(network)
+    mine: dict[str, Any] = {"host": socket.gethostname()}
+    store = None
+    if rank == 0:
+        store, mine["address"], mine["port"] = open_store(address, network.ports, STORE_TIMEOUT)
+    everyone = board.gather(mine)
+    hosts = [str(each["host"]) for each in everyone]
+    worker = FunctionWorker(
+        rank=rank,
+        world_size=len(hosts),
+        local_rank=hosts[:rank].count(hosts[rank]),
+        local_world_size=hosts.count(hosts[rank]),
+        device=device,
+    )
+    settings = {
+        **_torchrun_variables(worker, hosts),
+        "MASTER_ADDR": str(everyone[0]["address"]),
+        "MASTER_PORT": str(everyone[0]["port"]),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        **interface_settings(torch.device(device), address),
+    }
+    _current = worker
+    try:
+        with environment(settings):
+            yield
+    finally:
+        _current = None
+        del store
+
+
+def _torchrun_variables(worker: FunctionWorker, hosts: list[str]) -> dict[str, str]:
+    distinct = list(dict.fromkeys(hosts))
+    return {
+        "RANK": str(worker.rank),
+        "WORLD_SIZE": str(worker.world_size),
+        "LOCAL_RANK": str(worker.local_rank),
+        "LOCAL_WORLD_SIZE": str(worker.local_world_size),
+        "GROUP_RANK": str(distinct.index(hosts[worker.rank])),
+        "GROUP_WORLD_SIZE": str(len(distinct)),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(worker.rank),
+        "ROLE_WORLD_SIZE": str(worker.world_size),
+        "TORCHELASTIC_RUN_ID": "sparkdl",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        # The store is there already, on a port that nobody can take any more.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+@contextmanager
+def _groups_held(held: list[Any]) -> Iterator[None]:
+    """Put every process group that the user makes into ``held``, to outlive the user's models.
+
+    A model wrapped by DDP that is the last to hold its group ends it with Python's lock held, which
+    gloo's threads may want first; the user's models go when the function returns.
+    """
+
+    def holding(make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def made(*args: Any, **kwargs: Any) -> Any:
+            group = make(*args, **kwargs)
+            held.append(dist.group.WORLD if group is None else group)
+            return group
+
+        return made
+
+    before = {name: getattr(dist, name) for name in ("init_process_group", "new_group")}
+    for name, make in before.items():
+        setattr(dist, name, holding(make))
+    try:
+        yield
+    finally:
+        for name, make in before.items():
+            setattr(dist, name, make)
+
+
+def _call(call: Call) -> Any:
+    if isinstance(call.function, Script):
+        _run_script(call.function, [str(argument) for argument in call.args])
+        return None
+    return call.function(*call.args, **call.kwargs)
+
+
+def _run_script(script: Script, arguments: list[str]) -> None:
+    before = sys.argv, list(sys.path)
+    with ExitStack() as stack:
+        path = Path(script.path)
+        if not path.is_file():
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sparkdl-")))
+            path = folder / path.name
+            path.write_text(script.text)
+        sys.argv = [str(path), *arguments]
+        sys.path.insert(0, str(path.parent))
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as leaving:
+            if leaving.code not in (None, 0):
+                raise
+        finally:
+            sys.argv, sys.path[:] = before

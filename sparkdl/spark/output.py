@@ -1,0 +1,127 @@
+"""What a worker prints, on its way to the driver; printing never waits for the network."""
+
+from __future__ import annotations
+
+import collections
+import io
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO
+
+MAX_LINES_A_SECOND = 200
+"""What one worker sends; what it prints beyond that is in the executor's log only."""
+MAX_LINE = 2_000
+"""Characters of a line that are sent."""
+INTERVAL_S = 0.1
+"""Seconds between two looks at what was printed."""
+
+Send = Callable[[list[str], int], None]
+"""Sends some lines, and the number of lines left out before them; may block."""
+
+
+class Output:
+    """Lines printed by a worker, sent by a thread of its own; a context manager.
+
+    Args:
+        send: sends them; an ``OSError`` ends the sending, not the training.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._lines: collections.deque[str] = collections.deque()
+        self._left_out = 0
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._forward, name="sparkdl-output", daemon=True)
+
+    def __enter__(self) -> Output:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def add(self, line: str) -> None:
+        """Take a line; returns at once."""
+        with self._lock:
+            if len(self._lines) < MAX_LINES_A_SECOND:
+                self._lines.append(line if len(line) <= MAX_LINE else line[:MAX_LINE] + " ...")
+            else:
+                self._left_out += 1
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Copy to here what Python code writes to standard output and standard error."""
+        before = sys.stdout, sys.stderr
+        copies = _Copy(sys.stdout, self.add), _Copy(sys.stderr, self.add)
+        sys.stdout, sys.stderr = copies
+        try:
+            yield
+        finally:
+            for copy in copies:
+                copy.finish()
+            sys.stdout, sys.stderr = before
+
+    def _forward(self) -> None:
+        may_send, last = float(MAX_LINES_A_SECOND), time.monotonic()
+        while True:
+            ended = self._ended.wait(INTERVAL_S)
+            now = time.monotonic()
+            may_send = min(MAX_LINES_A_SECOND, may_send + (now - last) * MAX_LINES_A_SECOND)
+            last = now
+            lines, left_out = self._take(MAX_LINES_A_SECOND if ended else int(may_send))
+            may_send -= len(lines)
+            if lines or left_out:
+                try:
+                    self._send(lines, left_out)
+                except OSError:
+                    return  # the driver is gone, and with it whoever would read this
+            if ended:
+                return
+
+    def _take(self, most: int) -> tuple[list[str], int]:
+        with self._lock:
+            lines = [self._lines.popleft() for _ in range(min(most, len(self._lines)))]
+            left_out = 0
+            if not self._lines:
+                left_out, self._left_out = self._left_out, 0
+            return lines, left_out
+
+
+class _Copy(io.TextIOBase):
+    """A stream that writes to another one and hands over each complete line."""
+
+    def __init__(self, original: IO[str], take: Callable[[str], None]) -> None:
+        self._original = original
+        self._take = take
+        self._started = ""
+        self._lock = threading.Lock()
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._original.fileno()
+
+    def write(self, text: str) -> int:
+        self._original.write(text)
+        with self._lock:
+            *lines, rest = (self._started + text).split("\n")
+            # A progress bar writes over its line without ever ending it.
+            self._started = rest.rpartition("\r")[2][: 2 * MAX_LINE]
+        for line in lines:
+            self._take(line.rpartition("\r")[2])
+        return len(text)
+
+    def flush(self) -> None:
+        self._original.flush()
+
+    def finish(self) -> None:
+        """Hand over a last line that was not ended."""
+        if self._started:
+            self._take(self._started)
+        self._original.flush()

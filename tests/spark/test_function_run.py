@@ -1,0 +1,273 @@
+"""A function or script written for torchrun runs on Spark's executors as it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from pyspark.sql import SparkSession
+
+import sparkdl
+from sparkdl import TorchDistributor
+from sparkdl.errors import ConfigError, TrainingError, WorkerError, WorkerLostError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+TORCHRUN_SCRIPT = """
+import argparse
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+def main():
+    options = argparse.ArgumentParser()
+    options.add_argument("--steps", type=int)
+    options.add_argument("--fail-on", type=int, default=-1)
+    chosen = options.parse_args()
+    dist.init_process_group("gloo")
+    rank = int(os.environ["RANK"])
+    if rank == chosen.fail_on:
+        raise LookupError("no such thing")
+    torch.manual_seed(1)
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(chosen.steps):
+        x = torch.randn(8, 4, generator=generator)
+        loss = (model(x) - x.sum(dim=1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print("weights", [round(v, 4) for v in model.module.weight.flatten().tolist()])
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def train_with_ddp(steps: int, *, lr: float = 0.1) -> list[float]:
+    """As one writes it for torchrun."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for step in range(steps):
+        x = inputs(dist.get_rank(), step)
+        loss = (model(x) - x.sum(dim=1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    return model.module.weight.flatten().tolist()
+
+
+def inputs(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def train_alone(steps: int, ranks: int) -> list[float]:
+    """The same in one process, on all ranks' rows."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        x = torch.cat([inputs(rank, step) for rank in range(ranks)])
+        loss = (model(x) - x.sum(dim=1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.weight.flatten().tolist()
+
+
+def test_a_ddp_function_gives_what_one_process_on_all_rows_gives(spark: SparkSession) -> None:
+    results = sparkdl.run(train_with_ddp, 20, num_workers=3, lr=0.1)
+    assert results[0] == results[1] == results[2] == pytest.approx(train_alone(20, 3), rel=1e-5)
+
+
+def test_results_come_back_in_the_order_of_the_ranks(spark: SparkSession) -> None:
+    def place() -> Any:
+        worker = sparkdl.current_worker()
+        return worker.rank, worker.world_size, worker.local_rank, worker.local_world_size
+
+    assert sparkdl.run(place, num_workers=3, device="cpu") == [(r, 3, r, 3) for r in range(3)]
+
+
+def test_the_environment_is_torchruns_and_is_gone_afterwards(spark: SparkSession) -> None:
+    def look() -> dict[str, str]:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+        return {name: os.environ[name] for name in (*names, "MASTER_ADDR", "MASTER_PORT")}
+
+    def look_afterwards(_: Any) -> Any:
+        ours = {"RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
+        yield sorted(ours & os.environ.keys())
+
+    found = sparkdl.run(look, num_workers=2)
+
+    assert [each["RANK"] for each in found] == ["0", "1"] == [e["LOCAL_RANK"] for e in found]
+    assert {each["WORLD_SIZE"] for each in found} == {"2"}
+    assert len({(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in found}) == 1
+    left = spark.sparkContext.parallelize(range(3), 3).mapPartitions(look_afterwards).collect()
+    assert left == [[], [], []]
+
+
+def test_a_script_with_arguments_runs_and_its_output_is_shown(
+    spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TORCHRUN_SCRIPT)
+
+    assert sparkdl.run(str(script), "--steps", "5", num_workers=2) == [None, None]
+
+    shown = capsys.readouterr().out.splitlines()
+    weights = {line.partition("weights")[2] for line in shown if "weights" in line}
+    assert len(weights) == 1
+    assert {line.partition("weights")[0] for line in shown} == {"[rank 0] ", "[rank 1] "}
+
+
+def test_a_script_that_fails_is_an_error_with_that_ranks_traceback(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TORCHRUN_SCRIPT)
+    with pytest.raises(WorkerError, match=r"rank 1 on .*LookupError: no such thing") as caught:
+        sparkdl.run(str(script), "--steps", "5", "--fail-on", "1", num_workers=2)
+    assert caught.value.rank == 1
+    assert "in main" in caught.value.worker_traceback
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_exception_on_one_rank_while_others_wait_for_it_is_what_is_raised(
+    spark: SparkSession, victim: int
+) -> None:
+    def fail() -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        for step in range(100):
+            dist.all_reduce(torch.ones(1000))
+            if step == 10 and dist.get_rank() == victim:
+                raise ZeroDivisionError("the reactor is empty")
+
+    with pytest.raises(WorkerError, match=rf"rank {victim} on .*the reactor is empty"):
+        sparkdl.run(fail, num_workers=3)
+    assert_next_run_works()
+
+
+def test_a_worker_killed_in_an_all_reduce_ends_the_run_and_is_named(spark: SparkSession) -> None:
+    def die() -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        for step in range(100):
+            if step == 10 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.ones(1000))
+
+    started = time.monotonic()
+    with pytest.raises((WorkerLostError, TrainingError), match="rank 1"):
+        sparkdl.run(die, num_workers=3)
+    assert time.monotonic() - started < 60
+    assert_next_run_works()
+
+
+def assert_next_run_works() -> None:
+    assert sparkdl.run(lambda: "fine", num_workers=3) == ["fine"] * 3
+
+
+def test_a_rank_that_sleeps_while_another_fails_is_killed(spark: SparkSession) -> None:
+    def fail_or_sleep() -> None:
+        if sparkdl.current_worker().rank == 0:
+            time.sleep(300)
+        raise ValueError("not today")
+
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=r"rank 1 on .*not today"):
+        sparkdl.run(fail_or_sleep, num_workers=2)
+    assert time.monotonic() - started < 60
+    assert_next_run_works()
+
+
+def test_prints_errors_and_log_records_arrive_behind_their_rank(
+    spark: SparkSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def speak() -> None:
+        import logging
+
+        print("to standard output")
+        print("to standard error", file=sys.stderr)
+        logging.getLogger("mine").warning("as a log record")
+        sys.stdout.write("without an end of line")
+
+    sparkdl.run(speak, num_workers=2)
+
+    shown = capsys.readouterr().out.splitlines()
+    for rank in (0, 1):
+        mine = [line for line in shown if line.startswith(f"[rank {rank}] ")]
+        for text in ("to standard output", "to standard error", "as a log record", "without an"):
+            assert any(text in line for line in mine), (text, mine)
+
+
+def test_a_flood_of_output_is_cut_and_delays_nobody(
+    spark: SparkSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def flood() -> None:
+        for number in range(50_000):
+            print("line", number)
+
+    sparkdl.run(flood, num_workers=1)
+
+    shown = capsys.readouterr().out.splitlines()
+    assert 10 < len(shown) < 5_000
+    counts = [int(line.split("(")[1].split()[0]) for line in shown if "left out here" in line]
+    assert sum(counts) + sum("line" in s and "left" not in s for s in shown) == 50_000
+
+
+def test_what_cannot_run_is_refused_before_anything_starts(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="path of a script"):
+        sparkdl.run(str(tmp_path / "nothing.py"))
+    (tmp_path / "some.py").write_text("")
+    with pytest.raises(ConfigError, match="no arguments by name, but was given lr"):
+        sparkdl.run(str(tmp_path / "some.py"), lr=0.1)
+    with pytest.raises(ConfigError, match="num_workers must be a whole number"):
+        sparkdl.run(print, num_workers=0)
+    with pytest.raises(ConfigError, match="9, but the cluster has 3 slots"):
+        sparkdl.run(print, num_workers=9)
+    with pytest.raises(ConfigError, match="no worker here"):
+        sparkdl.current_worker()
+
+
+def test_torch_distributor_is_a_drop_in_for_a_function(spark: SparkSession) -> None:
+    distributor = TorchDistributor(num_processes=2, local_mode=False, use_gpu=False)
+    assert distributor.run(train_with_ddp, 20) == pytest.approx(train_alone(20, 2), rel=1e-5)
+
+
+def test_torch_distributor_passes_on_arguments_whatever_their_names(spark: SparkSession) -> None:
+    def give_back(num_workers: int, device: str) -> tuple[int, str]:
+        return num_workers, device
+
+    distributor = TorchDistributor(num_processes=1, local_mode=False, use_gpu=False)
+    assert distributor.run(give_back, num_workers=7, device="mine") == (7, "mine")
+
+
+def test_torch_distributor_raises_what_a_script_raised(spark: SparkSession, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TORCHRUN_SCRIPT)
+    distributor = TorchDistributor(num_processes=2, local_mode=False, use_gpu=False)
+    assert distributor.run(str(script), "--steps", "2") is None
+    with pytest.raises(WorkerError, match="no such thing"):
+        distributor.run(str(script), "--steps", "2", "--fail-on", "0")
