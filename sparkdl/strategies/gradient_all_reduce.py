@@ -13,7 +13,6 @@ takes a copy of the result at the end of each epoch, to go on from should a work
 from __future__ import annotations
 
 import itertools
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -25,15 +24,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.averager.codec import Codec, FullPrecision
-from sparkdl.collective import Collective, release_model
-from sparkdl.errors import ConfigError, TrainingError
+from sparkdl.collective import release_model
+from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run, Strategy
+from sparkdl.strategies.together import Together
 
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
-SIGN_OF_LIFE_S = 5.0
-"""Seconds between two signs of life to the driver, which hears nothing of the gradients."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +98,10 @@ class GradientAllReduce(Strategy):
 
     def start(self, run: Run) -> None:
         """Wrap the replica, and learn how many steps all workers have."""
-        assert run.collective is not None
         if self.shard_optimizer:
             run.replica.rebuild_optimizer(_sharded)
-        shares = [int(share["rows"]) for share in run.averager.gather({"rows": run.rows})]
-        run.memory = _Reducer(
-            _wrap(self, run.replica), run.collective, shares, run.batch_size * self.accumulate
-        )
+        rows_a_step = run.batch_size * self.accumulate
+        run.memory = _Reducer(_wrap(self, run.replica), Together(run), rows_a_step)
 
     def finish(self, run: Run) -> None:
         """Let go of the group, which is about to end."""
@@ -121,30 +116,21 @@ class GradientAllReduce(Strategy):
             mine = itertools.islice(remaining, self.accumulate)
             for batch, loss in reducer.step(run.replica, mine, total):
                 run.count(batch, loss)
-            reducer.give_sign_of_life(run)
-        if run.examples != run.rows:
-            raise TrainingError(
-                f"rank {run.rank} trained on {run.examples} rows in epoch {run.epoch}, but had "
-                f"announced {run.rows} to the others, who weighed its gradients by that"
-            )
+            reducer.together.give_sign_of_life(run)
         self.end_epoch(run)
 
     def end_epoch(self, run: Run) -> None:
-        """Agree on buffers and sums, and let rank 0 hand the result to the driver."""
-        reducer: _Reducer = run.memory
-        collective = reducer.collective
+        """Average the buffers, and hand the driver a copy of it all."""
+        together: Together = run.memory.together
         layout = run.replica.layout(with_optimizer=self.exchanges_optimizer_state)
         segments = run.replica.segments(with_optimizer=self.exchanges_optimizer_state)
-        for segment, values in zip(layout, segments, strict=True):
-            if segment.kind == "buffers":
-                reducer.average_buffers(values)
-        sums = torch.stack([run.loss_sum.double(), torch.tensor(run.examples).double()])
-        loss_sum, examples = collective.all_reduce(sums.to(collective.device)).tolist()
-        # All replicas are equal: one contribution, with everybody's examples, is the whole round.
-        first = collective.rank == 0
-        run.loss_sum = torch.tensor(loss_sum if first else 0.0, dtype=torch.float64)
-        run.examples = round(examples) if first else 0
-        run.averager.exchange(segments, run.close_window(last=True))
+        buffers = [
+            values
+            for segment, values in zip(layout, segments, strict=True)
+            if segment.kind == "buffers"
+        ]
+        together.average(buffers, together.shares)
+        together.hand_over(run, segments)
 
 
 class _Reducer:
@@ -152,30 +138,21 @@ class _Reducer:
 
     Args:
         model: its model, wrapped.
-        collective: the group of all workers.
-        shares: rows of each worker, by rank.
+        together: this worker among the others.
         rows_a_step: rows of one worker in an optimizer step, but for its last.
     """
 
     def __init__(
-        self,
-        model: DistributedDataParallel,
-        collective: Collective,
-        shares: list[int],
-        rows_a_step: int,
+        self, model: DistributedDataParallel, together: Together, rows_a_step: int
     ) -> None:
-        self.collective = collective
         self.model = model
-        self._shares = shares
+        self.together = together
         self._rows_a_step = rows_a_step
-        self._next_sign = 1
-        self._steps_taken = 0
-        self._last_sign = time.monotonic()
 
     def examples_by_step(self) -> Iterator[int]:
         """Examples of all workers together in each optimizer step of an epoch."""
-        for start in range(0, max(self._shares), self._rows_a_step):
-            yield sum(max(0, min(rows - start, self._rows_a_step)) for rows in self._shares)
+        for start in range(0, max(self.together.shares), self._rows_a_step):
+            yield sum(self.together.examples_of(range(start, start + self._rows_a_step)))
 
     def step(
         self, replica: Replica, batches: Iterator[Batch], total: int
@@ -190,45 +167,25 @@ class _Reducer:
         Yields:
             Each minibatch with its mean loss.
         """
+        collective = self.together.collective
         replica.optimizer.zero_grad()
         batch = next(batches, None)
         while True:
             following = next(batches, None)
             last = following is None
-            with self.collective.guarded("the reduction of gradients"), self._sync(now=last):
+            with collective.guarded("the reduction of gradients"), self._sync(now=last):
                 loss: Tensor = self.model(batch)
                 # DDP divides by the number of workers, whatever each has contributed.
                 examples = 0 if batch is None else batch.examples
-                weight = examples * self.collective.world_size / total
+                weight = examples * collective.world_size / total
                 (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
             if batch is not None:
                 yield batch, loss.detach()
             if last:
                 break
             batch = following
-        with self.collective.guarded("the exchange of parameter shards"):
+        with collective.guarded("the exchange of parameter shards"):
             replica.optimizer.step()
-
-    def average_buffers(self, values: Tensor) -> None:
-        """Average the workers' buffers by examples; integers are those of the first with rows."""
-        if values.is_floating_point():
-            wide = values.double() * self._shares[self.collective.rank]
-            values.copy_(self.collective.all_reduce(wide) / sum(self._shares))
-        else:
-            source = next(rank for rank, rows in enumerate(self._shares) if rows)
-            self.collective.broadcast(values, source)
-
-    def give_sign_of_life(self, run: Run) -> None:
-        """Let the driver hear of every rank now and then; all do so after the same step."""
-        self._steps_taken += 1
-        if self._steps_taken < self._next_sign:
-            return
-        seconds = time.monotonic() - self._last_sign
-        signs = run.averager.gather({"seconds": seconds, "steps": self._steps_taken})
-        pace = signs[0]["seconds"] / signs[0]["steps"]
-        self._next_sign = max(1, round(SIGN_OF_LIFE_S / max(pace, 1e-6)))
-        self._steps_taken = 0
-        self._last_sign = time.monotonic()
 
     def _sync(self, *, now: bool) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = nullcontext() if now else self.model.no_sync()

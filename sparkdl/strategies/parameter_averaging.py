@@ -6,23 +6,30 @@ local minibatches in which worker r trained on n_r examples:
 
     center  <-  sum_r n_r * w_r / sum_r n_r         w_r  <-  center
 
+The mean is formed in the driver, or among the workers (``aggregation="executors"``), which costs
+the driver nothing but needs all workers to run at once.
+
 With p = 1 and plain SGD this is synchronous SGD on the union of the workers' batches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
+
+from torch import Tensor
 
 from sparkdl.averager.codec import CODECS, Codec
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
 from sparkdl.strategies.base import Run, Strategy
+from sparkdl.strategies.together import Together
 
 
 @dataclass(frozen=True)
 class ParameterAveraging(Strategy):
-    """Average parameters in the driver after steps p, 2p, ... and once at the end of each epoch.
+    """Average parameters after steps p, 2p, ... and once at the end of each epoch.
 
     Args:
         period: local minibatches between two rounds, >= 1; DL4J's averagingFrequency. 1 is
@@ -31,6 +38,10 @@ class ParameterAveraging(Strategy):
             is averaged too; otherwise each replica keeps its own.
         wire_dtype: ``float32`` sends values in the replica's own precision; ``bfloat16`` sends the
             changes since the last center rounded to bfloat16, half the bytes of float32.
+        aggregation: ``driver`` averages in the driver; a lost worker is only that worker's loss.
+            ``executors`` averages among the workers over NCCL (gloo on CPUs), and the driver
+            receives one copy at the end of each epoch: for many workers or large models. All
+            workers then have to run at once, in Spark's barrier mode.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -39,6 +50,7 @@ class ParameterAveraging(Strategy):
     period: int = 5
     average_optimizer_state: bool = True
     wire_dtype: Literal["float32", "bfloat16"] = "float32"
+    aggregation: Literal["driver", "executors"] = "driver"
 
     def __post_init__(self) -> None:
         if isinstance(self.period, bool) or not isinstance(self.period, int) or self.period < 1:
@@ -51,6 +63,15 @@ class ParameterAveraging(Strategy):
             raise ConfigError(
                 f"wire_dtype must be one of {', '.join(CODECS)}, got {self.wire_dtype!r}"
             )
+        if self.aggregation not in ("driver", "executors"):
+            raise ConfigError(
+                f"aggregation must be 'driver' or 'executors', got {self.aggregation!r}"
+            )
+        if self.aggregation == "executors" and self.wire_dtype != "float32":
+            raise ConfigError(
+                f"wire_dtype={self.wire_dtype!r} is for aggregation='driver'; among executors "
+                "values travel in the replica's own precision"
+            )
 
     @property
     def codec(self) -> Codec:
@@ -62,15 +83,67 @@ class ParameterAveraging(Strategy):
         """As asked for by ``average_optimizer_state``."""
         return self.average_optimizer_state
 
+    @property
+    def needs_collective(self) -> bool:
+        """Whether the workers average among themselves."""
+        return self.aggregation == "executors"
+
+    def start(self, run: Run) -> None:
+        """Learn how many windows all workers have."""
+        if self.needs_collective:
+            run.memory = _Windows(Together(run), self.period * run.batch_size)
+
+    def train_epoch(self, run: Run, batches: Iterable[Batch]) -> None:
+        """Train on an epoch's minibatches, averaging on the way and at the end."""
+        if self.needs_collective:
+            run.memory.start_epoch()
+        super().train_epoch(run, batches)
+
     def after_step(self, run: Run, batch: Batch) -> None:
         """Average after every ``period`` steps; the epoch's last window is ``end_epoch``'s."""
         if run.step_of_epoch % self.period == 0 and not batch.last:
-            self._average(run, last=False)
+            if self.needs_collective:
+                run.memory.average(run, self._state(run))
+            else:
+                run.averager.exchange(self._state(run), run.close_window(last=False))
 
     def end_epoch(self, run: Run) -> None:
         """Average the tail, 0 to ``period`` steps, and take the epoch's final center."""
-        self._average(run, last=True)
+        if self.needs_collective:
+            run.memory.finish(run, self._state(run))
+        else:
+            run.averager.exchange(self._state(run), run.close_window(last=True))
 
-    def _average(self, run: Run, *, last: bool) -> None:
-        state = run.replica.segments(with_optimizer=self.average_optimizer_state)
-        run.averager.exchange(state, run.close_window(last=last))
+    def _state(self, run: Run) -> list[Tensor]:
+        return run.replica.segments(with_optimizer=self.average_optimizer_state)
+
+
+class _Windows:
+    """The rounds of an epoch among the workers; who has used up its rows takes part in the rest.
+
+    Args:
+        together: this worker among the others.
+        rows_a_window: rows of one worker between two rounds, but for its last.
+    """
+
+    def __init__(self, together: Together, rows_a_window: int) -> None:
+        self._together = together
+        self._rows_a_window = rows_a_window
+        self._start = 0
+
+    def start_epoch(self) -> None:
+        """Begin with the first window."""
+        self._start = 0
+
+    def average(self, run: Run, state: list[Tensor]) -> None:
+        """Take part in the next round."""
+        window = range(self._start, self._start + self._rows_a_window)
+        self._together.average(state, self._together.examples_of(window))
+        self._start = window.stop
+        self._together.give_sign_of_life(run)
+
+    def finish(self, run: Run, state: list[Tensor]) -> None:
+        """Take part in all rounds that are left, and hand the driver a copy."""
+        while self._start < max(self._together.shares):
+            self.average(run, state)
+        self._together.hand_over(run, state)
