@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.collective.network import Network, interface_of, listen, local_address
 from sparkdl.eager import defer_compiler
-from sparkdl.errors import CollectiveError
+from sparkdl.errors import CollectiveError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def join_collective(
         network: interface and ports; the route to this host itself by default.
 
     Raises:
-        ConfigError: the interface or the ports are not there.
+        ConfigError: the interface or the ports are not there, or two ranks use one GPU.
         CollectiveError: the workers cannot reach each other.
     """
     network = network or Network()
@@ -160,11 +160,12 @@ def join_collective(
     defer_compiler()
     _leave_group_of_others()
     address = local_address(network)
-    mine: dict[str, Any] = {"host": socket.gethostname()}
+    mine: dict[str, Any] = {"host": socket.gethostname(), "device": str(device)}
     store: Store | None = None
     if rank == 0:
         store, mine["address"], mine["port"] = open_store(address, network.ports, timeout)
     found = gather(mine)
+    require_distinct_gpus([(str(each["host"]), str(each["device"])) for each in found])
     master = str(found[0]["address"]), int(found[0]["port"])
     try:
         with environment(interface_settings(device, address)):
@@ -193,6 +194,26 @@ def join_collective(
         ) from error
     finally:
         leave_group()
+
+
+def require_distinct_gpus(places: Sequence[tuple[str, str]]) -> None:
+    """Check that every rank has a GPU of its own, without which NCCL fails in words of its own.
+
+    Args:
+        places: host and device of each rank.
+
+    Raises:
+        ConfigError: two ranks use the same.
+    """
+    taken: dict[tuple[str, str], int] = {}
+    for rank, (host, device) in enumerate(places):
+        if device.startswith("cuda") and (host, device) in taken:
+            raise ConfigError(
+                f"ranks {taken[host, device]} and {rank} on {host} both use {device}. Let Spark "
+                "assign one GPU a task (spark.task.resource.gpu.amount=1), or set numWorkers to "
+                "the number of GPUs"
+            )
+        taken[host, device] = rank
 
 
 def release_model(model: DistributedDataParallel) -> None:

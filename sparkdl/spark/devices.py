@@ -1,11 +1,17 @@
-"""Which torch device a Spark task uses."""
+"""Which torch device a Spark task uses: from Spark's resource addresses to what torch counts."""
 
 from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
 
 import torch
 from pyspark import TaskContext
 
 from sparkdl.errors import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def choose_device(device: str, context: TaskContext) -> str:
@@ -19,7 +25,7 @@ def choose_device(device: str, context: TaskContext) -> str:
         A device string such as ``cpu`` or ``cuda:0``.
 
     Raises:
-        ConfigError: a GPU is asked for and torch sees none.
+        ConfigError: a GPU is asked for and torch sees none, or not the one that Spark assigned.
     """
     if device == "cpu":
         return device
@@ -30,9 +36,71 @@ def choose_device(device: str, context: TaskContext) -> str:
             f"device='{device}', but torch sees no GPU on this executor. Use device='auto', or run "
             "executors that have a GPU and a CUDA build of torch"
         )
+    count = torch.cuda.device_count()
     if device.startswith("cuda:"):
+        if int(device[5:]) >= count:
+            raise ConfigError(
+                f"device='{device}', but torch sees {count} GPUs on {socket.gethostname()}: cuda:0 "
+                f"to cuda:{count - 1}. Use device='cuda'"
+            )
         return device
     assigned = context.resources().get("gpu")
-    if assigned is not None:
-        return f"cuda:{assigned.addresses[0]}"
-    return f"cuda:{context.partitionId() % torch.cuda.device_count()}"
+    if assigned is None:
+        return f"cuda:{context.partitionId() % count}"
+    if len(assigned.addresses) > 1:
+        raise ConfigError(
+            f"Spark assigned {len(assigned.addresses)} GPUs ({', '.join(assigned.addresses)}) to "
+            "one task, and a worker uses one. Set spark.task.resource.gpu.amount=1 and as many "
+            "workers as GPUs"
+        )
+    index = device_index(assigned.addresses[0], os.environ.get(VISIBLE), _uuids(count))
+    return f"cuda:{index}"
+
+
+def device_index(address: str, visible: str | None, uuids: Sequence[str]) -> int:
+    """Torch's number of the GPU at a Spark resource address.
+
+    torch counts what CUDA_VISIBLE_DEVICES lists, in its order; without it, all GPUs as
+    ``nvidia-smi`` numbers them. Spark's discovery script says what ``nvidia-smi`` says, so an
+    address is looked for in the list first; if it is not there, as on hosts where the list was set
+    before Spark counted, the address is taken as a position in it.
+
+    Args:
+        address: a number (``3``) or a UUID (``GPU-8f3c...``, which may be shortened).
+        visible: the value of CUDA_VISIBLE_DEVICES; None if it is not set.
+        uuids: of the GPUs that torch sees, in its order.
+
+    Raises:
+        ConfigError: torch does not see that GPU.
+    """
+    listed = [entry.strip() for entry in visible.split(",")] if visible is not None else None
+    index = _position(address, listed, uuids)
+    if index is None or index >= len(uuids):
+        seen = f"{VISIBLE}={visible}" if visible is not None else f"{VISIBLE} is not set"
+        raise ConfigError(
+            f"Spark assigned GPU {address} on {socket.gethostname()}, but torch sees "
+            f"{len(uuids)} GPUs there and not that one ({seen}). The discovery script of "
+            "spark.executor.resource.gpu must name the GPUs that the executor may use"
+        )
+    return index
+
+
+def _position(address: str, listed: list[str] | None, uuids: Sequence[str]) -> int | None:
+    if not address.isdecimal():
+        known = uuids if listed is None or all(e.isdecimal() for e in listed) else listed
+        found = [i for i, each in enumerate(known) if _same_uuid(address, each)]
+        return found[0] if len(found) == 1 else None
+    if listed is None:
+        return int(address)
+    if address in listed:
+        return listed.index(address)
+    return int(address) if int(address) < len(listed) else None
+
+
+def _same_uuid(first: str, second: str) -> bool:
+    """Whether two UUIDs are one, where either may be shortened as CUDA allows."""
+    return bool(first) and bool(second) and (first.startswith(second) or second.startswith(first))
+
+
+def _uuids(count: int) -> list[str]:
+    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)]

@@ -32,6 +32,7 @@ from sparkdl.collective.group import (
     is_of_backend,
     leave_group,
     open_store,
+    require_distinct_gpus,
 )
 from sparkdl.collective.network import local_address
 from sparkdl.eager import defer_compiler
@@ -189,12 +190,13 @@ def _surroundings(
     """The variables that torchrun sets, a store behind them, and ``current_worker``."""
     global _current
     address = local_address(network)
-    mine: dict[str, Any] = {"host": socket.gethostname()}
+    mine: dict[str, Any] = {"host": socket.gethostname(), "device": device}
     store = None
     if rank == 0:
         store, mine["address"], mine["port"] = open_store(address, network.ports, STORE_TIMEOUT)
     everyone = board.gather(mine)
     hosts = [str(each["host"]) for each in everyone]
+    require_distinct_gpus([(str(each["host"]), str(each["device"])) for each in everyone])
     worker = FunctionWorker(
         rank=rank,
         world_size=len(hosts),

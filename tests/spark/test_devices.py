@@ -1,0 +1,156 @@
+"""From the GPU addresses that Spark assigns to the devices that torch counts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sparkdl.collective.group import require_distinct_gpus
+from sparkdl.errors import ConfigError
+from sparkdl.spark.devices import choose_device, device_index
+
+UUIDS = [f"GPU-{letter * 8}-0000" for letter in "abcd"]
+
+
+@pytest.mark.parametrize(
+    ("address", "visible", "index"),
+    [
+        ("0", None, 0),
+        ("3", None, 3),
+        ("0", "0,1,2,3", 0),
+        ("3", "2,3", 1),  # as nvidia-smi numbers them
+        ("1", "2,3", 1),  # a position: no GPU 1 is listed
+        ("2", "3, 2 ,1,0", 1),
+        (UUIDS[2], None, 2),
+        (UUIDS[2], "0,1,2,3", 2),
+        (UUIDS[1], f"{UUIDS[3]},{UUIDS[1]}", 1),
+        ("GPU-bbbb", f"{UUIDS[3]},{UUIDS[1]}", 1),
+        (UUIDS[1], "GPU-dddd,GPU-bbbb", 1),
+        ("1", f"{UUIDS[3]},{UUIDS[1]}", 1),  # a position among UUIDs
+    ],
+)
+def test_an_address_is_found_by_number_position_or_uuid(
+    address: str, visible: str | None, index: int
+) -> None:
+    seen = UUIDS if visible is None else UUIDS[: len(visible.split(","))]
+    assert device_index(address, visible, seen) == index
+
+
+@pytest.mark.parametrize(
+    ("address", "visible", "seen"),
+    [
+        ("4", None, 4),
+        ("2", "0,1", 2),
+        ("0", "", 0),
+        ("GPU-eeee", None, 4),
+        ("GPU-", None, 4),  # fits all of them
+        (UUIDS[2], f"{UUIDS[0]},{UUIDS[1]}", 2),
+        ("1", "0,1", 1),  # listed, but torch sees fewer
+    ],
+)
+def test_a_gpu_that_torch_does_not_see_is_an_error_with_the_numbers(
+    address: str, visible: str | None, seen: int
+) -> None:
+    with pytest.raises(ConfigError, match=f"assigned GPU {address} .* sees {seen} GPUs"):
+        device_index(address, visible, UUIDS[:seen])
+
+
+class FakeTask:
+    """A Spark task with GPUs."""
+
+    def __init__(self, partition: int, addresses: list[str] | None) -> None:
+        self._partition, self._addresses = partition, addresses
+
+    def partitionId(self) -> int:
+        return self._partition
+
+    def resources(self) -> dict[str, Any]:
+        if self._addresses is None:
+            return {}
+        return {"gpu": SimpleNamespace(addresses=self._addresses)}
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    uuids = [uuid.removeprefix("GPU-") for uuid in UUIDS]
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index])
+    )
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_device_is_the_assigned_gpu_else_by_partition() -> None:
+    assert choose_device("auto", FakeTask(0, ["1"])) == "cuda:1"  # type: ignore[arg-type]
+    assert choose_device("cuda", FakeTask(1, [UUIDS[0]])) == "cuda:0"  # type: ignore[arg-type]
+    found = [choose_device("auto", FakeTask(rank, None)) for rank in range(4)]  # type: ignore[arg-type]
+    assert found == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert choose_device("cpu", FakeTask(0, ["1"])) == "cpu"  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_what_a_worker_cannot_use_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match=r"assigned 2 GPUs \(0, 1\) to one task"):
+        choose_device("auto", FakeTask(0, ["0", "1"]))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="device='cuda:2', but torch sees 2 GPUs"):
+        choose_device("cuda:2", FakeTask(0, None))  # type: ignore[arg-type]
+
+
+def test_two_ranks_on_one_gpu_are_an_error_that_names_them() -> None:
+    places = [("a", "cuda:0"), ("a", "cuda:1"), ("b", "cuda:0"), ("a", "cuda:1")]
+    with pytest.raises(ConfigError, match="ranks 1 and 3 on a both use cuda:1"):
+        require_distinct_gpus(places)
+    require_distinct_gpus(places[:3])
+    require_distinct_gpus([("a", "cpu"), ("a", "cpu")])
+
+
+SESSION = """
+import sys
+import sparkdl
+from sparkdl import create_session
+
+def gpu():
+    from pyspark import TaskContext
+    return TaskContext.get().resources()["gpu"].addresses
+
+if __name__ == "__main__":
+    create_session("gpus", master="local-cluster[1,2,1024]", conf={
+        "spark.executor.memory": "1024m",
+        "spark.ui.enabled": "false",
+        "spark.worker.resource.gpu.amount": "2",
+        "spark.worker.resource.gpu.discoveryScript": sys.argv[1],
+        "spark.executor.resource.gpu.amount": "2",
+        "spark.task.resource.gpu.amount": "1",
+    }).sparkContext.setLogLevel("OFF")
+    import json
+    print(json.dumps(sparkdl.run(gpu, num_workers=2)))
+"""
+
+
+@pytest.mark.slow
+def test_spark_assigns_two_faked_gpus_to_two_ranks(tmp_path: Path) -> None:
+    discovery = tmp_path / "discover.sh"
+    discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1"]}\'\n')
+    discovery.chmod(0o755)
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(SESSION))
+    done = subprocess.run(
+        [sys.executable, str(program), str(discovery)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assigned = json.loads(done.stdout.strip().splitlines()[-1])
+    assert sorted(assigned) == [["0"], ["1"]]
