@@ -3,7 +3,7 @@
 Ours is the worker loop in two plain processes with the averager in this one, rows from the
 partition store; the peer runs under torchrun on tensors already in memory. The same MLP and small
 CNN, batches of 64, one torch thread a process; the first epoch, in which things are set up, is
-left out.
+left out. ``--device cuda`` compares the two over NCCL on two GPUs of this host.
 """
 
 import tempfile
@@ -28,12 +28,14 @@ ROWS_A_RECORD_BATCH = 1_000
 
 def main() -> None:
     """Measures and reports."""
-    chosen = harness.arguments(__doc__, repeats=5, quick_repeats=2)
+    options = harness.parser(__doc__)
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    chosen = harness.parse(options, repeats=5, quick_repeats=2)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         digits.write(folder)
         turns = {
-            f"{side}, {network}": partial(run, folder, network, EPOCHS[network])
+            f"{side}, {network}": partial(run, folder, network, EPOCHS[network], chosen.device)
             for network in networks.BUILDERS
             for side, run in (("sparkdl", ours), ("torchrun", peer))
         }
@@ -55,7 +57,7 @@ def main() -> None:
     harness.report("all_reduce_throughput", claims, detail)
 
 
-def ours(folder: Path, network: str, epochs: int) -> float:
+def ours(folder: Path, network: str, epochs: int, device: str) -> float:
     """Trains ``epochs`` epochs after a first one; returns samples/s of both workers together."""
     job = Job(
         model=networks.BUILDERS[network],
@@ -76,14 +78,16 @@ def ours(folder: Path, network: str, epochs: int) -> float:
         batches_of(ROWS_A_RECORD_BATCH, features=features.numpy(), label=labels.numpy())
         for features, labels in rows
     ]
-    steady = run_world(job, shards, ranks_as="processes").history[1:]
+    devices = [device if device == "cpu" else f"{device}:{rank}" for rank in range(digits.WORKERS)]
+    steady = run_world(job, shards, ranks_as="processes", devices=devices).history[1:]
     return sum(epoch.examples for epoch in steady) / sum(epoch.seconds for epoch in steady)
 
 
-def peer(folder: Path, network: str, epochs: int) -> float:
+def peer(folder: Path, network: str, epochs: int, device: str) -> float:
     """Trains under torchrun; returns samples/s of both processes together."""
     script = harness.FOLDER / "peers" / "torchrun_ddp.py"
-    result = harness.torchrun(script, str(folder), network, str(epochs), processes=digits.WORKERS)
+    arguments = (str(folder), network, str(epochs), device)
+    result = harness.torchrun(script, *arguments, processes=digits.WORKERS)
     return float(result["samples_per_second"])
 
 

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -53,6 +54,7 @@ def run_world(
     shards: Sequence[Shard],
     *,
     ranks_as: Literal["threads", "processes"] = "threads",
+    devices: Sequence[str] | None = None,
     checkpoints: CheckpointPolicy | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Outcome:
@@ -61,7 +63,9 @@ def run_world(
     Args:
         job: what to train.
         shards: the rows of each rank.
-        ranks_as: threads are quick to start; processes are what Spark uses.
+        ranks_as: threads are quick to start; processes are what Spark uses, and what strategies
+            need whose workers exchange among themselves.
+        devices: where each rank's replica lives; all on the CPU by default.
         checkpoints: where to write checkpoints and whether to go on from one.
         on_event: called for the data's facts and each window and epoch reported.
 
@@ -70,26 +74,30 @@ def run_world(
     """
     launch = _threads if ranks_as == "threads" else _processes
     with tempfile.TemporaryDirectory(prefix="sparkdl-testing-") as directory:
+        places = [
+            Place(rank=rank, directory=Path(directory), device=device)
+            for rank, device in enumerate(devices or ["cpu"] * len(shards))
+        ]
         return run(
             job,
             len(shards),
-            launch(job, shards, Path(directory)),
+            launch(job, shards, places),
             checkpoints=checkpoints,
             on_event=on_event,
         )
 
 
-def _threads(job: Job, shards: Sequence[Shard], directory: Path) -> Launch:
+def _threads(job: Job, shards: Sequence[Shard], places: Sequence[Place]) -> Launch:
     @contextmanager
     def launch(averager: Averager) -> Iterator[None]:
         workers = [
             threading.Thread(
                 target=_train_in_thread,
-                args=(job, rank, directory, averager.address, shard),
-                name=f"sparkdl-rank-{rank}",
+                args=(job, place, averager.address, shard),
+                name=f"sparkdl-rank-{place.rank}",
                 daemon=True,
             )
-            for rank, shard in enumerate(shards)
+            for place, shard in zip(places, shards, strict=True)
         ]
         for worker in workers:
             worker.start()
@@ -105,19 +113,17 @@ def _threads(job: Job, shards: Sequence[Shard], directory: Path) -> Launch:
     return launch
 
 
-def _train_in_thread(
-    job: Job, rank: int, directory: Path, address: AveragerAddress, shard: Shard
-) -> None:
+def _train_in_thread(job: Job, place: Place, address: AveragerAddress, shard: Shard) -> None:
     """One rank; as Spark would, start it again when it asks for that."""
     for attempt in range(1 + job.survivable_losses):
         try:
-            train(job, Place(rank=rank, directory=directory, attempt=attempt), address, shard)
+            train(job, replace(place, attempt=attempt), address, shard)
             return
         except DisconnectedError as error:
-            logger.info("attempt %d of rank %d ended: %s", attempt, rank, error)
+            logger.info("attempt %d of rank %d ended: %s", attempt, place.rank, error)
 
 
-def _processes(job: Job, shards: Sequence[Shard], directory: Path) -> Launch:
+def _processes(job: Job, shards: Sequence[Shard], places: Sequence[Place]) -> Launch:
     # A process that has imported everything is forked for each rank; this one has threads.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -128,7 +134,12 @@ def _processes(job: Job, shards: Sequence[Shard], directory: Path) -> Launch:
         def start(rank: int, attempt: int) -> multiprocessing.process.BaseProcess:
             worker = context.Process(
                 target=_train_in_process,
-                args=(payload, rank, attempt, directory, averager.address, shards[rank]),
+                args=(
+                    payload,
+                    replace(places[rank], attempt=attempt),
+                    averager.address,
+                    shards[rank],
+                ),
                 name=f"rank {rank}",
             )
             worker.start()
@@ -146,15 +157,7 @@ def _processes(job: Job, shards: Sequence[Shard], directory: Path) -> Launch:
     return launch
 
 
-def _train_in_process(
-    payload: bytes,
-    rank: int,
-    attempt: int,
-    directory: Path,
-    address: AveragerAddress,
-    shard: Shard,
-) -> None:
-    place = Place(rank=rank, directory=directory, attempt=attempt)
+def _train_in_process(payload: bytes, place: Place, address: AveragerAddress, shard: Shard) -> None:
     train(cloudpickle.loads(payload), place, address, shard)
 
 
