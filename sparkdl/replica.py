@@ -7,12 +7,17 @@ flat tensor itself and an update is one write in place; nothing is gathered or s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from sparkdl.eager import defer_compiler
 from sparkdl.protocols import Batch, Layout, LossFunction, OptimizerBuilder, Segment
+
+Precision = Literal["float32", "bf16"]
+"""In which forward and loss are computed."""
 
 StatePlace = tuple[dict[str, Tensor], str]
 """Where an optimizer keeps one tensor: (the state of a parameter, the key in it)."""
@@ -53,6 +58,10 @@ class Replica:
         optimizer: builds the optimizer from the module's trainable parameters.
         loss: (outputs, targets) -> mean over the minibatch.
         device: where the replica lives.
+        clip_norm: the largest norm of all gradients together, to which a larger one is scaled
+            down before each optimizer step; None for no limit.
+        precision: ``bf16`` runs forward and loss under torch's autocast to bfloat16, parameters
+            and gradients staying what they are.
     """
 
     def __init__(
@@ -61,7 +70,12 @@ class Replica:
         optimizer: OptimizerBuilder,
         loss: LossFunction,
         device: torch.device | str = "cpu",
+        *,
+        clip_norm: float | None = None,
+        precision: Precision = "float32",
     ) -> None:
+        self._clip_norm = clip_norm
+        self._precision = precision
         self.device = torch.device(device)
         self.module = module.to(self.device)
         self.loss = loss.to(self.device) if isinstance(loss, nn.Module) else loss
@@ -96,8 +110,14 @@ class Replica:
             The minibatch's mean loss as a detached scalar on the replica's device.
         """
         loss = self.forward_backward(batch)
-        self.optimizer.step()
+        self.update()
         return loss
+
+    def update(self) -> None:
+        """Take an optimizer step on the gradients that are there."""
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.trainable(), self._clip_norm)
+        self.optimizer.step()
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Compute the loss and leave its gradients on the parameters; returns the detached loss."""
@@ -110,8 +130,14 @@ class Replica:
         """The minibatch's mean loss, a scalar on the replica's device with its graph."""
         features = tuple(f.to(self.device, non_blocking=True) for f in batch.features)
         targets = batch.targets.to(self.device, non_blocking=True)
-        outputs = self.module(*features)
-        return self.loss(outputs, align_targets(outputs, targets))
+        with self._autocast():
+            outputs = self.module(*features)
+            return self.loss(outputs, align_targets(outputs, targets))
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def segments(self, *, with_optimizer: bool) -> list[Tensor]:
         """The flat state, in the order of ``layout``; writing to it changes the replica.

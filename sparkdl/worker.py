@@ -38,7 +38,7 @@ from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ShardFacts
 from sparkdl.feed.feed import Feed
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder
-from sparkdl.replica import Replica
+from sparkdl.replica import Precision, Replica
 from sparkdl.strategies.base import Run, Strategy
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,10 @@ class Job:
     """How often workers may be lost in all; 0 to end the run at the first loss."""
     min_workers: int = 1
     """With how many workers rounds go on while others are lost."""
+    clip_norm: float | None = None
+    """The largest norm of all gradients together; None for no limit."""
+    precision: Precision = "float32"
+    """In which forward and loss are computed."""
 
     @property
     def survivable_losses(self) -> int:
@@ -108,7 +112,14 @@ def train(
     torch.set_num_threads(place.threads)
     try:
         torch.manual_seed(job.seed)
-        replica = Replica(job.model(), job.optimizer, job.loss, place.device)
+        replica = Replica(
+            job.model(),
+            job.optimizer,
+            job.loss,
+            place.device,
+            clip_norm=job.clip_norm,
+            precision=job.precision,
+        )
     except Exception as error:  # whatever the user's code raises has to reach the driver
         report_failure(address, place.rank, error)
         return

@@ -311,3 +311,37 @@ def test_on_a_gpu_state_is_flat_on_the_device_and_layouts_agree(name: str) -> No
     assert trained.layout(with_optimizer=True) == untrained.layout(with_optimizer=True)
     assert all(p.is_cuda for p in trained.module.parameters())
     assert all(s.is_cuda for s in trained.segments(with_optimizer=False))
+
+
+def test_gradients_are_clipped_by_their_norm_before_the_step() -> None:
+    module = nn.Linear(3, 2).double()
+    expected = copy.deepcopy(module)
+    replica = Replica(module, partial(torch.optim.SGD, lr=1.0), nn.MSELoss(), clip_norm=0.01)
+    features, targets = torch.ones(4, 3).double(), torch.full((4, 2), 9.0).double()
+
+    replica.step(Batch((features,), targets, last=True))
+
+    nn.functional.mse_loss(expected(features), targets).backward()
+    norm = torch.cat([p.grad.flatten() for p in expected.parameters()]).norm()
+    assert norm > 1
+    for mine, other in zip(module.parameters(), expected.parameters(), strict=True):
+        step = other.grad * (0.01 / norm)
+        assert torch.allclose(mine, other - step, rtol=0, atol=1e-8)
+
+
+def test_bf16_computes_under_autocast_and_keeps_the_parameters_dtype() -> None:
+    seen: list[torch.dtype] = []
+
+    class Watched(nn.Linear):
+        def forward(self, features: torch.Tensor) -> torch.Tensor:
+            outputs = super().forward(features)
+            seen.append(outputs.dtype)
+            return outputs
+
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    for precision in ("float32", "bf16"):
+        module = Watched(3, 2)
+        replica = Replica(module, optimizer, nn.CrossEntropyLoss(), precision=precision)
+        replica.step(Batch((torch.randn(4, 3),), torch.tensor([0, 1, 0, 1]), last=True))
+        assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+    assert seen == [torch.float32, torch.bfloat16]

@@ -35,6 +35,13 @@ def positive(name: str) -> Any:
     return convert
 
 
+def optional_positive(name: str) -> Any:
+    """Like ``positive``, or None."""
+    convert = positive(name)
+    return lambda value: None if value is None else convert(value)
+
+
+
 def one_of(name: str, allowed: tuple[str, ...]) -> Any:
     """One of some words."""
 

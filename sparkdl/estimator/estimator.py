@@ -80,6 +80,10 @@ class TorchEstimator(
             ``cpu``, ``cuda`` or ``cuda:N``.
         seed: of the initial parameters, the shuffling and the workers' random numbers.
         progress: whether to show a progress bar.
+        clipNorm: the largest norm of all gradients together, to which a larger one is scaled down
+            before each optimizer step; None for no limit.
+        precision: in which forward and loss are computed: ``float32`` (the parameters' own) or
+            ``bf16`` by torch's autocast.
         timeout: the longest that any worker or round is waited for, in seconds.
         maxFailures: how often workers may be lost during a fit: their process, executor or host
             died, or they were silent for too long. The others go on, and Spark starts them again; 0
@@ -116,6 +120,8 @@ class TorchEstimator(
         device: str = "auto",
         seed: int = 0,
         progress: bool = True,
+        clipNorm: float | None = None,
+        precision: str = "float32",
         timeout: float = 600.0,
         maxFailures: int = 3,
         minWorkers: int = 1,
@@ -141,6 +147,8 @@ class TorchEstimator(
             device=device,
             seed=seed,
             progress=progress,
+            clipNorm=clipNorm,
+            precision=precision,
             timeout=timeout,
             maxFailures=maxFailures,
             minWorkers=minWorkers,

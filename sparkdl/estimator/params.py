@@ -9,7 +9,13 @@ from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasPredictionCol, HasSeed
 
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.converters import one_of, optional_whole, positive, whole
+from sparkdl.estimator.converters import (
+    one_of,
+    optional_positive,
+    optional_whole,
+    positive,
+    whole,
+)
 from sparkdl.estimator.recovery_params import RecoveryParams
 from sparkdl.strategies import Strategy
 
@@ -160,6 +166,20 @@ class EstimatorParams(InputOutputParams, RecoveryParams, HasLabelCol, HasSeed):
         "whether to show a progress bar in the driver",
         typeConverter=TypeConverters.toBoolean,
     )
+    clipNorm: Param[float | None] = Param(
+        Params._dummy(),
+        "clipNorm",
+        "the largest norm of all gradients together (> 0), to which a larger one is scaled down "
+        "before each optimizer step; None for no limit",
+        typeConverter=optional_positive("clipNorm"),
+    )
+    precision: Param[str] = Param(
+        Params._dummy(),
+        "precision",
+        "in which forward and loss are computed: 'float32' (the parameters' own), or 'bf16' by "
+        "autocast",
+        typeConverter=one_of("precision", ("float32", "bf16")),
+    )
     timeout: Param[float] = Param(
         Params._dummy(),
         "timeout",
@@ -265,4 +285,22 @@ class EstimatorParams(InputOutputParams, RecoveryParams, HasLabelCol, HasSeed):
     def setTimeout(self, value: float) -> Self:
         """Sets the value of timeout."""
         self._set(timeout=value)
+        return self
+
+    def getClipNorm(self) -> float | None:
+        """Gets the value of clipNorm or its default value."""
+        return self.getOrDefault(self.clipNorm)
+
+    def setClipNorm(self, value: float | None) -> Self:
+        """Sets the value of clipNorm."""
+        self._set(clipNorm=value)
+        return self
+
+    def getPrecision(self) -> str:
+        """Gets the value of precision or its default value."""
+        return self.getOrDefault(self.precision)
+
+    def setPrecision(self, value: str) -> Self:
+        """Sets the value of precision."""
+        self._set(precision=value)
         return self

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pyspark.sql import DataFrame
@@ -21,6 +21,7 @@ from sparkdl.estimator.shipping import require_picklable
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ColumnFacts, DataFacts
 from sparkdl.protocols import UNKNOWN, ColumnSpec, LossFunction
+from sparkdl.replica import Precision
 from sparkdl.spark.columns import InputColumn, input_column
 from sparkdl.spark.launcher import Workers
 from sparkdl.spark.partitions import known_partitions
@@ -78,6 +79,8 @@ class Preflight:
             deadline_s=params.getTimeout(),
             max_failures=params.getMaxFailures(),
             min_workers=params.getMinWorkers(),
+            clip_norm=params.getClipNorm(),
+            precision=cast(Precision, params.getPrecision()),
         )
         if self.job.strategy.needs_collective:
             require_static_allocation(frame.sparkSession)

@@ -185,7 +185,7 @@ class _Reducer:
                 break
             batch = following
         with collective.guarded("the exchange of parameter shards"):
-            replica.optimizer.step()
+            replica.update()
 
     def _sync(self, *, now: bool) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = nullcontext() if now else self.model.no_sync()

@@ -31,6 +31,7 @@ def train_on_union(
     epochs: int,
     batch_size: int,
     accumulate: int = 1,
+    clip_norm: float = float("inf"),
 ) -> nn.Module:
     """One process; step t trains on the ranks' t-th ``accumulate`` minibatches put together."""
     module = copy.deepcopy(model).train()
@@ -43,6 +44,7 @@ def train_on_union(
             targets = torch.from_numpy(np.concatenate([targets for _, targets in parts]))
             steps.zero_grad()
             nn.functional.cross_entropy(module(features), targets).backward()
+            nn.utils.clip_grad_norm_(module.parameters(), clip_norm)
             steps.step()
     return module
 
@@ -222,3 +224,22 @@ def test_one_worker_takes_the_same_path_alone() -> None:
     outcome = all_reduce(data, mlp(), GradientAllReduce(), epochs=2)
     oracle = train_on_union(mlp(), partial(torch.optim.SGD, lr=0.1), data, epochs=2, batch_size=4)
     assert relative_error(outcome.module, oracle) <= 1e-12
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_norm_that_is_clipped_is_that_of_the_union_batch(sharded: bool) -> None:
+    data = classification([13, 6])
+    strategy = GradientAllReduce(shard_optimizer=sharded)
+
+    outcome = all_reduce(data, mlp(), strategy, epochs=3, clip_norm=0.05)
+
+    by_hand = partial(
+        train_on_union,
+        mlp(),
+        partial(torch.optim.SGD, lr=0.1),
+        data,
+        epochs=3,
+        batch_size=4,
+    )
+    assert relative_error(outcome.module, by_hand(clip_norm=0.05)) <= 1e-10
+    assert relative_error(outcome.module, by_hand()) > 1e-3

@@ -58,8 +58,11 @@ def test_an_unknown_param_like_no_other_is_answered_with_the_list() -> None:
     ("name", "value", "allowed"),
     [
         ("outputType", "logits", "auto, class, probability, raw"),
+        ("precision", "fp16", "float32, bf16"),
         ("device", "gpu", "auto, cpu, cuda or cuda:N"),
         ("timeout", 0, "a number > 0"),
+        ("clipNorm", 0, "a number > 0"),
+        ("clipNorm", "1", "a number > 0"),
         ("timeout", float("nan"), "a number > 0"),
         ("featuresCols", "features", "a list of column names"),
         ("featuresCols", [], "a list of column names"),

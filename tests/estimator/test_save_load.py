@@ -212,6 +212,8 @@ def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
         device="cpu",
         seed=123,
         timeout=44.0,
+        clipNorm=0.5,
+        precision="bf16",
     )
     path = str(tmp_path / "estimator")
     original.save(path)
