@@ -50,14 +50,15 @@ class Collective:
         hosts: where each rank runs, by rank.
         device: where tensors must be to be reduced.
         master: address and port at which rank 0 accepted the others.
+        deadline_s: the longest that one operation waits, in seconds.
     """
 
     rank: int
     hosts: tuple[str, ...]
     device: torch.device
     master: tuple[str, int]
+    deadline_s: float
     _store: Store
-    _deadline_s: float
 
     @property
     def world_size(self) -> int:
@@ -105,7 +106,7 @@ class Collective:
             who = ", ".join(f"rank {rank} on {self.hosts[rank]}" for rank in missing)
             raise CollectiveError(
                 f"{what} among {self.world_size} workers failed on rank {self.rank}: "
-                + (f"{who} did not take part within {self._deadline_s:g} s or died" if who else "")
+                + (f"{who} did not take part within {self.deadline_s:g} s or died" if who else "")
                 + ("" if who else "all workers noticed, so the network between them broke")
                 + f" ({_first_line(error)}). If it takes longer here, raise the 'timeout'"
             ) from error
@@ -183,8 +184,8 @@ def join_collective(
                 hosts=tuple(str(each["host"]) for each in found),
                 device=device,
                 master=master,
+                deadline_s=timeout.total_seconds(),
                 _store=store,
-                _deadline_s=timeout.total_seconds(),
             )
     except dist.DistError as error:
         raise CollectiveError(

@@ -22,6 +22,7 @@ from sparkdl.spark.board import Board, Lines
 from sparkdl.spark.function_task import OUTPUT_DDL, Call, Script
 from sparkdl.spark.launcher import JOB_END_S, LEAVE_S, as_training_error
 from sparkdl.spark.network import network_of
+from sparkdl.spark.session import require_classic_session
 from sparkdl.spark.slots import (
     choose_num_workers,
     require_free_slots,
@@ -67,6 +68,7 @@ def run(
     spark = SparkSession.getActiveSession()
     if spark is None:
         raise ConfigError("there is no active Spark session; make one with sparkdl.create_session")
+    require_classic_session(spark)
     if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
         raise ConfigError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
     call = Call(_function(train_fn, kwargs), args, kwargs)

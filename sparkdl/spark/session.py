@@ -61,15 +61,19 @@ def create_session(
     return builder.getOrCreate()
 
 
-def require_classic_session(frame: DataFrame) -> None:
+def require_classic_session(owner: DataFrame | SparkSession) -> None:
     """Check that the driver itself runs Spark, for the averager lives beside it.
 
+    Args:
+        owner: the session, or a DataFrame of it.
+
     Raises:
-        ConfigError: the DataFrame belongs to a Spark Connect session.
+        ConfigError: it is a Spark Connect session.
     """
-    if not hasattr(frame, "_jdf"):
+    if not hasattr(owner, "_jdf") and not hasattr(owner, "_jsparkSession"):
+        what = "the DataFrame belongs to" if isinstance(owner, DataFrame) else "this is"
         raise ConfigError(
-            "the DataFrame belongs to a Spark Connect session, whose driver is another machine; "
+            f"{what} a Spark Connect session, whose driver is another machine; "
             "sparkdl needs to run in the driver. Submit the job with spark-submit, or create the "
             "session with sparkdl.create_session()"
         )

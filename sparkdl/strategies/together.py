@@ -13,7 +13,8 @@ from sparkdl.errors import TrainingError
 from sparkdl.strategies.base import Run
 
 SIGN_OF_LIFE_S = 5.0
-"""Seconds between two signs of life to the driver, which hears nothing of the collective."""
+"""Seconds between two signs of life to the driver, which hears nothing of the collective; a sixth
+of the deadline of an operation if that is less."""
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -78,7 +79,8 @@ class Together:
         # The clocks differ; rank 0's decides for all after how many turns the next sign is due.
         signs = run.averager.gather({"seconds": seconds, "turns": self._turns})
         pace = signs[0]["seconds"] / signs[0]["turns"]
-        self._next_sign = max(1, round(SIGN_OF_LIFE_S / max(pace, 1e-6)))
+        interval_s = min(SIGN_OF_LIFE_S, self.collective.deadline_s / 6)
+        self._next_sign = max(1, round(interval_s / max(pace, 1e-6)))
         self._turns = 0
         self._last_sign = time.monotonic()
 

@@ -16,7 +16,8 @@ from frames import estimator, frame, frame_of_sizes, same_bits
 from models import Saboteur, Traced, lines
 from pyspark.sql import SparkSession
 
-from sparkdl import TorchModel
+import sparkdl
+from sparkdl import GradientAllReduce, TorchModel
 from sparkdl.errors import DataError, WorkerError
 
 LISTENING = "0A"
@@ -94,6 +95,11 @@ def listening_ports(pid: int) -> list[int]:
             if fields[3] == LISTENING and fields[9] in sockets:
                 ports.append(int(fields[1].rpartition(":")[2], 16))
     return ports
+
+
+def ports_of_executors() -> set[int]:
+    """Those of Spark's Python processes, of which the daemons that start the others listen."""
+    return {port for pid in take_traces().python_processes for port in listening_ports(pid)}
 
 
 def our_files() -> list[str]:
@@ -213,6 +219,49 @@ def test_a_failed_fit_keeps_the_warm_python_processes(
     with pytest.raises(WorkerError):
         estimator(model=model, numWorkers=3).fit(frame(spark, rows=90))
     assert warm.python_processes <= take_traces().python_processes
+
+
+def test_fits_in_which_workers_exchange_among_themselves_leave_nothing_behind(
+    spark: SparkSession, warm: Traces
+) -> None:
+    rows, ports = frame(spark), ports_of_executors()
+    estimator(strategy=GradientAllReduce(), numWorkers=3).fit(rows)
+    after_one = take_traces()
+    for seed in range(8):
+        estimator(strategy=GradientAllReduce(), numWorkers=3, epochs=2, seed=seed).fit(rows)
+    assert_no_more_than(after_one)
+    assert_no_more_than(warm)
+    assert ports_of_executors() == ports
+
+
+def test_a_failed_all_reduce_leaves_nothing_behind_and_keeps_the_warm_processes(
+    spark: SparkSession, warm: Traces, tmp_path: Path
+) -> None:
+    for rank in range(3):
+        model = Saboteur(str(tmp_path / "passes"), "explode", rank=rank)
+        with pytest.raises(WorkerError, match=f"rank {rank}.*the reactor is empty"):
+            estimator(model=model, strategy=GradientAllReduce(), numWorkers=3).fit(
+                frame(spark, rows=90)
+            )
+    assert_no_job_runs(spark)
+    assert_no_more_than(warm)
+    assert warm.python_processes <= take_traces().python_processes
+
+
+def test_functions_of_ones_own_leave_nothing_behind(spark: SparkSession, warm: Traces) -> None:
+    def train() -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(10))
+
+    ports = ports_of_executors()
+    for _ in range(3):
+        sparkdl.run(train, num_workers=3)
+    assert_no_job_runs(spark)
+    assert_no_more_than(warm)
+    assert ports_of_executors() == ports
 
 
 def refuse_a_null(spark: SparkSession) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import cloudpickle
 import pytest
+from torch import Tensor, nn
 from toys import classification, make_job, mlp
 
 from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.protocols import Batch
-from sparkdl.strategies import GradientAllReduce, Run
+from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Run, Strategy
 from sparkdl.testing import run_world
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.mark.parametrize(
@@ -50,3 +56,27 @@ def test_fewer_rows_than_were_announced_are_an_error_for_the_weights_would_be_wr
     job = make_job(mlp(), strategy=Forgetful())
     with pytest.raises(WorkerError, match="trained on 8 rows in epoch 1, but had announced 10"):
         run_world(job, classification([10]).shards())
+
+
+class Slow(nn.Module):
+    """Takes a tenth of a second a minibatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3).double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        time.sleep(0.1)
+        return self.layer(features)
+
+
+@pytest.mark.parametrize(
+    "strategy", [GradientAllReduce(), ParameterAveraging(period=2, aggregation="executors")]
+)
+def test_an_epoch_may_take_longer_than_the_deadline_for_its_workers_give_signs_of_life(
+    strategy: Strategy,
+) -> None:
+    job = make_job(Slow(), strategy=strategy, deadline_s=2.0, batch_size=1)
+    outcome = run_world(job, classification([40, 35]).shards(), ranks_as="processes")
+    assert outcome.history[0].seconds > 3.5
+    assert outcome.history[0].examples == 75
