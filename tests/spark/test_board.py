@@ -1,0 +1,113 @@
+"""The workers of ``sparkdl.run`` meet, print and fail at the board, and nobody else gets in."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from sparkdl.errors import StoppedError, TrainingError, WorkerError, WorkerLostError
+from sparkdl.spark.board import Board, BoardClient, Lines
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    with Board(2, "127.0.0.1", "127.0.0.1") as opened:
+        yield opened
+
+
+def failure_of(board: Board, within_s: float = 10.0) -> Exception:
+    deadline = time.monotonic() + within_s
+    while board.failure is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert board.failure is not None, "the run has not failed"
+    return board.failure
+
+
+def test_what_is_gathered_arrives_in_the_order_of_the_ranks_any_number_of_times(
+    board: Board,
+) -> None:
+    def take_part(rank: int) -> list[list[dict[str, int]]]:
+        with BoardClient(board.address, rank) as client:
+            found = [client.gather({"from": rank, "turn": turn}) for turn in range(20)]
+            client.finish()
+            return found
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(take_part, [0, 1])
+
+    expected = [[{"from": rank, "turn": turn} for rank in (0, 1)] for turn in range(20)]
+    assert first == second == expected
+    deadline = time.monotonic() + 10
+    while not board.finished and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert board.finished
+    assert board.failure is None
+
+
+def test_lines_arrive_with_their_rank(board: Board) -> None:
+    with BoardClient(board.address, 1) as client:
+        client.send_lines(["one", "two"], 3)
+        assert board.events.get(timeout=10) == Lines(1, ("one", "two"), 3)
+
+
+def test_a_failure_ends_the_run_with_the_workers_traceback_and_wakes_who_waits(
+    board: Board,
+) -> None:
+    with BoardClient(board.address, 0) as waiting, BoardClient(board.address, 1) as failing:
+        timer = threading.Timer(0.2, failing.report_failure, ["rank 1: boom", "in boom"])
+        timer.start()
+        with pytest.raises(StoppedError, match="rank 0 was stopped"):
+            waiting.gather({})
+        timer.join()
+    error = failure_of(board)
+    assert isinstance(error, WorkerError)
+    assert (error.rank, str(error), error.worker_traceback) == (1, "rank 1: boom", "in boom")
+
+
+def test_a_connection_that_breaks_is_a_lost_worker(board: Board) -> None:
+    client = BoardClient(board.address, 1)
+    client._connection.close()
+    assert isinstance(failure_of(board), WorkerLostError)
+    assert "rank 1" in str(failure_of(board))
+
+
+def test_later_failures_are_dropped_and_none_comes_after_the_end(board: Board) -> None:
+    board.fail(TrainingError("first"))
+    board.fail(TrainingError("second"))
+    assert str(board.failure) == "first"
+
+
+@pytest.mark.parametrize("rank", [2, -1])
+def test_a_rank_that_is_none_of_the_run_ends_it(board: Board, rank: int) -> None:
+    with BoardClient(board.address, rank):
+        assert "is none of this run" in str(failure_of(board))
+
+
+def test_a_rank_that_joins_twice_ends_the_run(board: Board) -> None:
+    with BoardClient(board.address, 0), BoardClient(board.address, 0):
+        assert "joined before" in str(failure_of(board))
+
+
+def test_missing_ranks_are_known(board: Board) -> None:
+    assert board.missing == [0, 1]
+    with BoardClient(board.address, 1):
+        deadline = time.monotonic() + 10
+        while board.missing != [0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert board.missing == [0]
+
+
+def test_nobody_gets_in_without_the_token(board: Board) -> None:
+    with pytest.raises(StoppedError, match="another run's"):
+        BoardClient(replace(board.address, token="guessed"), 0)
+    with socket.create_connection((board.address.host, board.address.port), timeout=10) as stranger:
+        stranger.sendall(b'{"join": 0, "host": "here"}' * 10)
+        time.sleep(0.2)
+    assert board.missing == [0, 1]
+    assert board.failure is None
