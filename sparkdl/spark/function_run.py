@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import queue
-import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -18,7 +16,8 @@ from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError, DeadlineError, SparkDLError, TrainingError
 from sparkdl.spark import bootstrap
-from sparkdl.spark.board import Board, Lines
+from sparkdl.spark.board import Board
+from sparkdl.spark.console import driver_hosts, echoes, show
 from sparkdl.spark.function_task import OUTPUT_DDL, Call, Script
 from sparkdl.spark.launcher import JOB_END_S, LEAVE_S, as_training_error
 from sparkdl.spark.network import network_of
@@ -75,9 +74,7 @@ def run(
     require_static_allocation(spark)
     choose_num_workers(spark, num_workers)
     require_free_slots(spark, num_workers)
-    conf = spark.sparkContext.getConf()
-    host = conf.get("spark.driver.host") or "127.0.0.1"
-    with Board(num_workers, conf.get("spark.driver.bindAddress", host) or host, host) as board:
+    with Board(num_workers, *driver_hosts(spark)) as board:
         job = _Job(spark, board, call, device)
         try:
             _watch(board, job)
@@ -106,7 +103,7 @@ class _Job:
         payload = cloudpickle.dumps((network_of(spark), cloudpickle.dumps(call)))
         self._task = bootstrap.make_task(
             "sparkdl.spark.function_task:run_function_task",
-            (payload, address.host, address.port, address.token, device),
+            (payload, (address.host, address.port, address.token), device, echoes(spark)),
             {"torch": str(torch.__version__), "sparkdl": __version__},
         )
         self._thread = InheritableThread(target=self._run, name=f"{self._group}-job", daemon=True)
@@ -151,7 +148,7 @@ def _watch(board: Board, job: _Job) -> None:
         except queue.Empty:
             event = None
         if event is not None:
-            _show(event)
+            show(event.rank, event.lines, event.left_out)
             continue
         if board.failure is not None:
             raise board.failure
@@ -163,21 +160,6 @@ def _watch(board: Board, job: _Job) -> None:
                 f"start within {JOIN_S:g} s; all have to run at once: are other jobs using the "
                 "cluster?"
             )
-
-
-_printing = threading.Lock()
-
-
-def _show(event: Lines) -> None:
-    lines = [f"[rank {event.rank}] {line}\n" for line in event.lines]
-    if event.left_out:
-        lines.append(
-            f"[rank {event.rank}] ({event.left_out} lines left out here; the executor's log has "
-            "them)\n"
-        )
-    with _printing:
-        sys.stdout.write("".join(lines))
-        sys.stdout.flush()
 
 
 def _function(

@@ -108,20 +108,18 @@ def current_worker() -> FunctionWorker:
 
 def run_function_task(
     payload: bytes,
-    host: str,
-    port: int,
-    token: str,
+    address: tuple[str, int, str],
     device: str,
+    echo: bool,
     batches: Iterator[pa.RecordBatch],
 ) -> Iterator[pa.RecordBatch]:
     """Call the user's function as one of several ranks.
 
     Args:
         payload: the pickled ``Network`` and, pickled by itself, the ``Call``.
-        host: where the board is.
-        port: its port.
-        token: the run's secret.
+        address: the fields of the board's ``BoardAddress``.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        echo: whether what is printed is also written to this process's own streams.
         batches: the task's rows, which say nothing.
 
     Yields:
@@ -135,10 +133,10 @@ def run_function_task(
     torch.set_num_threads(context.cpus())
     result: bytes | None = None
     try:
-        with BoardClient(BoardAddress(host, port, token), rank) as board:
+        with BoardClient(BoardAddress(*address), rank) as board:
             groups: list[Any] = []
             result = _report_errors(
-                board, rank, lambda: _serve(payload, board, rank, device, groups)
+                board, rank, lambda: _serve(payload, board, rank, device, echo, groups)
             )
             groups.clear()  # now that an error's traceback is gone too
     except StoppedError as error:
@@ -146,7 +144,9 @@ def run_function_task(
     yield pa.record_batch([pa.array([rank]), pa.array([result], pa.binary())], OUTPUT_SCHEMA)
 
 
-def _serve(payload: bytes, board: BoardClient, rank: int, device: str, groups: list[Any]) -> bytes:
+def _serve(
+    payload: bytes, board: BoardClient, rank: int, device: str, echo: bool, groups: list[Any]
+) -> bytes:
     context = TaskContext.get()
     assert context is not None
     network, pickled_call = cloudpickle.loads(payload)
@@ -157,7 +157,7 @@ def _serve(payload: bytes, board: BoardClient, rank: int, device: str, groups: l
     with (
         _surroundings(network, board, rank, chosen, context.cpus()),
         Output(board.send_lines) as output,
-        output.capture(),
+        output.capture(echo=echo),
     ):
         with _groups_held(groups):
             result = cloudpickle.dumps(_call(call))

@@ -21,7 +21,9 @@ from sparkdl.errors import DataError, SetupError, SparkDLError, TrainingError
 from sparkdl.feed.columns import ORDER_COLUMN
 from sparkdl.feed.facts import NO_ROWS
 from sparkdl.spark import bootstrap
+from sparkdl.spark.board import BoardAddress
 from sparkdl.spark.columns import InputColumn
+from sparkdl.spark.console import Console, driver_hosts, echoes
 from sparkdl.spark.network import network_of
 from sparkdl.spark.slots import require_free_slots
 from sparkdl.spark.task import OUTPUT_DDL
@@ -67,22 +69,35 @@ class Workers:
 
 def launch(workers: Workers, job: Job) -> Launch:
     """Prepare to start ``job`` on ``workers``; see ``driver.Launch``."""
-    context = workers.frame.sparkSession.sparkContext
+    spark = workers.frame.sparkSession
+    context = spark.sparkContext
     group = f"sparkdl-{uuid.uuid4().hex[:12]}"
     barrier = job.strategy.needs_collective
-    payload = cloudpickle.dumps((job, network_of(workers.frame.sparkSession)))
+    payload = cloudpickle.dumps((job, network_of(spark)))
 
     @contextmanager
     def start(averager: Averager) -> Iterator[None]:
+        with Console(*driver_hosts(spark)) as console, run_workers(averager, console.address):
+            yield
+
+    @contextmanager
+    def run_workers(averager: Averager, console: BoardAddress) -> Iterator[None]:
         task = bootstrap.make_task(
             "sparkdl.spark.task:run_worker_task",
-            (payload, averager.address.uri, averager.address.token, workers.device),
+            (
+                payload,
+                averager.address.uri,
+                averager.address.token,
+                workers.device,
+                (console.host, console.port, console.token),
+                echoes(spark),
+            ),
             # A plain str: torch's own kind cannot be unpickled where torch is missing.
             {"torch": str(torch.__version__), "sparkdl": __version__},
         )
 
         if barrier:
-            require_free_slots(workers.frame.sparkSession, workers.num_workers)
+            require_free_slots(spark, workers.num_workers)
 
         def run_tasks(chosen: Workers) -> list[Row]:
             feed = worker_frame(chosen, job.seed)

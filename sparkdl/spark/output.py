@@ -18,6 +18,9 @@ MAX_LINE = 2_000
 INTERVAL_S = 0.1
 """Seconds between two looks at what was printed."""
 
+LAST_LINES_S = 10.0
+"""Seconds to send the last lines; a driver that takes nothing must not keep the worker."""
+
 Send = Callable[[list[str], int], None]
 """Sends some lines, and the number of lines left out before them; may block."""
 
@@ -43,7 +46,7 @@ class Output:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join()
+        self._thread.join(LAST_LINES_S)
 
     def add(self, line: str) -> None:
         """Take a line; returns at once."""
@@ -54,10 +57,14 @@ class Output:
                 self._left_out += 1
 
     @contextmanager
-    def capture(self) -> Iterator[None]:
-        """Copy to here what Python code writes to standard output and standard error."""
+    def capture(self, *, echo: bool = True) -> Iterator[None]:
+        """Copy to here what Python code writes to standard output and standard error.
+
+        Args:
+            echo: whether it is still written there too.
+        """
         before = sys.stdout, sys.stderr
-        copies = _Copy(sys.stdout, self.add), _Copy(sys.stderr, self.add)
+        copies = _Copy(sys.stdout, self.add, echo), _Copy(sys.stderr, self.add, echo)
         sys.stdout, sys.stderr = copies
         try:
             yield
@@ -93,10 +100,11 @@ class Output:
 
 
 class _Copy(io.TextIOBase):
-    """A stream that writes to another one and hands over each complete line."""
+    """A stream that hands over each complete line and perhaps writes to another one too."""
 
-    def __init__(self, original: IO[str], take: Callable[[str], None]) -> None:
+    def __init__(self, original: IO[str], take: Callable[[str], None], echo: bool) -> None:
         self._original = original
+        self._echo = echo
         self._take = take
         self._started = ""
         self._lock = threading.Lock()
@@ -108,7 +116,8 @@ class _Copy(io.TextIOBase):
         return self._original.fileno()
 
     def write(self, text: str) -> int:
-        self._original.write(text)
+        if self._echo:
+            self._original.write(text)
         with self._lock:
             *lines, rest = (self._started + text).split("\n")
             # A progress bar writes over its line without ever ending it.

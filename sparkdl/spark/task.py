@@ -13,6 +13,8 @@ from pyspark import TaskContext
 
 from sparkdl.averager.server import AveragerAddress
 from sparkdl.collective import Network
+from sparkdl.spark.board import BoardAddress
+from sparkdl.spark.console import forwarded
 from sparkdl.spark.devices import choose_device
 from sparkdl.worker import Job, Place, report_failure, train
 
@@ -21,7 +23,13 @@ OUTPUT_DDL = "rank bigint"
 
 
 def run_worker_task(
-    payload: bytes, uri: str, token: str, device: str, batches: Iterator[pa.RecordBatch]
+    payload: bytes,
+    uri: str,
+    token: str,
+    device: str,
+    console: tuple[str, int, str],
+    echo: bool,
+    batches: Iterator[pa.RecordBatch],
 ) -> Iterator[pa.RecordBatch]:
     """Train one replica on this task's partition.
 
@@ -30,6 +38,8 @@ def run_worker_task(
         uri: where the averager is.
         token: the job's token.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        console: the fields of the console's ``BoardAddress``.
+        echo: whether what is printed is also written to this process's own streams.
         batches: the partition's rows.
 
     Yields:
@@ -53,7 +63,8 @@ def run_worker_task(
     except Exception as error:  # an import missing on this executor is the user's to see
         report_failure(address, rank, error)
     else:
-        train(job, place, address, batches)
+        with forwarded(BoardAddress(*console), rank, echo=echo):
+            train(job, place, address, batches)
     yield pa.record_batch([pa.array([rank])], schema=OUTPUT_SCHEMA)
 
 

@@ -1,0 +1,109 @@
+"""What the workers of a fit print, shown in the driver behind their rank."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+from pyspark.sql import SparkSession
+
+from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
+from sparkdl.averager.port import Port
+from sparkdl.errors import StoppedError, TrainingError
+from sparkdl.spark.board import BoardAddress, BoardClient
+from sparkdl.spark.output import Output
+
+logger = logging.getLogger(__name__)
+
+Show = Callable[[int, Sequence[str], int], None]
+"""Shows lines of a rank, and how many were left out before the next."""
+
+_showing = threading.Lock()
+
+
+def show(rank: int, lines: Sequence[str], left_out: int) -> None:
+    """Write lines to the driver's standard output, each behind its rank."""
+    shown = [f"[rank {rank}] {line}\n" for line in lines]
+    if left_out:
+        shown.append(f"[rank {rank}] ({left_out} lines left out; the executor's log has them)\n")
+    with _showing:
+        sys.stdout.write("".join(shown))
+        sys.stdout.flush()
+
+
+def driver_hosts(spark: SparkSession) -> tuple[str, str]:
+    """The interface that services in the driver bind to, and the name by which workers reach it."""
+    conf = spark.sparkContext.getConf()
+    advertised = conf.get("spark.driver.host") or "127.0.0.1"
+    return conf.get("spark.driver.bindAddress") or advertised, advertised
+
+
+def echoes(spark: SparkSession) -> bool:
+    """Whether workers have a log of their own; with a local master theirs is the driver's."""
+    return not (spark.sparkContext.master or "").startswith("local[")
+
+
+class Console:
+    """The driver's end; a context manager that opens and closes the port.
+
+    A worker that is lost says so elsewhere; here its lines merely end.
+
+    Args:
+        host: interface to bind to.
+        advertised_host: the name under which workers reach it.
+        on_lines: called with what arrives, from several threads.
+    """
+
+    def __init__(self, host: str, advertised_host: str, on_lines: Show = show) -> None:
+        token = secrets.token_urlsafe(32)
+        self._on_lines = on_lines
+        self._port = Port(host, token, self._serve)
+        self.address = BoardAddress(advertised_host, self._port.number, token)
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._port.close()
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            rank = int(connection.receive_header()["join"])
+            while "lines" in (header := connection.receive_header()):
+                self._on_lines(rank, list(map(str, header["lines"])), int(header["left_out"]))
+        except (ConnectionLostError, SilenceError, TrainingError, KeyError, ValueError) as error:
+            logger.debug("what a worker prints is not shown any more: %s", error)
+
+
+@contextmanager
+def forwarded(address: BoardAddress, rank: int, *, echo: bool) -> Iterator[None]:
+    """Worker: send what Python code prints to the console; without one, go on without.
+
+    Args:
+        address: where the console is.
+        rank: this worker's rank.
+        echo: whether to write to this process's own streams too.
+    """
+    try:
+        client = BoardClient(address, rank)
+    except StoppedError as error:
+        logger.warning("what rank %d prints is not shown in the driver: %s", rank, error)
+        yield
+        return
+    with client:
+        with Output(client.send_lines) as output, output.capture(echo=echo):
+            yield
+        try:
+            client.finish()
+        except StoppedError as error:
+            logger.debug("the console was closed before rank %d: %s", rank, error)
