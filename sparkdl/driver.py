@@ -25,7 +25,7 @@ from sparkdl.averager.saving import CheckpointPlan, Resumed
 from sparkdl.averager.server import Averager
 from sparkdl.checkpoint.policy import CheckpointPolicy, require_same
 from sparkdl.checkpoint.storage import CheckpointStore
-from sparkdl.errors import ModelError, PreemptedError, SparkDLError
+from sparkdl.errors import ConfigError, ModelError, PreemptedError, SparkDLError
 from sparkdl.events import EpochSummary
 from sparkdl.feed.facts import DataFacts, check_facts
 from sparkdl.protocols import Layout, LossFunction, ModelBuilder, OptimizerBuilder
@@ -120,7 +120,8 @@ def run(
         on_event: called in this thread for the data's facts and each window and epoch reported.
 
     Raises:
-        ConfigError: the newest checkpoint is of another training.
+        ConfigError: the newest checkpoint is of another training, or the strategy has state that
+            no checkpoint holds.
         CheckpointError: the checkpoints cannot be read.
         ModelError: the optimizer cannot take a step.
         DataError: the rows cannot be trained on.
@@ -138,6 +139,11 @@ def run(
         ) from error
     plan, resumed = None, None
     if checkpoints is not None:
+        if not job.strategy.checkpointable:
+            raise ConfigError(
+                f"{job.strategy} keeps state on its workers that no checkpoint holds. Leave out "
+                "checkpointPath, or shard_optimizer and powersgd"
+            )
         plan = _plan(checkpoints, job, world_size, replica, layout)
         resumed = _find(checkpoints, plan)
         center = center if resumed is None else resumed.read_center()

@@ -20,7 +20,7 @@ from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import Outcome, run
 from sparkdl.errors import CheckpointError, ConfigError, TrainingError
 from sparkdl.events import WindowReport
-from sparkdl.strategies import ParameterAveraging
+from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
 from sparkdl.testing.world import _processes, _threads
 from sparkdl.worker import Job
@@ -334,3 +334,29 @@ def test_without_the_workers_own_states_the_center_is_saved_all_the_same(tmp_pat
     assert saved.description["progress"]["rounds"] >= 2
     assert not saved.has("rank-00000.safetensors")
     assert same_bits(run_world(job, data.shards(), checkpoints=policy(tmp_path / "c")), whole)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(
+    "strategy",
+    [GradientAllReduce(), ParameterAveraging(period=2, aggregation="executors")],
+    ids=["all-reduce", "executors"],
+)
+def test_workers_that_exchange_among_themselves_resume_with_the_same_bits(
+    tmp_path: Path, strategy: Strategy, optimizer: Any
+) -> None:
+    job = make_job(mlp(), optimizer=optimizer, strategy=strategy, epochs=4)
+    data = classification([22, 14])
+    whole = run_world(job, data.shards(), ranks_as="processes")
+    assert die_after(job, data, tmp_path / "c", 5, _processes)
+    resumed = run_world(
+        job, data.shards(), ranks_as="processes", checkpoints=policy(tmp_path / "c")
+    )
+    assert same_bits(resumed, whole)
+
+
+@pytest.mark.parametrize("kept", [{"shard_optimizer": True}, {"compression": "powersgd"}])
+def test_state_that_no_checkpoint_holds_is_refused(tmp_path: Path, kept: Any) -> None:
+    job = make_job(mlp(), strategy=GradientAllReduce(**kept))
+    with pytest.raises(ConfigError, match="keeps state on its workers that no checkpoint holds"):
+        run_world(job, classification([8]).shards(), checkpoints=policy(tmp_path / "c"))

@@ -41,7 +41,6 @@ def optional_positive(name: str) -> Any:
     return lambda value: None if value is None else convert(value)
 
 
-
 def one_of(name: str, allowed: tuple[str, ...]) -> Any:
     """One of some words."""
 

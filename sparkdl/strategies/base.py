@@ -100,6 +100,11 @@ class Strategy(ABC):
         """Whether the optimizer's state is part of what replicas agree on."""
 
     @property
+    def checkpointable(self) -> bool:
+        """Whether center, optimizer and random numbers are all that a worker has to remember."""
+        return True
+
+    @property
     def needs_collective(self) -> bool:
         """Whether the workers exchange among themselves, and so all have to run at once."""
         return False

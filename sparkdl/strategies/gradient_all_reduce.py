@@ -49,7 +49,8 @@ class GradientAllReduce(Strategy):
             ``powersgd`` sends low-rank factors (Vogels et al. 2019) after ten steps of full
             gradients. Workers still agree, with another result than without.
         shard_optimizer: whether each worker keeps the optimizer's state of its share of the
-            parameters only (ZeRO stage 1). The state is then not part of the driver's copy.
+            parameters only (ZeRO stage 1). The state is then not part of the driver's copy, and
+            there are no checkpoints.
         find_unused_parameters: whether a parameter may take no part in the loss; costs a look at
             the graph in every step.
 
@@ -90,6 +91,11 @@ class GradientAllReduce(Strategy):
     def exchanges_optimizer_state(self) -> bool:
         """Whether every worker has the whole state."""
         return not self.shard_optimizer
+
+    @property
+    def checkpointable(self) -> bool:
+        """Neither shards of optimizer state nor PowerSGD's own state are in a checkpoint."""
+        return not self.shard_optimizer and self.compression != "powersgd"
 
     @property
     def needs_collective(self) -> bool:

@@ -28,7 +28,7 @@ from sparkdl.errors import TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.testing.faults import Proxy
 from sparkdl.testing.world import Shard, _processes
-from sparkdl.worker import Job, Place
+from sparkdl.worker import Job
 
 WITHIN_BYTES = 20_000
 """A message is cut at one of so many bytes from the instant at which the fault is drawn."""
@@ -69,8 +69,7 @@ class Chaos:
         with tempfile.TemporaryDirectory(prefix="sparkdl-chaos-") as folder:
             training = threading.Event()
             policy = CheckpointPolicy(path=str(Path(folder, "checkpoints")))
-            places = [Place(rank=r, directory=Path(folder)) for r in range(len(self.shards))]
-            launch = _processes(self.job, self.shards, places)
+            launch = _processes(self.job, self.shards, Path(folder))
 
             @contextmanager
             def start(averager: Averager) -> Iterator[None]:

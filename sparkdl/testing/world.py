@@ -74,20 +74,20 @@ def run_world(
     """
     launch = _threads if ranks_as == "threads" else _processes
     with tempfile.TemporaryDirectory(prefix="sparkdl-testing-") as directory:
-        places = [
-            Place(rank=rank, directory=Path(directory), device=device)
-            for rank, device in enumerate(devices or ["cpu"] * len(shards))
-        ]
         return run(
             job,
             len(shards),
-            launch(job, shards, places),
+            launch(job, shards, Path(directory), devices),
             checkpoints=checkpoints,
             on_event=on_event,
         )
 
 
-def _threads(job: Job, shards: Sequence[Shard], places: Sequence[Place]) -> Launch:
+def _threads(
+    job: Job, shards: Sequence[Shard], directory: Path, devices: Sequence[str] | None = None
+) -> Launch:
+    places = _places(len(shards), directory, devices)
+
     @contextmanager
     def launch(averager: Averager) -> Iterator[None]:
         workers = [
@@ -113,6 +113,13 @@ def _threads(job: Job, shards: Sequence[Shard], places: Sequence[Place]) -> Laun
     return launch
 
 
+def _places(world_size: int, directory: Path, devices: Sequence[str] | None) -> list[Place]:
+    return [
+        Place(rank=rank, directory=directory, device=device)
+        for rank, device in enumerate(devices or ["cpu"] * world_size)
+    ]
+
+
 def _train_in_thread(job: Job, place: Place, address: AveragerAddress, shard: Shard) -> None:
     """One rank; as Spark would, start it again when it asks for that."""
     for attempt in range(1 + job.survivable_losses):
@@ -123,7 +130,10 @@ def _train_in_thread(job: Job, place: Place, address: AveragerAddress, shard: Sh
             logger.info("attempt %d of rank %d ended: %s", attempt, place.rank, error)
 
 
-def _processes(job: Job, shards: Sequence[Shard], places: Sequence[Place]) -> Launch:
+def _processes(
+    job: Job, shards: Sequence[Shard], directory: Path, devices: Sequence[str] | None = None
+) -> Launch:
+    places = _places(len(shards), directory, devices)
     # A process that has imported everything is forked for each rank; this one has threads.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
