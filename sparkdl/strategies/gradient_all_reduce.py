@@ -39,7 +39,7 @@ class GradientAllReduce(Strategy):
     """Reduce gradients among the workers over NCCL, or gloo on CPUs, in every step.
 
     All workers have to run at once: Spark starts them in barrier mode, and a lost worker ends the
-    run.
+    run, which goes on from a checkpoint if there is one.
 
     Args:
         bucket_mb: MB of gradients that are sent off together, > 0; smaller buckets start earlier,
