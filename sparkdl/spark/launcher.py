@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import cloudpickle
+import pyarrow as pa
 import torch
 from pyspark import InheritableThread
 from pyspark import cloudpickle as spark_cloudpickle
@@ -42,6 +43,10 @@ _FORBIDDEN_LINEAGE = "Barrier execution mode does not allow the following patter
 
 # Functions of that module must run on executors that cannot import it.
 spark_cloudpickle.register_pickle_by_value(bootstrap)  # type: ignore[no-untyped-call]
+
+
+Task = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
+"""What mapInArrow runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,21 +104,10 @@ def launch(workers: Workers, job: Job) -> Launch:
         if barrier:
             require_free_slots(spark, workers.num_workers)
 
-        def run_tasks(chosen: Workers) -> list[Row]:
-            feed = worker_frame(chosen, job.seed)
-            return feed.mapInArrow(task, OUTPUT_DDL, barrier=barrier).collect()
-
         def run_job() -> None:
             context.setJobGroup(group, workers.description, interruptOnCancel=True)
             try:
-                try:
-                    ranks = run_tasks(workers)
-                except Exception as error:
-                    if not _barrier_refuses(error):
-                        raise
-                    logger.info("a shuffle is put before the workers: %s", _FORBIDDEN_LINEAGE)
-                    ranks = run_tasks(replace(workers, repartition=True))
-                if not ranks:
+                if not _collect(workers, job.seed, task, barrier=barrier):
                     # Spark starts no task for what it finds to be empty while it plans or shuffles.
                     averager.fail(DataError(NO_ROWS))
                 # Dropped if every worker has finished, as it should be.
@@ -169,9 +163,16 @@ def worker_frame(workers: Workers, seed: int) -> DataFrame:
     return selected.withColumn(ORDER_COLUMN, F.xxhash64(F.lit(seed), *names))
 
 
-def _barrier_refuses(error: Exception) -> bool:
-    """Whether Spark refused a stage with a union, coalesce or limit in it, before running any."""
-    return _FORBIDDEN_LINEAGE in str(error)
+def _collect(workers: Workers, seed: int, task: Task, *, barrier: bool) -> list[Row]:
+    """Run the tasks; after a shuffle where barrier mode refuses what is upstream in their stage."""
+    try:
+        return worker_frame(workers, seed).mapInArrow(task, OUTPUT_DDL, barrier=barrier).collect()
+    except Exception as error:
+        if _FORBIDDEN_LINEAGE not in str(error):
+            raise
+        logger.info("a shuffle is put before the workers: %s", _FORBIDDEN_LINEAGE)
+    spread = worker_frame(replace(workers, repartition=True), seed)
+    return spread.mapInArrow(task, OUTPUT_DDL, barrier=barrier).collect()
 
 
 def as_training_error(error: Exception) -> SetupError | TrainingError:
