@@ -34,7 +34,7 @@ from sparkdl.worker import Job
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 WORKERS = 4
-ROWS = 6_000
+ROWS = 24_000
 EPOCHS = 6
 PERIOD = 5
 BATCH = 16

@@ -509,6 +509,8 @@ class Rounds:
                 self._accumulator.declare(rank, 0)
         if self._saving is not None and self._saving.forgo(rank):
             self._save_in_background(self._saving)
+        # Who waited for the lost one could not be heard of.
+        self._members.hear(self._admitted)
         self._commit_if_complete()
         self._condition.notify_all()
 
@@ -665,9 +667,9 @@ class Rounds:
         if self._saving is not None:
             return {rank for rank in self._everyone if self._saving.awaits(rank)}
         late = self._active - self._arrived
-        # The first that is still adding can always go on; the others may wait for their turn.
-        adding = sorted(self._arrived - self._complete)[:1]
-        missing = late | set(adding)
+        # Who adds waits for its turn: only the first can always go on, if it is not late itself.
+        first = min(late | (self._arrived - self._complete), default=None)
+        missing = late if first is None else late | {first}
         if len(self._admitted) < self._members.tolerance.min_workers:
             missing |= self._everyone - self._admitted
         elif not missing:
