@@ -67,6 +67,7 @@ class Members:
         self._members: dict[int, Member] = {}
         self._heard: dict[int, float] = {}
         self._longest_window = 0.0
+        self._patience = 1.0
         self.hear(self.everyone)
 
     def join(self, member: Member) -> Member | None:
@@ -153,7 +154,11 @@ class Members:
         if not can_be_dropped or not self._longest_window:
             return self._deadline_s
         granted = max(STRAGGLER_S, STRAGGLER_WINDOWS * self._longest_window)
-        return min(granted, self._deadline_s)
+        return min(granted * self._patience, self._deadline_s)
+
+    def double_patience(self) -> None:
+        """Grant more, after a worker was dropped that may only have been busy for long."""
+        self._patience *= 2
 
     def overdue(self, waited_for: Iterable[int]) -> set[int]:
         """Those of whom nothing was heard for longer than they are granted."""

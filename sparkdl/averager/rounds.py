@@ -414,6 +414,7 @@ class Rounds:
                     patience = self._members.patience_s(rank)
                     what = self._what_is_missing({rank})
                     self._lose(self._members.of(rank), f"{what} within {patience:.1f} s")
+                self._members.double_patience()
             elif silent:
                 late = (silent - self._members.joined) or silent
                 raise DeadlineError(

@@ -263,6 +263,9 @@ def test_patience_grows_with_the_windows_and_stays_below_the_deadline() -> None:
     assert crew.patience_s(0) == members.STRAGGLER_S
     crew._longest_window = 8.0
     assert crew.patience_s(0) == 8.0 * members.STRAGGLER_WINDOWS
+    crew.double_patience()
+    crew._longest_window = 1.0
+    assert crew.patience_s(0) == 2 * members.STRAGGLER_S
     crew._longest_window = 100.0
     assert crew.patience_s(0) == 60.0
     assert crew.patience_s(1) == 60.0  # not there, so it cannot be dropped
