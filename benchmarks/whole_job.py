@@ -110,9 +110,9 @@ def report(runs: Runs, contenders: tuple[str, ...], peers: list[str]) -> None:
 
 def elephas_python(folder: Path) -> Path:
     """Returns the Python of elephas' environment, which is installed if it is not there."""
-    script = harness.FOLDER / "peers" / "elephas_environment.sh"
+    script = harness.FOLDER / "peers" / "environment.sh"
     made = subprocess.run(
-        [script, folder],
+        [script, "elephas", folder],
         env=harness.child_environment() | {"PYTHON": sys.executable},
         stdout=subprocess.PIPE,
         text=True,

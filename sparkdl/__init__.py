@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sparkdl.checkpoint.recipe import trusted_pickles
     from sparkdl.estimator import TorchEstimator, TorchModel
     from sparkdl.events import EpochSummary
+    from sparkdl.protocols import Batch
     from sparkdl.spark.function_run import run
     from sparkdl.spark.function_task import FunctionWorker, current_worker
     from sparkdl.spark.session import create_session
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from sparkdl.strategies import GradientAllReduce, ParameterAveraging
 
 __all__ = [
+    "Batch",
     "EpochSummary",
     "FunctionWorker",
     "GradientAllReduce",
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Batch": "sparkdl.protocols",
     "EpochSummary": "sparkdl.events",
     "FunctionWorker": "sparkdl.spark.function_task",
     "GradientAllReduce": "sparkdl.strategies",

@@ -6,7 +6,6 @@ Knows nothing of Spark: whoever starts the workers is handed in as ``launch``.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import logging
 import signal
@@ -166,7 +165,7 @@ def run(
                     check_facts(event, job.schema.columns)
                     check(event)
                     if resumed is not None:
-                        present = dataclasses.asdict(event)
+                        present = event.lasting()
                         require_same("DataFrame", resumed.saved.description["data"], present)
                 except SparkDLError as error:
                     # Workers wait for the answer; the launch waits for them to leave.
@@ -226,6 +225,8 @@ def _plan(
         "strategy": repr(job.strategy),
         "optimizer": [type(replica.optimizer).__name__, groups],
         "batch size": job.batch_size,
+        "drop last": job.feed.drop_last,
+        "reshuffle every": job.feed.reshuffle_every,
         "seed": job.seed,
         "number of workers": world_size,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +27,22 @@ class WindowReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationReport:
+    """What one worker found on its held-out rows at the end of an epoch."""
+
+    rank: int
+    """The worker's rank."""
+    epoch: int
+    """Epoch counted from 1."""
+    examples: int
+    """Held-out rows of the worker."""
+    loss_sum: float
+    """Sum of the (weighted) loss over them."""
+    weight: float
+    """Sum of their weights; their number if rows have none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EpochSummary:
     """One row of a model's training history."""
 
@@ -40,6 +56,10 @@ class EpochSummary:
     """Averaging rounds in the epoch."""
     seconds: float
     """Wall-clock seconds from the end of the epoch before."""
+    validation_loss: float | None = None
+    """Mean loss over the held-out rows with the epoch's final parameters; None without such."""
+    validation_examples: int = 0
+    """Held-out rows of all workers together."""
 
     @property
     def examples_per_second(self) -> float:
@@ -68,4 +88,22 @@ def summarize_epoch(
         examples=examples,
         rounds=rounds,
         seconds=seconds,
+    )
+
+
+def with_validation(summary: EpochSummary, reports: Iterable[ValidationReport]) -> EpochSummary:
+    """Add to an epoch what the workers found on their held-out rows.
+
+    Args:
+        summary: the epoch's.
+        reports: of any epochs, in any order.
+    """
+    found = sorted((r for r in reports if r.epoch == summary.epoch), key=lambda r: r.rank)
+    weight = sum(report.weight for report in found)
+    if not weight:
+        return summary
+    return replace(
+        summary,
+        validation_loss=sum(report.loss_sum for report in found) / weight,
+        validation_examples=sum(report.examples for report in found),
     )

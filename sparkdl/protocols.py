@@ -6,19 +6,26 @@ each other is defined here, so that none has to import another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from sparkdl.events import WindowReport
+from sparkdl.events import ValidationReport, WindowReport
 
 ModelBuilder = Callable[[], nn.Module]
 """Builds one replica's module."""
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+Features = tuple[Tensor, ...] | dict[str, Tensor]
+"""A model's inputs, each of shape (examples, ...): separate arguments, or one dict by column."""
+
+Targets = Tensor | tuple[Tensor, ...]
+"""What the loss compares with, each of shape (examples, ...): a tuple for several labels."""
+
+LossFunction = Callable[..., Tensor]
 """(outputs, targets) -> scalar tensor, the mean over the minibatch."""
 
 OptimizerBuilder = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -57,6 +64,11 @@ UNKNOWN = -1
 """A dimension of a row's shape that only the data will tell."""
 
 
+Encoding = Literal["numbers", "vector", "matrix", "bytes", "image", "pixels"]
+"""How a column's rows arrive: numbers and (nested) arrays of them, pyspark.ml's vectors or
+matrices, a tensor's own bytes, an encoded image (PNG, JPEG, ...), or Spark's image struct."""
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnSpec:
     """One column and the tensor that it becomes.
@@ -65,23 +77,30 @@ class ColumnSpec:
         name: the column's name, as the user knows it.
         dtype: the tensor's element type.
         row_shape: shape of one row's value: () for a number, (k,) for an array of k numbers, or
-            (UNKNOWN,) before the data were read.
+            (UNKNOWN,) before the data were read; images have (channels, height, width).
+        encoding: how the rows arrive.
     """
 
     name: str
     dtype: torch.dtype
     row_shape: tuple[int, ...] = ()
+    encoding: Encoding = "numbers"
 
     @property
     def is_array(self) -> bool:
         """Whether a row holds several numbers."""
         return bool(self.row_shape)
 
+    @property
+    def elements(self) -> int | None:
+        """Numbers a row; None before the data were read."""
+        return None if UNKNOWN in self.row_shape else math.prod(self.row_shape)
+
     def of_length(self, elements: int | None) -> ColumnSpec:
         """The same column with the length that the data have."""
         if self.row_shape != (UNKNOWN,) or elements is None:
             return self
-        return ColumnSpec(self.name, self.dtype, (elements,))
+        return replace(self, row_shape=(elements,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +108,38 @@ class Batch:
     """One minibatch.
 
     Attributes:
-        features: one tensor a features column, each of shape (examples, ...).
-        targets: shape (examples, ...).
+        features: what the model takes, each tensor of shape (examples, ...).
+        targets: what the loss compares with, shape (examples, ...).
         last: whether no more rows follow in this epoch.
+        weights: how much each row's loss counts, shape (examples,), float32, 1 on average over all
+            rows of all workers; None where every row counts the same.
     """
 
-    features: tuple[Tensor, ...]
-    targets: Tensor
+    features: Features
+    targets: Targets
     last: bool
+    weights: Tensor | None = None
 
     @property
     def examples(self) -> int:
         """Rows in the minibatch."""
-        return len(self.targets)
+        return len(self.targets if isinstance(self.targets, Tensor) else self.targets[0])
+
+    def to(self, device: torch.device) -> Batch:
+        """The same rows on a device; the batch itself if they are there."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        features, targets, weights = self.features, self.targets, self.weights
+        return Batch(
+            {name: moved(tensor) for name, tensor in features.items()}
+            if isinstance(features, dict)
+            else tuple(map(moved, features)),
+            moved(targets) if isinstance(targets, Tensor) else tuple(map(moved, targets)),
+            self.last,
+            None if weights is None else moved(weights),
+        )
 
 
 class CenterExchange(Protocol):
@@ -132,3 +170,6 @@ class CenterExchange(Protocol):
             DeadlineError: another worker or the averager did not answer in time.
             StoppedError: the averager ended the run.
         """
+
+    def report_validation(self, report: ValidationReport) -> None:
+        """Tell the driver what this worker found on its held-out rows."""

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from sparkdl.eager import defer_compiler
-from sparkdl.protocols import Batch, Layout, LossFunction, OptimizerBuilder, Segment
+from sparkdl.losses import loss_of_rows, weighted_mean
+from sparkdl.protocols import (
+    Batch,
+    Features,
+    Layout,
+    LossFunction,
+    OptimizerBuilder,
+    Segment,
+    Targets,
+)
 
 Precision = Literal["float32", "bf16"]
 """In which forward and loss are computed."""
@@ -79,6 +88,7 @@ class Replica:
         self.device = torch.device(device)
         self.module = module.to(self.device)
         self.loss = loss.to(self.device) if isinstance(loss, nn.Module) else loss
+        self._loss_of_rows = loss_of_rows(self.loss)
         self._module_groups = [*_flatten_parameters(module), *_flatten_buffers(module)]
         self._optimizer_groups: list[FlatGroup] = []
         defer_compiler()
@@ -128,16 +138,44 @@ class Replica:
 
     def forward(self, batch: Batch) -> Tensor:
         """The minibatch's mean loss, a scalar on the replica's device with its graph."""
-        features = tuple(f.to(self.device, non_blocking=True) for f in batch.features)
-        targets = batch.targets.to(self.device, non_blocking=True)
+        batch = batch.to(self.device)
         with self._autocast():
-            outputs = self.module(*features)
-            return self.loss(outputs, align_targets(outputs, targets))
+            return self.loss_of(forward(self.module, batch.features), batch)
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._precision == "float32":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def loss_of(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """The loss of a minibatch, a scalar: the mean, or the mean of the weighted rows."""
+        targets = align_targets(outputs, batch.targets)
+        if batch.weights is None:
+            return self.loss(outputs, targets)
+        return weighted_mean(self._loss_of_rows(outputs, targets), batch.weights)
+
+    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, float]:
+        """Sum up the loss without training, the module in evaluation mode meanwhile.
+
+        Args:
+            batches: minibatches.
+
+        Returns:
+            The sum of the (weighted) loss over the rows, and that of the weights: 1 a row if there
+            are none.
+        """
+        total = weight = torch.zeros((), dtype=torch.float64, device=self.device)
+        training = self.module.training
+        self.module.eval()
+        with torch.inference_mode():
+            for batch in batches:
+                batch = batch.to(self.device)
+                loss = self.forward(batch)
+                total = total + loss.double() * batch.examples
+                rows = batch.examples if batch.weights is None else batch.weights.double().sum()
+                weight = weight + rows
+        self.module.train(training)
+        return float(total), float(weight)
 
     def segments(self, *, with_optimizer: bool) -> list[Tensor]:
         """The flat state, in the order of ``layout``; writing to it changes the replica.
@@ -225,7 +263,13 @@ class Replica:
         self._stateless.update(p for p in missing if not self.optimizer.state.get(p))
 
 
-def align_targets(outputs: Tensor, targets: Tensor) -> Tensor:
+def forward(module: nn.Module, features: Features) -> Tensor:
+    """The module's outputs for features as separate arguments, or as one dict."""
+    outputs: Tensor = module(features) if isinstance(features, dict) else module(*features)
+    return outputs
+
+
+def align_targets(outputs: Tensor, targets: Targets) -> Targets:
     """Shape floating-point targets (examples,) like outputs (examples, 1).
 
     torch's regression losses would broadcast the two to (examples, examples) and train on
@@ -233,6 +277,7 @@ def align_targets(outputs: Tensor, targets: Tensor) -> Tensor:
     """
     if (
         isinstance(outputs, Tensor)
+        and isinstance(targets, Tensor)
         and targets.is_floating_point()
         and outputs.dim() == targets.dim() + 1
         and outputs.shape[-1] == 1

@@ -6,7 +6,9 @@ of Spark. The algorithm, as a textbook has it:
     read the worker's rows, once
     replica <- initial center
     for each epoch:
+        if it is time to, the workers deal their rows anew
         the strategy steps on each minibatch of the worker's rows and makes the replicas agree
+        the loss on held-out rows, if there are any
 """
 
 from __future__ import annotations
@@ -34,11 +36,13 @@ from sparkdl.errors import (
     TrainingError,
     WorkerError,
 )
+from sparkdl.events import ValidationReport
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ShardFacts
-from sparkdl.feed.feed import Feed
+from sparkdl.feed.feed import Feed, FeedOptions
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.replica import Precision, Replica
+from sparkdl.reshuffle import Reshuffle
 from sparkdl.strategies.base import Run, Strategy
 
 logger = logging.getLogger(__name__)
@@ -68,6 +72,8 @@ class Job:
     """The largest norm of all gradients together; None for no limit."""
     precision: Precision = "float32"
     """In which forward and loss are computed."""
+    feed: FeedOptions = field(default_factory=FeedOptions)
+    """How the rows are fed."""
 
     @property
     def survivable_losses(self) -> int:
@@ -90,6 +96,8 @@ class Place:
     """Of Spark's task; a later attempt takes the place of an earlier."""
     network: Network = field(default_factory=Network)
     """How it reaches the other workers."""
+    host: str = "127.0.0.1"
+    """Under which other workers reach this one."""
 
 
 def train(
@@ -135,7 +143,7 @@ def train(
         ) as averager:
             run = Run(place.rank, replica, averager)
             try:
-                _train(job, place, run, averager, batches)
+                _train(job, place, run, averager, address.token, batches)
             except (StoppedError, DeadlineError):
                 raise
             except Exception as error:  # as above
@@ -166,6 +174,7 @@ def _train(
     place: Place,
     run: Run,
     averager: AveragerClient,
+    token: str,
     batches: Iterable[pa.RecordBatch],
 ) -> None:
     replica, strategy = run.replica, job.strategy
@@ -176,16 +185,20 @@ def _train(
         seed=job.seed,
         rank=place.rank,
         directory=place.directory,
+        device=place.device,
+        options=job.feed,
     ) as feed:
         shard = feed.fill(batches, averager.report_reading)
-        run.rows, run.batch_size = shard.rows, job.batch_size
+        run.batch_size = job.batch_size
         # Replicas start equal but must not draw equal dropout masks.
         torch.manual_seed(job.seed + 1 + place.rank)
         while True:
             try:
                 position = _take_center(shard, replica, strategy, averager)
+                feed.scale_weights(averager.mean_weight)
+                deal = _dealer(job, place, averager, token)
                 with _collective(job, place, averager) as run.collective:
-                    _train_from(position, job, run, feed)
+                    _train_from(position, job, run, feed, deal)
                 averager.finish()
                 return
             except DisconnectedError as error:
@@ -195,16 +208,25 @@ def _train(
                 averager.reconnect()
 
 
-def _train_from(position: Position, job: Job, run: Run, feed: Feed) -> None:
+def _train_from(position: Position, job: Job, run: Run, feed: Feed, deal: Reshuffle) -> None:
     """Train from a position to the end of the last epoch."""
     strategy = job.strategy
     run.start_at(position.step)
+    for earlier in range(1, position.epoch):
+        # With a checkpoint: the rows that each worker had then come from every exchange before.
+        if job.feed.reshuffles(earlier):
+            feed.reshuffle(earlier, deal)
+    run.rows = feed.used_rows
     strategy.start(run)
     try:
         for epoch in range(position.epoch, job.epochs + 1):
             first_step = position.step_of_epoch if epoch == position.epoch else 0
             run.start_epoch(epoch, first_step)
+            if job.feed.reshuffles(epoch):
+                feed.reshuffle(epoch, deal)
             strategy.train_epoch(run, feed.epoch(epoch, first_step=first_step))
+            if job.schema.validation is not None:
+                run.averager.report_validation(_validate(run, feed))
     finally:
         strategy.finish(run)
 
@@ -248,6 +270,29 @@ def _collective(
         device=place.device,
         deadline_s=job.deadline_s,
         network=place.network,
+    )
+
+
+def _dealer(job: Job, place: Place, averager: AveragerClient, token: str) -> Reshuffle:
+    return Reshuffle(
+        rank=place.rank,
+        host=place.host,
+        token=token,
+        gather=averager.gather,
+        specs=job.schema.stored,
+        seed=job.seed,
+        deadline_s=job.deadline_s,
+    )
+
+
+def _validate(run: Run, feed: Feed) -> ValidationReport:
+    loss_sum, weight = run.replica.evaluate(feed.held_out())
+    return ValidationReport(
+        rank=run.rank,
+        epoch=run.epoch,
+        examples=feed.held_out_rows,
+        loss_sum=loss_sum,
+        weight=weight,
     )
 
 

@@ -20,6 +20,7 @@ from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import Outcome, run
 from sparkdl.errors import CheckpointError, ConfigError, TrainingError
 from sparkdl.events import WindowReport
+from sparkdl.feed.feed import FeedOptions
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
 from sparkdl.testing.world import _processes, _threads
@@ -198,6 +199,16 @@ def test_a_training_that_has_ended_gives_its_model_again(tmp_path: Path) -> None
     assert windows == []
     assert same_bits(again, whole)
     assert again.history == whole.history
+
+
+@pytest.mark.parametrize("stop", [die_after, save_and_stop])
+def test_rows_that_were_dealt_anew_are_dealt_the_same_way_again(tmp_path: Path, stop: Any) -> None:
+    options = FeedOptions(reshuffle_every=1)
+    job, data = make_job(mlp(), epochs=4, feed=options), classification(SIZES)
+    whole = run_world(job, data.shards())
+    assert stop(job, data, tmp_path / "c", 14)
+    resumed = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
+    assert same_bits(resumed, whole)
 
 
 def test_more_epochs_go_on_from_the_last(tmp_path: Path) -> None:

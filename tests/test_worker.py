@@ -497,6 +497,8 @@ class NoAverager:
         pass
 
     resumes = False
+    mean_weight = 1.0
+    gather = None
 
     def start(self, *_: object) -> Position:
         return Position()

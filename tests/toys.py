@@ -23,7 +23,7 @@ from sparkdl.averager.rounds import Event
 from sparkdl.driver import as_builder
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import DataFacts
-from sparkdl.feed.feed import permutation
+from sparkdl.feed.shuffle import permutation
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import batches_of

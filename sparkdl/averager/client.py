@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparkdl.averager.codec import Codec
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
-from sparkdl.averager.headers import failure_header, shard_header, window_header
+from sparkdl.averager.headers import failure_header, shard_header, validation_header, window_header
 from sparkdl.averager.progress import Position
 from sparkdl.averager.server import AveragerAddress
 from sparkdl.averager.wire import Chunk, plan_chunks
@@ -28,7 +28,7 @@ from sparkdl.errors import (
     TrainingError,
     WorkerError,
 )
-from sparkdl.events import WindowReport
+from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.facts import ShardFacts
 from sparkdl.protocols import Layout, Segment
 
@@ -144,6 +144,7 @@ class AveragerClient:
         self._chunk_bytes = int(header["chunk_bytes"])
         self._scratch = torch.empty(self._chunk_bytes, dtype=torch.uint8)
         self._own_state_bytes = header["own_state"]
+        self.mean_weight = float(header["mean_weight"])
         self._receive_center(state, layout, plan_chunks(layout, self._chunk_bytes))
         return Position(**header["position"])
 
@@ -211,6 +212,10 @@ class AveragerClient:
         self._line.send_header({"gather": value})
         gathered: list[dict[str, Any]] = self._line.receive_header()["gathered"]
         return gathered
+
+    def report_validation(self, report: ValidationReport) -> None:
+        """Tell the driver what this worker found on its held-out rows."""
+        self._line.send_header(validation_header(report))
 
     def finish(self) -> None:
         """Leave the run after the last epoch."""

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from sparkdl.errors import NonFiniteError, TrainingError, WorkerError
-from sparkdl.events import WindowReport
-from sparkdl.feed.facts import ColumnFacts, ShardFacts
+from sparkdl.events import ValidationReport, WindowReport
+from sparkdl.feed.facts import COUNTS, ColumnFacts, Place, ShardFacts
 
 _Types = dict[str, tuple[type, ...]]
 
@@ -20,19 +20,31 @@ _WINDOW_TYPES: _Types = {
     "last": (bool,),
     "step_of_epoch": (int,),
 }
-_SHARD_TYPES: _Types = {"rows": (int,), "columns": (list,)}
-_COUNTS = ("nulls", "null_elements", "fractions")
+_VALIDATION_TYPES: _Types = {
+    "rank": (int,),
+    "epoch": (int,),
+    "examples": (int,),
+    "loss_sum": (float, int),
+    "weight": (float, int),
+}
+_SHARD_TYPES: _Types = {
+    "rows": (int,),
+    "columns": (list,),
+    "held_out": (int,),
+    "weight": (float, int),
+}
 _OPTIONAL_COUNT = (int, type(None))
 _OPTIONAL_NUMBER = (float, int, type(None))
 _COLUMN_TYPES: _Types = {
-    "nulls": (int,),
-    "null_elements": (int,),
-    "fractions": (int,),
+    **dict.fromkeys(COUNTS, (int,)),
     "shortest": _OPTIONAL_COUNT,
     "longest": _OPTIONAL_COUNT,
     "smallest": _OPTIONAL_NUMBER,
     "largest": _OPTIONAL_NUMBER,
+    "reason": (str, type(None)),
+    "places": (dict,),
 }
+_PLACE_TYPES = [int, int]
 _FAILURE_TYPES: _Types = {
     "message": (str,),
     "non_finite": (bool,),
@@ -87,10 +99,13 @@ def read_shard(header: dict[str, Any], rank: int) -> ShardFacts:
     """
     fields = _checked(header.get("shard"), _SHARD_TYPES, rank)
     columns = [_checked(column, _COLUMN_TYPES, rank) for column in fields["columns"]]
-    counts = [column[name] for column in columns for name in _COUNTS]
-    if min([fields["rows"], *counts]) < 0:
+    counts = [column[name] for column in columns for name in COUNTS]
+    if min([fields["rows"], fields["held_out"], *counts]) < 0:
         raise TrainingError(f"rank {rank} counted less than nothing in its rows: {fields}")
-    return ShardFacts(fields["rows"], tuple(ColumnFacts(**column) for column in columns))
+    for column in columns:
+        column["places"] = {k: _place(place, rank) for k, place in column["places"].items()}
+    facts = tuple(ColumnFacts(**column) for column in columns)
+    return ShardFacts(fields["rows"], facts, fields["held_out"], float(fields["weight"]))
 
 
 def read_window(header: dict[str, Any], rank: int) -> WindowReport:
@@ -117,6 +132,23 @@ def read_own_state(header: dict[str, Any], rank: int, limit: int) -> int:
     return size
 
 
+def validation_header(report: ValidationReport) -> dict[str, Any]:
+    """What a worker sends about its held-out rows."""
+    return {"validation": dataclasses.asdict(report)}
+
+
+def read_validation(header: dict[str, Any], rank: int) -> ValidationReport:
+    """The report of an epoch's held-out rows.
+
+    Raises:
+        TrainingError: the header is not one, or is of another rank.
+    """
+    fields = _checked(header.get("validation"), _VALIDATION_TYPES, rank)
+    if fields["examples"] < 0 or fields["rank"] != rank:
+        raise TrainingError(f"rank {rank} sent a validation that cannot be its own: {fields}")
+    return ValidationReport(**fields)
+
+
 def raise_reported_failure(header: dict[str, Any]) -> None:
     """Raise the error that a worker reports, if the header is such a report.
 
@@ -129,6 +161,12 @@ def raise_reported_failure(header: dict[str, Any]) -> None:
     fields = _checked(header["failure"], _FAILURE_TYPES, None)
     kind = NonFiniteError if fields.pop("non_finite") else WorkerError
     raise kind(fields.pop("message"), **fields)
+
+
+def _place(place: Any, rank: int) -> Place:
+    if not isinstance(place, list) or [type(number) for number in place] != _PLACE_TYPES:
+        raise TrainingError(f"rank {rank} sent {place!r} where a partition and a row belong")
+    return place[0], place[1]
 
 
 def _checked(fields: Any, types: _Types, rank: int | None) -> dict[str, Any]:

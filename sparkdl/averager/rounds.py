@@ -23,7 +23,6 @@ that a worker who comes back goes on behind its last committed window and no row
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import queue
@@ -48,7 +47,13 @@ from sparkdl.errors import (
     StoppedError,
     TrainingError,
 )
-from sparkdl.events import EpochSummary, WindowReport, summarize_epoch
+from sparkdl.events import (
+    EpochSummary,
+    ValidationReport,
+    WindowReport,
+    summarize_epoch,
+    with_validation,
+)
 from sparkdl.feed.facts import DataFacts, ShardFacts
 from sparkdl.protocols import Layout
 
@@ -124,6 +129,7 @@ class Rounds:
         self._windows: list[WindowReport] = []
         self._reports = list(progress.reports)
         self._history = list(progress.history)
+        self._validations: dict[tuple[int, int], ValidationReport] = {}
         self._accumulator: Accumulator | None = None
         self._plan = plan
         self._saving: Saving | None = None
@@ -241,6 +247,16 @@ class Rounds:
                     return [values[other] for other in sorted(self._everyone)]
             on_wait()
 
+    def validated(self, report: ValidationReport) -> None:
+        """Add to an epoch's summary what a rank found on its held-out rows."""
+        with self._condition:
+            self._raise_if_failed()
+            self.hear(report.rank)
+            self._validations[report.epoch, report.rank] = report
+            for index, summary in enumerate(self._history):
+                if summary.epoch == report.epoch:
+                    self._history[index] = with_validation(summary, self._validations.values())
+
     def start(self) -> None:
         """Let the workers train; called by the driver once it has looked at the data's facts."""
         with self._condition:
@@ -253,6 +269,12 @@ class Rounds:
         """Where a rank goes on: behind its last committed window."""
         with self._condition:
             return self._positions[rank]
+
+    @property
+    def mean_weight(self) -> float:
+        """Of the rows of all ranks; known once all were let start."""
+        with self._condition:
+            return self._facts().mean_weight
 
     @property
     def committed(self) -> bool:
@@ -616,7 +638,7 @@ class Rounds:
         )
 
     def _data(self) -> dict[str, Any]:
-        return dataclasses.asdict(self._facts())
+        return self._facts().lasting()
 
     def _facts(self) -> DataFacts:
         return DataFacts.of([self._shards[rank] for rank in sorted(self._everyone)])

@@ -16,6 +16,7 @@ One worker is one TCP connection, from joining to leaving (``connection.py`` has
                                          worker's own state from the checkpoint
     {"gather": something small}  ------> wait for all ranks, whenever these agree to
                                  <------ {"gathered": [everyone's, by rank]}
+    {"validation": report}       ------> after an epoch, from who has held-out rows
     {"window": report}, chunks   ------> add in rank order, wait for the round
                                  <------ {"waiting": true}, only after a last window, each round
                                  <------ {"checkpoint": true}, if this commit becomes one; with
@@ -56,6 +57,7 @@ from sparkdl.averager.headers import (
     read_join,
     read_own_state,
     read_shard,
+    read_validation,
     read_window,
 )
 from sparkdl.averager.members import FencedError, Member, Tolerance
@@ -275,6 +277,8 @@ class _Session:
             if "gather" in header:
                 gathered = rounds.gather(rank, header["gather"], self._say_waiting)
                 self._connection.send_header({"gathered": gathered})
+            elif "validation" in header:
+                rounds.validated(read_validation(header, rank))
             else:
                 self._serve_round(read_window(header, rank))
         rounds.finish(rank)
@@ -293,6 +297,7 @@ class _Session:
                 "chunk_bytes": rounds.chunk_bytes,
                 "position": dataclasses.asdict(position),
                 "own_state": own_state_bytes,
+                "mean_weight": rounds.mean_weight,
             }
         )
         self._send(rounds.center, kinds={"parameters", "buffers"})

@@ -67,6 +67,7 @@ def write_module(saved: SavedModule, directory: Path) -> None:
                 "name": f.name,
                 "dtype": str(f.dtype).removeprefix("torch."),
                 "row_shape": list(f.row_shape),
+                "encoding": f.encoding,
             }
             for f in saved.features
         ],
@@ -110,7 +111,12 @@ def read_module(directory: Path, *, trust: bool) -> SavedModule:
         module=module.eval(),
         builder=builder,
         features=tuple(
-            ColumnSpec(f["name"], getattr(torch, f["dtype"]), tuple(f["row_shape"]))
+            ColumnSpec(
+                f["name"],
+                getattr(torch, f["dtype"]),
+                tuple(f["row_shape"]),
+                f.get("encoding", "numbers"),  # models were saved before there were others
+            )
             for f in description["features"]
         ),
         head=description["head"],

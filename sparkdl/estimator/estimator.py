@@ -21,6 +21,7 @@ from sparkdl.estimator.params import EstimatorParams
 from sparkdl.estimator.persistence import EstimatorReader, EstimatorWriter
 from sparkdl.estimator.preflight import Preflight, UnbalancedError
 from sparkdl.estimator.progress import ProgressBar
+from sparkdl.feed.columns import BatchTransform
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.spark.launcher import launch
 from sparkdl.strategies import ParameterAveraging, Strategy
@@ -69,12 +70,31 @@ class TorchEstimator(
             receives shape (rows,) for numbers and (rows, k) for arrays and vectors.
         featuresCols: several of them, passed to the model as separate arguments; wins over
             ``featuresCol``. Integers become int64, fractions the dtype of the model's parameters.
+        featuresAsDict: whether the model takes its features as one dict by the columns' names.
         labelCol: the label column.
+        labelCols: several of them, passed to the loss as a tuple; wins over ``labelCol``.
+        weightCol: how much each row's loss counts, any unit: weights are scaled to a mean of 1. A
+            loss of your own must then give one value a row.
+        validationIndicatorCol: a boolean column; rows where it is true are not trained on, and the
+            loss on them is in ``model.history``.
+        columnShapes: the shape of one row by column, for nested arrays, matrices, binary columns
+            and images ([channels, height, width]).
+        columnDtypes: the tensor's dtype by column, for example ``{"x": "bfloat16"}``; of a binary
+            column also the dtype of its bytes.
+        imageCols: binary columns that hold encoded images; decoded to uint8 with Pillow.
+        handleInvalid: ``error`` refuses NaN and infinity among the features, ``keep`` feeds them.
         predictionCol: the column that the fitted model adds.
         outputType: what it holds: ``class``, ``probability``, ``raw`` or ``auto`` (class for a
             classification loss, else raw).
         epochs: passes over the data.
         batchSize: rows a minibatch on each worker.
+        dropLast: whether a worker leaves out the last minibatch of an epoch if it is short.
+        reshuffleEvery: epochs after which the workers deal their rows anew among themselves, at
+            random and evenly; 0 for never, each keeps its rows. A fit that does so does not
+            survive the loss of a worker, whatever ``maxFailures``; it can go on from a checkpoint.
+        batchTransform: Batch -> Batch, called on each minibatch to train on, for example to augment
+            images; torch's random numbers are seeded by epoch, rank and minibatch around it.
+        memoryBudget: MiB of its stored rows that a worker keeps mapped; None for no limit.
         numWorkers: replicas to train; None for as many as the cluster has slots.
         device: where replicas live: ``auto`` (a GPU where Spark assigns or torch sees one),
             ``cpu``, ``cuda`` or ``cuda:N``.
@@ -111,11 +131,23 @@ class TorchEstimator(
         strategy: Strategy | None = None,
         featuresCol: str = "features",
         featuresCols: list[str] | None = None,
+        featuresAsDict: bool = False,
         labelCol: str = "label",
+        labelCols: list[str] | None = None,
+        weightCol: str | None = None,
+        validationIndicatorCol: str | None = None,
+        columnShapes: dict[str, list[int]] | None = None,
+        columnDtypes: dict[str, str] | None = None,
+        imageCols: list[str] | None = None,
+        handleInvalid: str = "error",
         predictionCol: str = "prediction",
         outputType: str = "auto",
         epochs: int = 1,
         batchSize: int = 32,
+        dropLast: bool = False,
+        reshuffleEvery: int = 0,
+        batchTransform: BatchTransform | None = None,
+        memoryBudget: int | None = None,
         numWorkers: int | None = None,
         device: str = "auto",
         seed: int = 0,
@@ -138,11 +170,21 @@ class TorchEstimator(
             strategy=ParameterAveraging() if strategy is None else strategy,
             featuresCol=featuresCol,
             featuresCols=featuresCols,
+            featuresAsDict=featuresAsDict,
             labelCol=labelCol,
+            labelCols=labelCols,
+            columnShapes=columnShapes,
+            columnDtypes=columnDtypes,
+            imageCols=imageCols,
+            handleInvalid=handleInvalid,
             predictionCol=predictionCol,
             outputType=outputType,
             epochs=epochs,
             batchSize=batchSize,
+            dropLast=dropLast,
+            reshuffleEvery=reshuffleEvery,
+            batchTransform=batchTransform,
+            memoryBudget=memoryBudget,
             numWorkers=numWorkers,
             device=device,
             seed=seed,
@@ -157,6 +199,11 @@ class TorchEstimator(
             keepLast=keepLast,
             resume=resume,
         )
+        # pyspark.ml's own Params have no None; what is not set is not used.
+        if weightCol is not None:
+            self.setWeightCol(weightCol)
+        if validationIndicatorCol is not None:
+            self.setValidationIndicatorCol(validationIndicatorCol)
 
     def write(self) -> EstimatorWriter:
         """A writer: ``estimator.write().overwrite().save(path)``."""

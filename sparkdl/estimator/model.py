@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pyspark.ml import Model
@@ -49,7 +50,7 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
         self._head = head
         self._output_width = output_width
         self._shared: SharedModel | None = None
-        self._setDefault(featuresCols=None, outputType="auto")
+        self._setDefault(featuresCols=None, featuresAsDict=False, outputType="auto")
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """Called by ``transform``: add ``predictionCol`` to every row, in the rows' order."""
@@ -66,12 +67,29 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
                 f"named: {', '.join(names)}"
             )
         columns = [input_column(dataset, name, "featuresCol") for name in names]
+        # Named as in training: a model that takes a dict knows those names.
+        specs = [
+            replace(
+                column.spec(
+                    trained.dtype, trained.row_shape or None, image=trained.encoding == "image"
+                ),
+                name=trained.name,
+            )
+            for column, trained in zip(columns, self._features, strict=True)
+        ]
         output, as_vector = output_function(self.getOutputType(), self._head, self._output_width)
         if self._shared is None:
             self._shared = share_model(self.module, dataset.sparkSession.sparkContext)
         return dataset.withColumn(
             name,
-            prediction_column(self._shared, columns, self._features, output, as_vector=as_vector),
+            prediction_column(
+                self._shared,
+                columns,
+                specs,
+                output,
+                as_vector=as_vector,
+                by_name=self.getFeaturesAsDict(),
+            ),
         )
 
     def write(self) -> ModelWriter:

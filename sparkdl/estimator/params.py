@@ -6,7 +6,14 @@ import re
 from typing import Any, Self
 
 from pyspark.ml.param import Param, Params, TypeConverters
-from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasPredictionCol, HasSeed
+from pyspark.ml.param.shared import (
+    HasFeaturesCol,
+    HasLabelCol,
+    HasPredictionCol,
+    HasSeed,
+    HasValidationIndicatorCol,
+    HasWeightCol,
+)
 
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.converters import (
@@ -20,15 +27,58 @@ from sparkdl.estimator.recovery_params import RecoveryParams
 from sparkdl.strategies import Strategy
 
 OUTPUT_TYPES = ("auto", "class", "probability", "raw")
+DTYPES = (
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "bool",
+)
+"""What ``columnDtypes`` knows, by torch's names."""
 
 
-def _names(value: Any) -> list[str] | None:
+def _names(param: str) -> Any:
+    def convert(value: Any) -> list[str] | None:
+        if value is None:
+            return None
+        names = list(value) if isinstance(value, (list, tuple)) else []
+        if not names or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f"{param} must be a list of column names, got {value!r}")
+        return names
+
+    return convert
+
+
+def _shapes(value: Any) -> dict[str, list[int]] | None:
     if value is None:
         return None
-    names = list(value) if isinstance(value, (list, tuple)) else []
-    if not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"featuresCols must be a list of column names, got {value!r}")
-    return names
+
+    def sound(shape: Any) -> bool:
+        return isinstance(shape, (list, tuple)) and all(
+            isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in shape
+        )
+
+    if not isinstance(value, dict) or not all(map(sound, value.values())):
+        raise ConfigError(
+            "columnShapes must say for each column the shape of one row in whole numbers > 0, for "
+            f"example {{'image': [3, 32, 32]}}; got {value!r}"
+        )
+    return {str(name): list(shape) for name, shape in value.items()}
+
+
+def _dtypes(value: Any) -> dict[str, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not all(name in DTYPES for name in value.values()):
+        raise ConfigError(
+            f"columnDtypes must say for each column one of {', '.join(DTYPES)}; got {value!r}"
+        )
+    return {str(name): str(dtype) for name, dtype in value.items()}
 
 
 def _device(value: Any) -> str:
@@ -47,6 +97,11 @@ def _callable(name: str, what: str) -> Any:
     return convert
 
 
+def _optional_callable(name: str, what: str) -> Any:
+    convert = _callable(name, what)
+    return lambda value: None if value is None else convert(value)
+
+
 def _strategy(value: Any) -> Strategy:
     if not isinstance(value, Strategy):
         raise ConfigError(
@@ -62,7 +117,13 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
         Params._dummy(),
         "featuresCols",
         "several feature columns, passed to the model as separate arguments; wins over featuresCol",
-        typeConverter=_names,
+        typeConverter=_names("featuresCols"),
+    )
+    featuresAsDict: Param[bool] = Param(
+        Params._dummy(),
+        "featuresAsDict",
+        "whether the model takes its features as one dict by the columns' names",
+        typeConverter=TypeConverters.toBoolean,
     )
     outputType: Param[str] = Param(
         Params._dummy(),
@@ -86,6 +147,15 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
     def setFeaturesCols(self, value: list[str] | None) -> Self:
         """Sets the value of featuresCols."""
         self._set(featuresCols=value)
+        return self
+
+    def getFeaturesAsDict(self) -> bool:
+        """Gets the value of featuresAsDict or its default value."""
+        return self.getOrDefault(self.featuresAsDict)
+
+    def setFeaturesAsDict(self, value: bool) -> Self:
+        """Sets the value of featuresAsDict."""
+        self._set(featuresAsDict=value)
         return self
 
     def getOutputType(self) -> str:
@@ -112,7 +182,172 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
         return self.getFeaturesCols() or [self.getFeaturesCol()]
 
 
-class EstimatorParams(InputOutputParams, RecoveryParams, HasLabelCol, HasSeed):
+class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, HasValidationIndicatorCol):
+    """Params of ``TorchEstimator`` about the columns and how they are fed."""
+
+    labelCols: Param[list[str] | None] = Param(
+        Params._dummy(),
+        "labelCols",
+        "several label columns, passed to the loss as a tuple; wins over labelCol",
+        typeConverter=_names("labelCols"),
+    )
+    columnShapes: Param[dict[str, list[int]] | None] = Param(
+        Params._dummy(),
+        "columnShapes",
+        "the shape of one row by column, where the type does not say; images have [channels, "
+        "height, width]",
+        typeConverter=_shapes,
+    )
+    columnDtypes: Param[dict[str, str] | None] = Param(
+        Params._dummy(),
+        "columnDtypes",
+        "the tensor's dtype by column, for example 'bfloat16'; of a binary column also that of its "
+        "bytes",
+        typeConverter=_dtypes,
+    )
+    imageCols: Param[list[str] | None] = Param(
+        Params._dummy(),
+        "imageCols",
+        "binary columns that hold encoded images (PNG, JPEG, ...), decoded on the workers",
+        typeConverter=_names("imageCols"),
+    )
+    handleInvalid: Param[str] = Param(
+        Params._dummy(),
+        "handleInvalid",
+        "what to do about NaN and infinity among the features: 'error' or 'keep'",
+        typeConverter=one_of("handleInvalid", ("error", "keep")),
+    )
+    dropLast: Param[bool] = Param(
+        Params._dummy(),
+        "dropLast",
+        "whether a worker leaves out the last minibatch of an epoch if it is short",
+        typeConverter=TypeConverters.toBoolean,
+    )
+    reshuffleEvery: Param[int] = Param(
+        Params._dummy(),
+        "reshuffleEvery",
+        "epochs after which the workers deal their rows anew among themselves (>= 0); 0 for never",
+        typeConverter=whole("reshuffleEvery", 0),
+    )
+    batchTransform: Param[Any] = Param(
+        Params._dummy(),
+        "batchTransform",
+        "Batch -> Batch, called on each minibatch to train on; None for none",
+        typeConverter=_optional_callable("batchTransform", "a function of a Batch"),
+    )
+    memoryBudget: Param[int | None] = Param(
+        Params._dummy(),
+        "memoryBudget",
+        "MiB of its stored rows that a worker keeps mapped into memory (>= 1); None for no limit",
+        typeConverter=optional_whole("memoryBudget", 1),
+    )
+
+    def getLabelCols(self) -> list[str] | None:
+        """Gets the value of labelCols or its default value."""
+        return self.getOrDefault(self.labelCols)
+
+    def setLabelCols(self, value: list[str] | None) -> Self:
+        """Sets the value of labelCols."""
+        self._set(labelCols=value)
+        return self
+
+    def setLabelCol(self, value: str) -> Self:
+        """Sets the value of labelCol."""
+        self._set(labelCol=value)
+        return self
+
+    def setWeightCol(self, value: str) -> Self:
+        """Sets the value of weightCol."""
+        self._set(weightCol=value)
+        return self
+
+    def setValidationIndicatorCol(self, value: str) -> Self:
+        """Sets the value of validationIndicatorCol."""
+        self._set(validationIndicatorCol=value)
+        return self
+
+    def getColumnShapes(self) -> dict[str, list[int]] | None:
+        """Gets the value of columnShapes or its default value."""
+        return self.getOrDefault(self.columnShapes)
+
+    def setColumnShapes(self, value: dict[str, list[int]] | None) -> Self:
+        """Sets the value of columnShapes."""
+        self._set(columnShapes=value)
+        return self
+
+    def getColumnDtypes(self) -> dict[str, str] | None:
+        """Gets the value of columnDtypes or its default value."""
+        return self.getOrDefault(self.columnDtypes)
+
+    def setColumnDtypes(self, value: dict[str, str] | None) -> Self:
+        """Sets the value of columnDtypes."""
+        self._set(columnDtypes=value)
+        return self
+
+    def getImageCols(self) -> list[str] | None:
+        """Gets the value of imageCols or its default value."""
+        return self.getOrDefault(self.imageCols)
+
+    def setImageCols(self, value: list[str] | None) -> Self:
+        """Sets the value of imageCols."""
+        self._set(imageCols=value)
+        return self
+
+    def getHandleInvalid(self) -> str:
+        """Gets the value of handleInvalid or its default value."""
+        return self.getOrDefault(self.handleInvalid)
+
+    def setHandleInvalid(self, value: str) -> Self:
+        """Sets the value of handleInvalid."""
+        self._set(handleInvalid=value)
+        return self
+
+    def getDropLast(self) -> bool:
+        """Gets the value of dropLast or its default value."""
+        return self.getOrDefault(self.dropLast)
+
+    def setDropLast(self, value: bool) -> Self:
+        """Sets the value of dropLast."""
+        self._set(dropLast=value)
+        return self
+
+    def getReshuffleEvery(self) -> int:
+        """Gets the value of reshuffleEvery or its default value."""
+        return self.getOrDefault(self.reshuffleEvery)
+
+    def setReshuffleEvery(self, value: int) -> Self:
+        """Sets the value of reshuffleEvery."""
+        self._set(reshuffleEvery=value)
+        return self
+
+    def getBatchTransform(self) -> Any:
+        """Gets the value of batchTransform or its default value."""
+        return self.getOrDefault(self.batchTransform)
+
+    def setBatchTransform(self, value: Any) -> Self:
+        """Sets the value of batchTransform."""
+        self._set(batchTransform=value)
+        return self
+
+    def getMemoryBudget(self) -> int | None:
+        """Gets the value of memoryBudget or its default value."""
+        return self.getOrDefault(self.memoryBudget)
+
+    def setMemoryBudget(self, value: int | None) -> Self:
+        """Sets the value of memoryBudget."""
+        self._set(memoryBudget=value)
+        return self
+
+    def label_columns(self) -> list[str]:
+        """The label columns in the order of the loss's targets."""
+        return self.getLabelCols() or [self.getLabelCol()]
+
+    def optional_column(self, param: str) -> str | None:
+        """The column that a Param names, None if it is not set."""
+        return self.getOrDefault(param) if self.isDefined(param) else None
+
+
+class EstimatorParams(DataParams, RecoveryParams, HasSeed):
     """Params of ``TorchEstimator``; its docstring says what each is for."""
 
     model: Param[Any] = Param(
@@ -186,11 +421,6 @@ class EstimatorParams(InputOutputParams, RecoveryParams, HasLabelCol, HasSeed):
         "the longest that any worker or round is waited for, in seconds (> 0)",
         typeConverter=positive("timeout"),
     )
-
-    def setLabelCol(self, value: str) -> Self:
-        """Sets the value of labelCol."""
-        self._set(labelCol=value)
-        return self
 
     def setSeed(self, value: int) -> Self:
         """Sets the value of seed."""

@@ -14,15 +14,16 @@ from torch import nn
 
 from sparkdl.driver import as_builder
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.estimator.head import Head, head_of, output_function
+from sparkdl.estimator.head import head_of, output_function
 from sparkdl.estimator.params import EstimatorParams
 from sparkdl.estimator.probe import build, probe
+from sparkdl.estimator.schema import fed_columns
 from sparkdl.estimator.shipping import require_picklable
-from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ColumnFacts, DataFacts
-from sparkdl.protocols import UNKNOWN, ColumnSpec, LossFunction
+from sparkdl.feed.feed import FeedOptions
+from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import Precision
-from sparkdl.spark.columns import InputColumn, input_column
+from sparkdl.spark.columns import InputColumn
 from sparkdl.spark.launcher import Workers
 from sparkdl.spark.partitions import known_partitions
 from sparkdl.spark.session import require_classic_session
@@ -53,35 +54,41 @@ class Preflight:
 
     def __init__(self, params: EstimatorParams, frame: DataFrame) -> None:
         require_classic_session(frame)
-        features = tuple(
-            input_column(frame, name, "featuresCols" if params.getFeaturesCols() else "featuresCol")
-            for name in params.feature_columns()
-        )
-        label = input_column(frame, params.getLabelCol(), "labelCol")
-        for name in ("model", "loss", "optimizer", "strategy"):
+        for name in ("model", "loss", "optimizer", "strategy", "batchTransform"):
             require_picklable(name, params.getOrDefault(name))
         builder = as_builder(params.getModel())
         self._replica = build(builder, params.getOptimizer(), params.getLoss(), params.getSeed())
         fractions = _parameter_dtype(self._replica.module)
         self.head = head_of(params.getLoss())
+        fed = fed_columns(params, frame, params.getLoss(), self.head, fractions)
+        budget = params.getMemoryBudget()
         self.job = Job(
             model=builder,
             loss=params.getLoss(),
             optimizer=params.getOptimizer(),
             strategy=params.getStrategy(),
-            schema=FeedSchema(
-                tuple(_spec(column, column.tensor_dtype(fractions)) for column in features),
-                _spec(label, _target_dtype(label, params.getLoss(), self.head, fractions)),
-            ),
+            schema=fed.schema,
             epochs=params.getEpochs(),
             batch_size=params.getBatchSize(),
             seed=params.getSeed(),
             deadline_s=params.getTimeout(),
-            max_failures=params.getMaxFailures(),
+            # The rows that a lost worker had come from all others, who have given them away.
+            max_failures=0 if params.getReshuffleEvery() else params.getMaxFailures(),
             min_workers=params.getMinWorkers(),
             clip_norm=params.getClipNorm(),
             precision=cast(Precision, params.getPrecision()),
+            feed=FeedOptions(
+                drop_last=params.getDropLast(),
+                reshuffle_every=params.getReshuffleEvery(),
+                transform=params.getBatchTransform(),
+                resident_bytes=None if budget is None else budget << 20,
+            ),
         )
+        if self.job.strategy.needs_collective and params.getReshuffleEvery():
+            raise ConfigError(
+                f"reshuffleEvery does not go with {type(self.job.strategy).__name__}, whose workers "
+                "agree once on how many rows each has. Use it with a strategy of the averager"
+            )
         if self.job.strategy.needs_collective:
             require_static_allocation(frame.sparkSession)
         num_workers = choose_num_workers(frame.sparkSession, params.getNumWorkers())
@@ -92,18 +99,45 @@ class Preflight:
             )
         self.workers = Workers(
             frame=frame,
-            columns=(*features, label),
+            columns=fed.columns,
             num_workers=num_workers,
             repartition=known_partitions(frame) != num_workers,
-            precise=fractions is torch.float64,
             device=params.getDevice(),
             description=_describe(params, num_workers),
         )
         self._output_type = params.getOutputType()
+        self._refuse_not_finite = params.getHandleInvalid() == "error"
 
     def spread(self) -> None:
         """Have the rows spread evenly over the workers by a shuffle."""
         self.workers = replace(self.workers, repartition=True)
+
+    def _check_values(self, facts: DataFacts) -> None:
+        schema, batch_size = self.job.schema, self.job.batch_size
+        features = facts.columns[: len(schema.features)]
+        labels = slice(len(features), len(features) + len(schema.labels))
+        for spec, found in zip(schema.features, features, strict=True):
+            if found.not_finite and self._refuse_not_finite:
+                raise DataError(
+                    f"column '{spec.name}' holds NaN or infinity in {found.not_finite} of "
+                    f"{facts.rows + facts.held_out} rows (the first is "
+                    f"{found.where('not_finite')}). Fill them first (df.na.fill), or feed them as "
+                    "they are with handleInvalid='keep'"
+                )
+        for column, found in zip(self.workers.columns[labels], facts.columns[labels], strict=True):
+            _check_label(column, self.job, found)
+        if schema.weight is not None:
+            _check_weight(schema.weight.name, facts.columns[labels.stop])
+        if schema.validation is not None and not facts.held_out:
+            raise DataError(
+                f"column '{schema.validation.name}' (validationIndicatorCol) is false in all "
+                f"{facts.rows} rows: there is nothing to validate with"
+            )
+        if self.job.feed.drop_last and max(facts.shard_rows) < batch_size:
+            raise DataError(
+                f"dropLast leaves nothing: the workers have {max(facts.shard_rows)} rows at most, "
+                f"and a minibatch has {batch_size}"
+            )
 
     def check(self, facts: DataFacts) -> None:
         """Check what the workers found in their rows, and try one step on a made-up batch.
@@ -120,7 +154,7 @@ class Preflight:
             raise UnbalancedError(
                 f"the partitions have {min(facts.shard_rows)} to {max(facts.shard_rows)} rows"
             )
-        _check_label(self.workers.columns[-1], self.job, facts.columns[-1])
+        self._check_values(facts)
         schema = self.job.schema.of_lengths([column.longest for column in facts.columns])
         outputs = probe(self._replica, schema, facts.columns, self.head)
         # With gradients and optimizer state it is several times the center, for the whole fit.
@@ -150,36 +184,33 @@ class UnbalancedError(DataError):
 def _check_label(label: InputColumn, job: Job, facts: ColumnFacts) -> None:
     if facts.largest is not None and math.isnan(facts.largest):
         raise DataError(
-            f"label column '{label.name}' holds NaN (not a number), which no loss can learn "
-            f"from. Drop those rows first: df.where(~F.isnan('{label.name}'))"
+            f"label column '{label.name}' holds NaN (not a number), the first in "
+            f"{facts.where('not_finite')}, which no loss can learn from. Drop those rows first: "
+            f"df.where(~F.isnan('{label.name}'))"
         )
     if facts.fractions:
         raise DataError(
             f"label column '{label.name}' ({label.type_name}) holds {facts.fractions} "
-            f"numbers that are not whole, but {_name(job.loss)} takes class indices 0, 1, .... "
+            f"numbers that are not whole, the first in {facts.where('fractions')}, but "
+            f"{_name(job.loss)} takes class indices 0, 1, .... "
             "Index the classes with pyspark.ml.feature.StringIndexer, or use a regression loss"
         )
+
+
+def _check_weight(name: str, facts: ColumnFacts) -> None:
+    low, high = facts.smallest or 0.0, facts.largest or 0.0
+    if facts.not_finite or low < 0:
+        what = "not_finite" if facts.not_finite else "smallest"
+        raise DataError(
+            f"weight column '{name}' holds {low:g} in {facts.where(what)}; weights are numbers >= 0"
+        )
+    if high == 0:
+        raise DataError(f"weight column '{name}' is 0 in every row: there is nothing to train on")
 
 
 def _balanced(rows: Sequence[int]) -> bool:
     """Whether no worker has more than a twentieth more than its share, for whom all would wait."""
     return max(rows) <= 1.05 * sum(rows) / len(rows) + 1
-
-
-def _spec(column: InputColumn, dtype: torch.dtype) -> ColumnSpec:
-    return ColumnSpec(column.name, dtype, (UNKNOWN,) if column.is_array else ())
-
-
-def _target_dtype(
-    column: InputColumn, loss: LossFunction, head: Head, fractions: torch.dtype
-) -> torch.dtype:
-    """The dtype that the loss takes targets in; for a loss that is not torch's, the column's."""
-    if head.takes_class_index and not column.is_array:
-        return torch.int64
-    of_torch = isinstance(loss, nn.modules.loss._Loss) or head is not Head.UNKNOWN
-    if of_torch and not head.takes_class_index:
-        return fractions
-    return column.tensor_dtype(fractions)
 
 
 def _parameter_dtype(module: nn.Module) -> torch.dtype:

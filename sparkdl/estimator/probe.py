@@ -18,8 +18,16 @@ from sparkdl.errors import DataError, ModelError
 from sparkdl.estimator.head import Head
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ColumnFacts
-from sparkdl.protocols import Batch, ColumnSpec, LossFunction, ModelBuilder, OptimizerBuilder
-from sparkdl.replica import Replica, align_targets
+from sparkdl.protocols import (
+    Batch,
+    ColumnSpec,
+    Features,
+    LossFunction,
+    ModelBuilder,
+    OptimizerBuilder,
+    Targets,
+)
+from sparkdl.replica import Replica, align_targets, forward
 
 
 def build(
@@ -74,19 +82,26 @@ def probe(
         ModelError: the model, the loss or the optimizer fails.
         DataError: the label is out of the model's range.
     """
-    *features, targets = map(_extremes, facts, schema.columns)
-    batch = Batch(tuple(features), targets, last=True)
+    columns = list(map(_extremes, facts, schema.stored))
+    if schema.weight is not None:
+        columns[-1] = torch.ones(2)
+    batch = schema.batch(columns, last=True)
+    labels = slice(len(schema.features), len(schema.features) + len(schema.labels))
     with torch.random.fork_rng(devices=[]):
-        return _step(replica, batch, schema.label, facts[-1], head)
+        return _step(replica, batch, schema.labels, facts[labels], head)
 
 
 def _step(
-    replica: Replica, batch: Batch, label: ColumnSpec, label_facts: ColumnFacts, head: Head
+    replica: Replica,
+    batch: Batch,
+    labels: Sequence[ColumnSpec],
+    label_facts: Sequence[ColumnFacts],
+    head: Head,
 ) -> Tensor:
     replica.module.train()
-    shapes = ", ".join(f"{_dtype(f)} {tuple(f.shape)}" for f in batch.features)
+    shapes = _shapes(batch.features)
     try:
-        outputs = replica.module(*batch.features)
+        outputs = forward(replica.module, batch.features)
     except Exception as error:  # the user's forward may raise anything
         _fail(f"the model fails on a batch with features of {shapes}", error)
     if not isinstance(outputs, Tensor):
@@ -100,19 +115,20 @@ def _step(
             "dimension must be the rows"
         )
     ignored = getattr(replica.loss, "ignore_index", None)
-    _check_label_range(label, label_facts, outputs, head, ignored)
-    targets = align_targets(outputs, batch.targets)
+    for label, found in zip(labels, label_facts, strict=True):
+        _check_label_range(label, found, outputs, head, ignored)
     both = (
-        f"outputs {_dtype(outputs)} {tuple(outputs.shape)} and "
-        f"targets {_dtype(targets)} {tuple(targets.shape)}"
+        f"outputs {_shapes(outputs)} and targets {_shapes(align_targets(outputs, batch.targets))}"
     )
     try:
         with warnings.catch_warnings():
             # torch only warns before it broadcasts (2, 2) outputs against (2,) targets.
             warnings.filterwarnings("error", message="Using a target size")
-            loss = replica.loss(outputs, targets)
+            loss = replica.loss_of(outputs, batch)
+    except ModelError:
+        raise
     except Exception as error:  # the user's loss may raise anything
-        _fail(f"the loss fails on {both} (label column '{label.name}')", error)
+        _fail(f"the loss fails on {both} (label column '{labels[0].name}')", error)
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(f"the loss of {both} must be a scalar tensor, the mean; it is {shape}")
@@ -134,15 +150,20 @@ def _check_label_range(
         classes = outputs.shape[1]
         if (low < 0 and low != ignored) or high >= classes:
             raise DataError(
-                f"label column '{name}' holds {low:g} to {high:g}, but the model has {classes} "
-                f"outputs and so takes classes 0 to {classes - 1}. Number the classes from 0 "
-                "(pyspark.ml.feature.StringIndexer does), or give the model more outputs"
+                f"label column '{name}' holds {low:g} to {high:g} ({_where(facts)}), but the "
+                f"model has {classes} outputs and so takes classes 0 to {classes - 1}. Number the "
+                "classes from 0 (pyspark.ml.feature.StringIndexer does), or give the model more "
+                "outputs"
             )
     if head in (Head.BINARY_LOGIT, Head.BINARY_PROBABILITY) and (low < 0 or high > 1):
         raise DataError(
-            f"label column '{name}' holds {low:g} to {high:g}, but the loss takes 0 to 1. Map the "
-            "two classes to 0 and 1, or use CrossEntropyLoss for more classes"
+            f"label column '{name}' holds {low:g} to {high:g} ({_where(facts)}), but the loss "
+            "takes 0 to 1. Map the two classes to 0 and 1, or use CrossEntropyLoss for more classes"
         )
+
+
+def _where(facts: ColumnFacts) -> str:
+    return f"{facts.where('smallest')}, {facts.where('largest')}"
 
 
 def _extremes(facts: ColumnFacts, spec: ColumnSpec) -> Tensor:
@@ -154,8 +175,12 @@ def _extremes(facts: ColumnFacts, spec: ColumnSpec) -> Tensor:
     return rows.view(2, *[1 for _ in spec.row_shape]).repeat(1, *spec.row_shape)
 
 
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _shapes(tensors: Features | Targets) -> str:
+    if isinstance(tensors, dict):
+        return ", ".join(f"'{name}' {_shapes(tensor)}" for name, tensor in tensors.items())
+    if isinstance(tensors, tuple):
+        return ", ".join(map(_shapes, tensors))
+    return f"{str(tensors.dtype).removeprefix('torch.')} {tuple(tensors.shape)}"
 
 
 def _fail(what: str, error: Exception) -> NoReturn:

@@ -7,7 +7,7 @@ from types import TracebackType
 from tqdm.auto import tqdm
 
 from sparkdl.averager.rounds import Event
-from sparkdl.events import WindowReport
+from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts
 
 
@@ -51,9 +51,13 @@ class ProgressBar:
             self._bar.set_postfix_str(f"loss {self._mean_loss():.4f}", refresh=False)
             self._bar.update(event.examples)
             return
+        if isinstance(event, EpochSummary):
+            self._start_epoch(event.epoch + 1)
+
+    def _start_epoch(self, epoch: int) -> None:
         self._loss_sum, self._examples = 0.0, 0
-        if event.epoch < self._epochs:
-            self._bar.set_description(f"epoch {event.epoch + 1}/{self._epochs}")
+        if epoch <= self._epochs:
+            self._bar.set_description(f"epoch {epoch}/{self._epochs}")
 
     def _mean_loss(self) -> float:
         return self._loss_sum / self._examples if self._examples else float("nan")

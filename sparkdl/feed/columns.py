@@ -2,93 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-import pyarrow as pa
-import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
-from sparkdl.errors import DataError
-from sparkdl.protocols import ColumnSpec
+from sparkdl.protocols import Batch, ColumnSpec
 
 ORDER_COLUMN = "order"
 """Name of an int64 column after the schema's own that says in which order the rows belong. A
 shuffle delivers the same set of rows in every run, but not in the same order."""
 
+BatchTransform = Callable[[Batch], Batch]
+"""Changes a minibatch before it is trained on, for example augments its images."""
+
 
 @dataclass(frozen=True, slots=True)
 class FeedSchema:
-    """The columns of a worker's record batches, in order: the features, then the label.
+    """The columns of a worker's record batches: features, labels, weight, validation indicator.
 
     Attributes:
         features: one spec a features column.
-        label: the label's spec.
+        label: the label's spec; a tuple where the loss takes several targets as a tuple.
+        weight: how much each row's loss counts; None if all count the same.
+        validation: which rows are held out; None to train on all of them.
+        by_name: whether the model takes its features as one dict, by the columns' names.
     """
 
     features: tuple[ColumnSpec, ...]
-    label: ColumnSpec
+    label: ColumnSpec | tuple[ColumnSpec, ...]
+    weight: ColumnSpec | None = None
+    validation: ColumnSpec | None = None
+    by_name: bool = False
+
+    @property
+    def labels(self) -> tuple[ColumnSpec, ...]:
+        """The label or labels."""
+        return (self.label,) if isinstance(self.label, ColumnSpec) else self.label
+
+    @property
+    def stored(self) -> tuple[ColumnSpec, ...]:
+        """The columns of a minibatch, in the order of the record batches."""
+        return (*self.features, *self.labels, *([self.weight] if self.weight else []))
 
     @property
     def columns(self) -> tuple[ColumnSpec, ...]:
         """Every column in the order of the record batches."""
-        return (*self.features, self.label)
+        return (*self.stored, *([self.validation] if self.validation else []))
 
     def of_lengths(self, elements: Sequence[int | None]) -> FeedSchema:
         """The same columns with the array lengths that the data have, None for numbers."""
-        *features, label = [c.of_length(n) for c, n in zip(self.columns, elements, strict=True)]
-        return FeedSchema(tuple(features), label)
-
-
-def to_tensor(values: pa.Array, spec: ColumnSpec) -> Tensor:
-    """Convert one column of a record batch, without a copy where Arrow's memory allows.
-
-    Args:
-        values: a numeric array, or a list array of numerics; n rows.
-        spec: what it becomes.
-
-    Returns:
-        Shape (n, *spec.row_shape); read-only where it views Arrow's memory.
-
-    Raises:
-        DataError: nulls, or arrays of another length than the spec's.
-    """
-    if values.null_count:
-        raise DataError(
-            f"column '{spec.name}' has {values.null_count} null values in a batch of "
-            f"{len(values)} rows. Drop or fill them first: df.na.drop / df.na.fill"
+        known = [c.of_length(n) for c, n in zip(self.columns, elements, strict=True)]
+        features = tuple(known[: len(self.features)])
+        labels = tuple(known[len(features) : len(features) + len(self.labels)])
+        return replace(
+            self, features=features, label=labels[0] if len(self.labels) == 1 else labels
         )
-    rows = len(values)
-    if spec.is_array:
-        values = _flatten_lists(values, spec)
-    if pa.types.is_boolean(values.type):
-        values = values.cast(pa.uint8())
-    if len(values) == 0:
-        return torch.empty((rows, *spec.row_shape), dtype=spec.dtype)
-    return from_dlpack(values).to(spec.dtype).view(rows, *spec.row_shape)
 
+    def batch(self, columns: Sequence[Tensor], *, last: bool) -> Batch:
+        """Put the tensors of the ``stored`` columns together as models and losses take them.
 
-def _flatten_lists(values: pa.Array, spec: ColumnSpec) -> pa.Array:
-    lengths = values.value_lengths()
-    flat = values.flatten()
-    (width,) = spec.row_shape
-    if len(flat) != len(values) * width or (
-        len(values) and lengths.to_numpy(zero_copy_only=False).max() != width
-    ):
-        found = sorted(set(lengths.to_pylist()))
-        raise DataError(
-            f"column '{spec.name}' holds arrays of {_some(found)} elements where every row must "
-            f"have {width}. Pad or cut them to one length first"
+        Args:
+            columns: one tensor a column, shape (examples, *row_shape).
+            last: whether no more rows follow in this epoch.
+        """
+        features, rest = columns[: len(self.features)], columns[len(self.features) :]
+        named = zip((spec.name for spec in self.features), features, strict=True)
+        return Batch(
+            dict(named) if self.by_name else tuple(features),
+            rest[0] if isinstance(self.label, ColumnSpec) else tuple(rest[: len(self.label)]),
+            last,
+            rest[-1] if self.weight else None,
         )
-    if flat.null_count:
-        raise DataError(
-            f"column '{spec.name}' has {flat.null_count} null elements inside its arrays. "
-            "Fill them first, for example with F.transform(col, lambda x: F.coalesce(x, F.lit(0)))"
-        )
-    return flat
-
-
-def _some(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:5]))
-    return shown + (", ..." if len(numbers) > 5 else "")

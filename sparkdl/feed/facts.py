@@ -6,18 +6,23 @@ over all workers, before anybody trains; the rows are read once for that and for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from sparkdl.errors import DataError
+from sparkdl.feed.decode import Decoded
+from sparkdl.feed.lists import numpy_of
 from sparkdl.protocols import ColumnSpec
 
 T = TypeVar("T")
+
+Place = tuple[int, int]
+"""Where a row is: (partition, position in it), both counted from 0."""
 
 NO_ROWS = "the DataFrame is empty: there is nothing to train on"
 
@@ -30,36 +35,69 @@ class ColumnFacts:
         nulls: rows that are null.
         null_elements: rows whose array holds a null.
         fractions: rows whose number is not whole; counted where integers are wanted.
+        broken: rows that cannot be decoded, or have another length than was declared.
+        not_finite: rows that hold NaN or infinity.
         shortest: elements of the shortest array; None for numbers.
         longest: elements of the longest array; None for numbers.
         smallest: the smallest number, NaN if there is one; None for arrays of anything but
-            integers, which are not looked into.
+            integers, whose range is not looked for.
         largest: the largest number, NaN and None as above.
+        reason: what is wrong with the first broken row.
+        places: by the name of a count its first row, by the name of an extreme a row that has it.
     """
 
     nulls: int = 0
     null_elements: int = 0
     fractions: int = 0
+    broken: int = 0
+    not_finite: int = 0
     shortest: int | None = None
     longest: int | None = None
     smallest: float | None = None
     largest: float | None = None
+    reason: str | None = field(default=None, compare=False, repr=False)
+    places: Mapping[str, Place] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def sound(self) -> bool:
         """Whether the column can be one tensor."""
-        return not self.nulls and not self.null_elements and self.shortest == self.longest
+        counted = self.nulls or self.null_elements or self.broken
+        return not counted and self.shortest == self.longest
 
     def __add__(self, other: ColumnFacts) -> ColumnFacts:
+        extremes: dict[str, Any] = {
+            name: _extreme(choose, getattr(self, name), getattr(other, name))
+            for name, choose in EXTREMES.items()
+        }
+        places = {**other.places, **self.places}
+        for name, value in extremes.items():
+            theirs = getattr(other, name)
+            # Compared as text, in which NaN equals itself.
+            if name in other.places and str(value) != str(getattr(self, name)):
+                assert str(value) == str(theirs)
+                places[name] = other.places[name]
         return ColumnFacts(
-            nulls=self.nulls + other.nulls,
-            null_elements=self.null_elements + other.null_elements,
-            fractions=self.fractions + other.fractions,
-            shortest=_extreme(min, self.shortest, other.shortest),
-            longest=_extreme(max, self.longest, other.longest),
-            smallest=_extreme(min, self.smallest, other.smallest),
-            largest=_extreme(max, self.largest, other.largest),
+            **{name: getattr(self, name) + getattr(other, name) for name in COUNTS},
+            **extremes,
+            reason=self.reason if self.reason is not None else other.reason,
+            places=places,
         )
+
+    def where(self, name: str) -> str:
+        """Where the row of a count or an extreme is, in words; empty if nobody looked."""
+        if name not in self.places:
+            return ""
+        partition, row = self.places[name]
+        return f"row {row} of partition {partition}"
+
+
+COUNTS = ("nulls", "null_elements", "fractions", "broken", "not_finite")
+EXTREMES: dict[str, Callable[..., float]] = {
+    "shortest": min,
+    "longest": max,
+    "smallest": min,
+    "largest": max,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +105,16 @@ class ShardFacts:
     """What was found in the rows of one worker.
 
     Attributes:
-        rows: how many there are.
+        rows: how many there are to train on.
         columns: facts of each column, in the order of the feed's schema.
+        held_out: how many more there are to validate with.
+        weight: the sum of the weights of those to train on; 0 without weights.
     """
 
     rows: int
     columns: tuple[ColumnFacts, ...]
+    held_out: int = 0
+    weight: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +122,35 @@ class DataFacts:
     """What all workers found together.
 
     Attributes:
-        shard_rows: rows of each worker, by rank.
+        shard_rows: rows of each worker to train on, by rank.
         columns: facts of each column, in the order of the feed's schema.
+        held_out: rows of all workers to validate with.
+        weight: the sum of the weights of all rows to train on; 0 without weights.
     """
 
     shard_rows: tuple[int, ...]
     columns: tuple[ColumnFacts, ...]
+    held_out: int = 0
+    weight: float = 0.0
+
+    @property
+    def mean_weight(self) -> float:
+        """Of all rows to train on; 1 without weights."""
+        return self.weight / self.rows if self.weight else 1.0
+
+    def lasting(self) -> dict[str, Any]:
+        """What is the same when the rows are read again, as JSON: all but where something was.
+
+        A shuffle delivers them in any order.
+        """
+        fields = asdict(self)
+        for column in fields["columns"]:
+            del column["places"], column["reason"]
+        return fields
 
     @property
     def rows(self) -> int:
-        """Rows of all workers."""
+        """Rows of all workers to train on."""
         return sum(self.shard_rows)
 
     @classmethod
@@ -103,43 +164,122 @@ class DataFacts:
         return cls(
             tuple(shard.rows for shard in shards),
             tuple(sum(facts, ColumnFacts()) for facts in columns),
+            sum(shard.held_out for shard in shards),
+            sum(shard.weight for shard in shards),
         )
 
 
-def look_at(values: pa.Array, spec: ColumnSpec) -> ColumnFacts:
+def look_at(column: pa.Array | Decoded, spec: ColumnSpec, at: Place = (0, 0)) -> ColumnFacts:
     """Look at one column of one record batch.
 
     Args:
-        values: numbers, or lists of numbers.
+        column: numbers or lists of numbers; perhaps with rows that could not be decoded.
         spec: what the column becomes.
+        at: the place of the record batch's first row.
     """
-    nulls = values.null_count
-    if not len(values) - nulls:
-        return ColumnFacts(nulls=nulls)
-    if not spec.is_array:
-        numbers = _numpy(values)
-        fractions = 0
-        if numbers.dtype.kind == "f" and not spec.dtype.is_floating_point:
-            fractions = int(np.count_nonzero(numbers != np.floor(numbers)))
-        smallest, largest = _range(numbers)
-        return ColumnFacts(nulls=nulls, fractions=fractions, smallest=smallest, largest=largest)
-    values = values.drop_null() if nulls else values  # a null may have elements of its own
-    lengths = _numpy(values.value_lengths())
+    decoded = column if isinstance(column, Decoded) else Decoded(column)
+    values, rows = decoded.values, decoded.rows
+    found = _Finder(at, rows)
+    if decoded.broken is not None:
+        found.count("broken", decoded.broken.rows, among_all=True)
+    if values.null_count:
+        missing = numpy_of(values.is_null()).astype(bool)
+        found.count("nulls", np.flatnonzero(missing))
+        found.rows = np.flatnonzero(~missing) if rows is None else rows[~missing]
+        values = values.drop_null()  # a null may have elements of its own
+    if len(values):
+        _look_at_arrays(values, spec, found) if spec.is_array else _look_at_numbers(
+            numpy_of(values), spec, found
+        )
+    reason = decoded.broken.reason if decoded.broken is not None else found.reason
+    return ColumnFacts(**found.facts, reason=reason, places=found.places)
+
+
+class _Finder:
+    """Collects the facts of one record batch, and where they were found."""
+
+    def __init__(self, at: Place, rows: np.ndarray | None) -> None:
+        self.rows = rows
+        """Where the rows that are looked at are in the record batch; None if all are there."""
+        self._at = at
+        self.facts: dict[str, Any] = {}
+        self.places: dict[str, Place] = {}
+        self.reason: str | None = None
+
+    def count(self, name: str, found: np.ndarray, *, among_all: bool = False) -> None:
+        if len(found):
+            self.facts[name] = self.facts.get(name, 0) + len(found)
+            place = self._place(int(found[0]), among_all=among_all)
+            self.places.setdefault(name, place)
+
+    def extreme(self, name: str, value: int | float, row: int) -> None:
+        self.facts[name] = value
+        self.places[name] = self._place(row)
+
+    def _place(self, row: int, *, among_all: bool = False) -> Place:
+        partition, offset = self._at
+        return partition, offset + (row if among_all or self.rows is None else int(self.rows[row]))
+
+
+def _look_at_numbers(numbers: np.ndarray, spec: ColumnSpec, found: _Finder) -> None:
+    # numpy's argmin and argmax take NaN for the smallest and for the largest.
+    for name, row in (("smallest", numbers.argmin()), ("largest", numbers.argmax())):
+        found.extreme(name, numbers[row].item(), int(row))
+    if numbers.dtype.kind != "f":
+        return
+    if not np.isfinite(found.facts["smallest"]) or not np.isfinite(found.facts["largest"]):
+        found.count("not_finite", np.flatnonzero(~np.isfinite(numbers)))
+    if not spec.dtype.is_floating_point:
+        found.count("fractions", np.flatnonzero(numbers != np.floor(numbers)))
+
+
+def _look_at_arrays(values: pa.Array, spec: ColumnSpec, found: _Finder) -> None:
+    lengths = numpy_of(values.value_lengths())
+    declared = spec.encoding == "numbers" and spec.elements is not None
+    if declared and (lengths != spec.elements).any():
+        wrong = np.flatnonzero(lengths != spec.elements)
+        found.reason = f"has {lengths[wrong[0]]} elements, the declared {spec.row_shape}"
+        found.count("broken", wrong)
+    for name, row in (("shortest", lengths.argmin()), ("longest", lengths.argmax())):
+        found.extreme(name, int(lengths[row]), int(row))
     elements = values.flatten()
-    null_elements = 0
     if elements.null_count:
-        parents = pc.list_parent_indices(values).filter(elements.is_null())
-        null_elements = len(pc.unique(parents))
-    look_inside = pa.types.is_integer(elements.type) and len(elements) > elements.null_count
-    smallest, largest = _range(_numpy(elements)) if look_inside else (None, None)
-    return ColumnFacts(
-        nulls=nulls,
-        null_elements=null_elements,
-        shortest=int(lengths.min()),
-        longest=int(lengths.max()),
-        smallest=smallest,
-        largest=largest,
-    )
+        parents = numpy_of(pc.list_parent_indices(values).filter(elements.is_null()))
+        found.count("null_elements", np.unique(parents))
+    if len(elements) == elements.null_count or spec.encoding not in ("numbers", "vector"):
+        return
+    numbers = numpy_of(elements)
+    parents_of = _Parents(values, elements)
+    if pa.types.is_integer(elements.type) or pa.types.is_boolean(elements.type):
+        for name, place in (("smallest", numbers.argmin()), ("largest", numbers.argmax())):
+            found.extreme(name, numbers[place].item(), parents_of.row(int(place)))
+    else:
+        with np.errstate(over="ignore", invalid="ignore"):
+            # One pass: the sum is finite only if every number is, but for overflow.
+            suspicious = not np.isfinite(numbers.sum())
+        if suspicious:
+            bad = np.flatnonzero(~np.isfinite(numbers))
+            found.count("not_finite", np.unique(parents_of.rows()[bad]))
+
+
+class _Parents:
+    """To which row the elements of arrays belong, the null ones left out."""
+
+    def __init__(self, values: pa.Array, elements: pa.Array) -> None:
+        self._values = values
+        self._elements = elements
+
+    def rows(self) -> np.ndarray:
+        parents = pc.list_parent_indices(self._values)
+        if self._elements.null_count:
+            parents = parents.filter(self._elements.is_valid())
+        return numpy_of(parents)
+
+    def row(self, element: int) -> int:
+        if not self._elements.null_count:
+            ends = np.cumsum(numpy_of(self._values.value_lengths()))
+            return int(np.searchsorted(ends, element, side="right"))
+        return int(self.rows()[element])
 
 
 def check_facts(facts: DataFacts, columns: Iterable[ColumnSpec]) -> None:
@@ -165,36 +305,37 @@ def check_facts(facts: DataFacts, columns: Iterable[ColumnSpec]) -> None:
 
 
 def _check_column(found: ColumnFacts, name: str, rows: int) -> None:
+    def first(count: str) -> str:
+        where = found.where(count)
+        return f" (the first is {where})" if where else ""
+
     if found.nulls:
         raise DataError(
-            f"column '{name}' has {found.nulls} null values in {rows} rows. Drop or "
-            "fill them first: df.na.drop(subset=[...]) / df.na.fill({...})"
+            f"column '{name}' has {found.nulls} null values in {rows} rows{first('nulls')}. Drop "
+            "or fill them first: df.na.drop(subset=[...]) / df.na.fill({...})"
         )
     if found.null_elements:
         raise DataError(
             f"column '{name}' has null elements inside its arrays in {found.null_elements} "
-            f"of {rows} rows. Fill them first, for example with "
+            f"of {rows} rows{first('null_elements')}. Fill them first, for example with "
             "F.transform(col, lambda x: F.coalesce(x, F.lit(0)))"
         )
-    if found.shortest != found.longest:
+    if found.broken:
         raise DataError(
-            f"column '{name}' holds arrays of {found.shortest} to {found.longest} elements; "
+            f"column '{name}' has {found.broken} rows of {rows} that cannot become tensors: "
+            f"{found.where('broken') or 'the first'} {found.reason}. Filter them out first, or "
+            "declare what they are with columnShapes and columnDtypes"
+        )
+    if found.shortest != found.longest:
+        places = found.where("shortest"), found.where("longest")
+        where = f" (for example {places[0]} and {places[1]})" if all(places) else ""
+        raise DataError(
+            f"column '{name}' holds arrays of {found.shortest} to {found.longest} elements{where}; "
             "every row must have the same number. Pad or cut them first, or find the odd rows "
             f"with df.groupBy(F.size('{name}')).count()"
         )
     if found.longest == 0:
         raise DataError(f"column '{name}' holds only empty arrays: there is nothing to feed")
-
-
-def _numpy(values: pa.Array) -> np.ndarray:
-    """The values that are not null, a view where Arrow's memory allows."""
-    present = values.drop_null() if values.null_count else values
-    numbers: np.ndarray = present.to_numpy(zero_copy_only=False)
-    return numbers.view(np.uint8) if numbers.dtype == np.bool_ else numbers
-
-
-def _range(numbers: np.ndarray) -> tuple[float | None, float | None]:
-    return numbers.min().item(), numbers.max().item()
 
 
 def _extreme(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:

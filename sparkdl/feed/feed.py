@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -11,12 +13,52 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from sparkdl.feed.columns import ORDER_COLUMN, FeedSchema, to_tensor
+from sparkdl.errors import ConfigError
+from sparkdl.feed.columns import ORDER_COLUMN, BatchTransform, FeedSchema
+from sparkdl.feed.decode import Decoded, decode, decoded_elements, to_tensor
+from sparkdl.feed.device import DeviceChunk, to_device
 from sparkdl.feed.facts import ColumnFacts, ShardFacts, look_at
+from sparkdl.feed.prefetch import prefetched
+from sparkdl.feed.shuffle import permutation, stream_seed
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import Batch, ColumnSpec
 
 ORDER = ColumnSpec(ORDER_COLUMN, torch.int64)
+CHUNK_BYTES = 1 << 20
+"""What is gathered from the store at once, cut into minibatches afterwards: large enough that
+Python's part is nothing, small enough for a core's cache."""
+MIN_BATCHES = 4
+"""Minibatches that are gathered at once if each is large, so that threads seldom take turns ..."""
+MAX_CHUNK_BYTES = 8 << 20
+"""... but no more than this, but for a minibatch that is larger."""
+DECODED_BYTES = 64 << 20
+"""What a record batch is decoded into at once; images are far larger than their files."""
+
+
+RowExchange = Callable[[PartitionStore, Tensor, PartitionStore, int], None]
+"""(rows, their order, where the received rows go, the epoch that follows)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedOptions:
+    """How a feed deals with its rows; the same on every worker.
+
+    Attributes:
+        drop_last: whether an epoch's last minibatch is left out if it is short.
+        reshuffle_every: epochs between two exchanges of rows among the workers; 0 for none.
+        transform: changes each minibatch to train on.
+        resident_bytes: how much of the store may be mapped at a time; None for no limit.
+    """
+
+    drop_last: bool = False
+    reshuffle_every: int = 0
+    transform: BatchTransform | None = None
+    resident_bytes: int | None = None
+
+    def reshuffles(self, epoch: int) -> bool:
+        """Whether rows are exchanged before an epoch, counted from 1."""
+        every = self.reshuffle_every
+        return bool(every) and epoch > 1 and (epoch - 1) % every == 0
 
 
 class Feed:
@@ -33,17 +75,33 @@ class Feed:
         seed: seed of the job; each (seed, epoch, rank) has its own permutation.
         rank: the worker's rank.
         directory: where the partition store may write.
+        device: where the minibatches are wanted.
+        options: the rest.
     """
 
     def __init__(
-        self, schema: FeedSchema, *, batch_size: int, seed: int, rank: int, directory: Path
+        self,
+        schema: FeedSchema,
+        *,
+        batch_size: int,
+        seed: int,
+        rank: int,
+        directory: Path,
+        device: torch.device | str = "cpu",
+        options: FeedOptions | None = None,
     ) -> None:
         self._schema = schema
         self._batch_size = batch_size
         self._seed = seed
         self._rank = rank
-        self._store = PartitionStore(directory)
-        self._order: Tensor | None = None
+        self._directory = directory
+        self._device = torch.device(device)
+        self._options = options or FeedOptions()
+        self._training = self._new_store()
+        self._held_out = self._new_store()
+        self._keys: dict[PartitionStore, list[Tensor]] = {self._training: [], self._held_out: []}
+        self._weights: list[Tensor] = []
+        self._weight_scale = 1.0
 
     def __enter__(self) -> Feed:
         return self
@@ -54,7 +112,23 @@ class Feed:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._store.close()
+        self._training.close()
+        self._held_out.close()
+
+    @property
+    def rows(self) -> int:
+        """Rows to train on."""
+        return self._training.rows
+
+    @property
+    def held_out_rows(self) -> int:
+        """Rows to validate with."""
+        return self._held_out.rows
+
+    @property
+    def steps(self) -> int:
+        """Minibatches an epoch."""
+        return -(-self.used_rows // self._batch_size)
 
     def fill(
         self,
@@ -73,20 +147,59 @@ class Feed:
             What was found; an epoch may follow only if every column is sound.
         """
         rows = 0
-        facts = [ColumnFacts() for _ in self._schema.columns]
+        specs = self._schema.columns
+        facts = [ColumnFacts() for _ in specs]
         for record_batch in source:
             if record_batch.num_rows == 0:
                 continue
-            columns = record_batch.columns[: len(facts)]
-            facts = list(map(operator.add, facts, map(look_at, columns, self._schema.columns)))
-            if all(column.sound for column in facts):
-                self._append(record_batch, [column.longest for column in facts])
-            rows += record_batch.num_rows
+            for part in _parts(record_batch, specs):
+                columns = part.columns[: len(specs)]
+                decoded = [decode(*pair) for pair in zip(columns, specs, strict=True)]
+                place = (self._rank, rows)
+                found = [look_at(*pair, place) for pair in zip(decoded, specs, strict=True)]
+                facts = list(map(operator.add, facts, found))
+                if all(column.sound for column in facts):
+                    keys = part.columns[len(specs)] if part.num_columns > len(specs) else None
+                    self._append(decoded, [column.longest for column in facts], keys)
+                rows += part.num_rows
             on_rows(rows)
-        return ShardFacts(rows, tuple(facts))
+        held_out = self._held_out.rows
+        # Sorted, because a shuffle delivers the rows in any order and sums depend on it.
+        weights = torch.cat(self._weights).double().sort().values if self._weights else None
+        weight = 0.0 if weights is None else weights.sum().item()
+        return ShardFacts(rows - held_out, tuple(facts), held_out, weight)
+
+    def scale_weights(self, mean: float) -> None:
+        """Have the rows' weights divided by their mean over all workers.
+
+        The loss of a minibatch is then the mean of its weighted rows, whose expectation is the
+        weighted mean over the data; contributions stay weighted by examples, and a learning rate
+        means the same whatever the weights' unit.
+
+        Args:
+            mean: of the rows to train on.
+        """
+        self._weight_scale = 1 / mean
+
+    def reshuffle(self, epoch: int, exchange: RowExchange) -> None:
+        """Deal the rows to the workers anew; held-out rows stay where they are.
+
+        Args:
+            epoch: the epoch that follows, counted from 1.
+            exchange: sends and receives rows; all workers call it before the same epochs.
+        """
+        old, new = self._training, self._new_store()
+        try:
+            exchange(old, self._order(old), new, epoch)
+        except BaseException:
+            new.close()
+            raise
+        self._training, self._keys[new] = new, []
+        del self._keys[old]
+        old.close()
 
     def epoch(self, epoch: int, *, first_step: int = 0) -> Iterator[Batch]:
-        """Yield every row once, but for those of the minibatches before ``first_step``.
+        """Yield every row to train on once, but for those of the minibatches before ``first_step``.
 
         Epoch 1 keeps the order of ``ORDER_COLUMN``, or without it that of arrival; later ones
         follow a permutation of it.
@@ -95,52 +208,115 @@ class Feed:
             epoch: counted from 1.
             first_step: minibatches that were trained on already, before an interruption.
         """
-        rows, columns = self._store.rows, self._columns()
-        order = self._order
+        order = self._order(self._training)
         if epoch > 1:
-            shuffled = permutation(rows, seed=self._seed, epoch=epoch, rank=self._rank)
-            order = shuffled if order is None else order[shuffled]
-        for start in range(first_step * self._batch_size, rows, self._batch_size):
-            stop = min(start + self._batch_size, rows)
-            if order is None:
-                taken = [column[start:stop] for column in columns]
-            else:
-                indices = order[start:stop]
-                taken = [column.index_select(0, indices) for column in columns]
-            yield Batch(tuple(taken[:-1]), taken[-1], last=stop == rows)
-
-    def _append(self, record_batch: pa.RecordBatch, lengths: list[int | None]) -> None:
-        specs = list(self._schema.of_lengths(lengths).columns)
-        if record_batch.num_columns > len(specs):
-            specs.append(ORDER)
-        arrays = record_batch.columns
-        self._store.append(
-            specs, [to_tensor(values, spec) for values, spec in zip(arrays, specs, strict=True)]
+            order = order[permutation(self.rows, seed=self._seed, epoch=epoch, rank=self._rank)]
+        batches = self._batches(
+            self._training, order[first_step * self._batch_size : self.used_rows]
         )
+        if self._options.transform is None:
+            yield from batches
+            return
+        for index, batch in enumerate(batches, start=first_step):
+            yield self._transformed(batch, epoch, index)
 
-    def _columns(self) -> list[Tensor]:
-        columns = self._store.tensors()
-        if len(columns) > len(self._schema.columns):
-            keys = columns.pop()
-            if self._order is None:
-                self._order = torch.argsort(keys, stable=True)
-        return columns
+    def held_out(self) -> Iterator[Batch]:
+        """Yield every row to validate with once, always in the same order."""
+        yield from self._batches(self._held_out, self._order(self._held_out))
+
+    @property
+    def used_rows(self) -> int:
+        """Rows that an epoch trains on: all, but for those that ``drop_last`` leaves out."""
+        return self.rows - (self.rows % self._batch_size if self._options.drop_last else 0)
+
+    def _new_store(self) -> PartitionStore:
+        return PartitionStore(self._directory, resident_bytes=self._options.resident_bytes)
+
+    def _append(
+        self, decoded: list[Decoded], lengths: list[int | None], keys: pa.Array | None
+    ) -> None:
+        schema = self._schema.of_lengths(lengths)
+        specs = schema.columns
+        tensors = [to_tensor(column.values, s) for column, s in zip(decoded, specs, strict=True)]
+        if keys is not None:
+            tensors.append(to_tensor(keys, ORDER))
+        if schema.validation is None:
+            self._put(self._training, schema.stored, tensors, with_keys=keys is not None)
+            return
+        held_out = tensors.pop(len(schema.stored)).bool()
+        for store, chosen in ((self._training, ~held_out), (self._held_out, held_out)):
+            rows = chosen.nonzero()[:, 0]
+            if len(rows):
+                picked = [tensor.index_select(0, rows) for tensor in tensors]
+                self._put(store, schema.stored, picked, with_keys=keys is not None)
+
+    def _put(
+        self,
+        store: PartitionStore,
+        specs: tuple[ColumnSpec, ...],
+        tensors: list[Tensor],
+        *,
+        with_keys: bool,
+    ) -> None:
+        if with_keys:
+            self._keys[store].append(tensors.pop().clone())
+        if self._schema.weight is not None and store is self._training:
+            self._weights.append(tensors[-1].clone())
+        store.append(specs, tensors)
+
+    def _order(self, store: PartitionStore) -> Tensor:
+        """Where the rows of the order are in the store, shape (rows,), int64."""
+        keys = self._keys[store]
+        if not keys:
+            return torch.arange(store.rows)
+        if len(keys) > 1 or keys[0].dtype is not torch.int64:
+            keys[:] = [torch.cat(keys)]
+        return torch.argsort(keys[0], stable=True)
+
+    def _batches(self, store: PartitionStore, order: Tensor) -> Iterator[Batch]:
+        rows, size = len(order), self._batch_size
+        if not rows:
+            return
+        batch_bytes = max(1, store.row_bytes * size)
+        few_large = min(MIN_BATCHES, MAX_CHUNK_BYTES // batch_bytes)
+        chunk_rows = size * max(1, few_large, CHUNK_BYTES // batch_bytes)
+
+        def chunks() -> Iterator[DeviceChunk]:
+            pinned = self._device.type == "cuda"
+            for start in range(0, rows, chunk_rows):
+                taken = store.take(order[start : start + chunk_rows], pinned=pinned)
+                yield to_device(taken, self._device)
+
+        with closing(prefetched(chunks())) as ready:
+            for start, chunk in zip(range(0, rows, chunk_rows), ready, strict=True):
+                columns = chunk.ready()
+                if self._schema.weight is not None:
+                    columns[-1] = columns[-1] * self._weight_scale
+                cuts = (torch.split(column, size) for column in columns)
+                pieces = zip(*cuts, strict=True)
+                for number, piece in enumerate(pieces, start=1):
+                    yield self._schema.batch(piece, last=start + number * size >= rows)
+
+    def _transformed(self, batch: Batch, epoch: int, index: int) -> Batch:
+        assert self._options.transform is not None
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(stream_seed(self._seed, epoch, self._rank, 1 + index))
+            changed = self._options.transform(batch)
+        if not isinstance(changed, Batch):
+            raise ConfigError(
+                f"batchTransform returns a {type(changed).__name__}; it takes and returns a Batch, "
+                "for example dataclasses.replace(batch, features=...)"
+            )
+        return replace(changed, last=batch.last)
 
 
-def permutation(rows: int, *, seed: int, epoch: int, rank: int) -> Tensor:
-    """The order in which a worker sees its rows in one epoch.
-
-    Args:
-        rows: how many there are.
-        seed: the job's seed.
-        epoch: counted from 1.
-        rank: the worker's rank.
-
-    Returns:
-        Shape (rows,), int64, a permutation of 0 to rows - 1.
-    """
-    generator = torch.Generator()
-    # One stream a (seed, epoch, rank): multiplying by odd constants keeps neighbours apart.
-    mixed = seed * 0x9E3779B97F4A7C15 + epoch * 0xC2B2AE3D27D4EB4F + rank * 0x165667B19E3779F9
-    generator.manual_seed(mixed % (1 << 63))
-    return torch.randperm(rows, generator=generator)
+def _parts(record_batch: pa.RecordBatch, specs: tuple[ColumnSpec, ...]) -> Iterator[pa.RecordBatch]:
+    """Cut a record batch so that what it is decoded into stays small."""
+    elements = max(
+        (decoded_elements(*pair) for pair in zip(record_batch.columns, specs, strict=False)),
+        default=0,
+    )
+    rows = max(1, DECODED_BYTES // (8 * elements)) if elements else record_batch.num_rows
+    for start in range(0, record_batch.num_rows, rows):
+        yield record_batch.slice(start, rows)

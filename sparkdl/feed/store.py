@@ -1,9 +1,9 @@
-"""The partition store: a worker's rows on its own host, one memory-mapped file a column.
+"""The partition store: a worker's rows on its own host, in memory-mapped files.
 
-Rows are appended as tensors while epoch 1 streams and mapped afterwards, so data larger than memory
-works and a random minibatch is one gather from the page cache. A column is one contiguous tensor in
-its final dtype; Arrow record batches would leave it in pieces, and a gather over pieces walks them
-in Python.
+Rows are appended as tensors while Spark delivers them and mapped afterwards, so data larger than
+memory works and random rows are one gather from the page cache. A column is one contiguous tensor
+in its final dtype, and numbers of the same dtype lie side by side in one; Arrow record batches
+would leave a column in pieces, and a gather over pieces walks them in Python.
 
 The files have no name: they are unlinked when created, so a crash leaves nothing behind.
 """
@@ -11,6 +11,7 @@ The files have no name: they are unlinked when created, so a crash leaves nothin
 from __future__ import annotations
 
 import mmap
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,20 +22,35 @@ from torch import Tensor
 
 from sparkdl.protocols import ColumnSpec
 
+PAGE_BYTES = 2 << 20
+"""The most that one access may map: the kernel's huge pages."""
+
 
 class PartitionStore:
     """Append rows once, then read them in any order.
 
     Args:
         directory: where to put the files; must have room for the rows.
+        resident_bytes: how much of the files may be mapped at a time; None leaves that to the
+            kernel, which takes mapped pages back when memory gets short.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, resident_bytes: int | None = None) -> None:
         self._directory = directory
+        self._resident_bytes = resident_bytes
         self._specs: tuple[ColumnSpec, ...] = ()
-        self._files: list[IO[bytes]] = []
-        self._tensors: list[Tensor] | None = None
+        self._groups: list[_Group] = []
         self.rows = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a row takes."""
+        return sum(group.row_bytes for group in self._groups)
+
+    @property
+    def specs(self) -> tuple[ColumnSpec, ...]:
+        """What the columns are; none before the first rows."""
+        return self._specs
 
     def append(self, specs: Sequence[ColumnSpec], batch: Sequence[Tensor]) -> None:
         """Add rows.
@@ -43,40 +59,165 @@ class PartitionStore:
             specs: what the columns are, the same at every call.
             batch: one tensor a column, shape (n, *row_shape), in the column's dtype.
         """
-        if not self._files:
-            self._specs = tuple(specs)
-            self._files = [
-                tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115 - closed in close()
-                for _ in specs
-            ]
-        for file, values in zip(self._files, batch, strict=True):
-            remaining = values.contiguous().view(-1).view(torch.uint8).numpy().data
-            while remaining:
-                remaining = remaining[file.write(remaining) :]
+        if not self._groups:
+            self.create(specs, 0)
+        packed = [group.pack([batch[c.index] for c in group.columns]) for group in self._groups]
         self.rows += len(batch[0])
+        self.write(packed, self.rows - len(batch[0]))
 
-    def tensors(self) -> list[Tensor]:
-        """Map the columns; no row may be appended after.
+    def create(self, specs: Sequence[ColumnSpec], rows: int) -> None:
+        """Make room for rows that are written in any order.
+
+        Args:
+            specs: what the columns are.
+            rows: how many there will be.
+        """
+        self._specs = tuple(specs)
+        self._groups = [_Group(columns, self._directory) for columns in _grouped(specs)]
+        self.rows = rows
+
+    def write(self, packed: Sequence[Tensor], first: int) -> None:
+        """Write rows as ``take_packed`` gives them; from several threads at once if they differ.
+
+        Args:
+            packed: one tensor a file, shape (n, ...).
+            first: the position of the first of them.
+        """
+        for group, values in zip(self._groups, packed, strict=True):
+            group.write(values, first)
+
+    def empty_packed(self, rows: int) -> list[Tensor]:
+        """Tensors to receive rows in, as ``take_packed`` gives them."""
+        return [torch.empty((rows, *group.row_shape), dtype=group.dtype) for group in self._groups]
+
+    def slice(self, start: int, stop: int) -> list[Tensor]:
+        """Copy rows that follow each other.
 
         Returns:
-            One tensor a column, shape (rows, *row_shape), backed by the file; none without rows.
+            One tensor a column, shape (stop - start, *row_shape); none in a store without columns.
         """
-        if self._tensors is None:
-            self._tensors = [
-                self._map(file, spec) for file, spec in zip(self._files, self._specs, strict=True)
-            ]
-        return list(self._tensors)
+        return self.take(torch.arange(start, stop))
+
+    def take(self, rows: Tensor, *, pinned: bool = False) -> list[Tensor]:
+        """Copy rows in any order.
+
+        Args:
+            rows: which ones, shape (n,), int64.
+            pinned: whether the copies are to lie in pinned memory, from where a GPU fetches them.
+
+        Returns:
+            One tensor a column, shape (n, *row_shape); none in a store without columns.
+        """
+        taken: list[Tensor] = [torch.empty(0)] * len(self._specs)
+        packed = self.take_packed(rows, pinned=pinned)
+        for group, gathered in zip(self._groups, packed, strict=True):
+            apart = group.unpack(gathered, pinned=pinned)
+            for column, tensor in zip(group.columns, apart, strict=True):
+                taken[column.index] = tensor
+        return taken
+
+    def take_packed(self, rows: Tensor, *, pinned: bool = False) -> list[Tensor]:
+        """Copy rows in any order, the columns as they lie in the files.
+
+        Args:
+            rows: which ones, shape (n,), int64.
+            pinned: whether the copies are to lie in pinned memory.
+
+        Returns:
+            One tensor a file, shape (n, ...).
+        """
+        limit, step = self._resident_bytes, max(1, len(rows))
+        if limit is not None and self.rows * self.row_bytes > limit:
+            step = max(1, limit // PAGE_BYTES)
+        else:
+            limit = None
+        packed = []
+        for group in self._groups:
+            packed.append(group.take(rows, self.rows, step, pinned=pinned))
+            if limit is not None:
+                group.unmap()
+        return packed
 
     def close(self) -> None:
         """Give the disk space back."""
-        self._tensors = None
-        for file in self._files:
-            file.close()
+        for group in self._groups:
+            group.close()
+        self._groups = []
 
-    def _map(self, file: IO[bytes], spec: ColumnSpec) -> Tensor:
-        shape = (self.rows, *spec.row_shape)
-        if self.rows == 0 or 0 in shape:
-            return torch.empty(shape, dtype=spec.dtype)
-        # A private mapping is writable for torch's sake; nobody writes.
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return torch.frombuffer(mapped, dtype=spec.dtype).view(shape)
+
+class _Column:
+    """One column's place among the store's columns."""
+
+    def __init__(self, index: int, spec: ColumnSpec) -> None:
+        self.index = index
+        self.spec = spec
+
+
+class _Group:
+    """Columns that lie side by side in one file: one of any shape, or several of numbers."""
+
+    def __init__(self, columns: Sequence[_Column], directory: Path) -> None:
+        self.columns = tuple(columns)
+        first = columns[0].spec
+        self.dtype = first.dtype
+        self.row_shape = first.row_shape if len(columns) == 1 else (len(columns),)
+        self.row_bytes = self.dtype.itemsize * len(columns) * (first.elements or 0)
+        self._file: IO[bytes] = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - closed in close()
+        self._mapped: mmap.mmap | None = None
+        self._tensor: Tensor | None = None
+
+    def pack(self, columns: Sequence[Tensor]) -> Tensor:
+        return columns[0] if len(columns) == 1 else torch.stack(list(columns), dim=1)
+
+    def unpack(self, packed: Tensor, *, pinned: bool) -> list[Tensor]:
+        if len(self.columns) == 1:
+            return [packed]
+        shape = (len(self.columns), len(packed))
+        apart = torch.empty(shape, dtype=self.dtype, pin_memory=pinned)
+        return list(apart.copy_(packed.t()).unbind(0))
+
+    def write(self, values: Tensor, first: int) -> None:
+        remaining = values.contiguous().view(-1).view(torch.uint8).numpy().data
+        position = first * self.row_bytes
+        while remaining:
+            written = os.pwrite(self._file.fileno(), remaining, position)
+            remaining, position = remaining[written:], position + written
+
+    def take(self, rows: Tensor, stored: int, step: int, *, pinned: bool) -> Tensor:
+        tensor = self._map(stored)
+        out = torch.empty((len(rows), *self.row_shape), dtype=self.dtype, pin_memory=pinned)
+        for start in range(0, len(rows), step):
+            if start:
+                self.unmap()
+            stop = start + step
+            torch.index_select(tensor, 0, rows[start:stop], out=out[start:stop])
+        return out
+
+    def unmap(self) -> None:
+        """Forget which pages were mapped; the page cache still has them."""
+        if self._mapped is not None:
+            self._mapped.madvise(mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        self._tensor = self._mapped = None
+        self._file.close()
+
+    def _map(self, stored: int) -> Tensor:
+        if self._tensor is None:
+            shape = (stored, *self.row_shape)
+            if 0 in shape:
+                self._tensor = torch.empty(shape, dtype=self.dtype)
+            else:
+                # A private mapping is writable for torch's sake; nobody writes.
+                self._mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._tensor = torch.frombuffer(self._mapped, dtype=self.dtype).view(shape)
+        return self._tensor
+
+
+def _grouped(specs: Sequence[ColumnSpec]) -> list[list[_Column]]:
+    """Numbers by their dtype, every other column alone."""
+    groups: dict[object, list[_Column]] = {}
+    for index, spec in enumerate(specs):
+        key = index if spec.row_shape else spec.dtype
+        groups.setdefault(key, []).append(_Column(index, spec))
+    return list(groups.values())

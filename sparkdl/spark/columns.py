@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from pyspark.ml.functions import vector_to_array
-from pyspark.ml.linalg import VectorUDT
+from pyspark.ml.linalg import MatrixUDT, VectorUDT
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparkdl.errors import DataError
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.feed.images import MODES
+from sparkdl.protocols import UNKNOWN, ColumnSpec, Encoding
 
-_INTEGRAL = (T.ByteType, T.ShortType, T.IntegerType, T.LongType)
+_INTEGRAL = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.BooleanType)
 _FRACTIONAL = (T.FloatType, T.DoubleType)
+_IMAGE_FIELDS = ["origin", "height", "width", "nChannels", "mode", "data"]
 
 _FIXES: tuple[tuple[type[T.DataType], str], ...] = (
     (T.StringType, "index it with pyspark.ml.feature.StringIndexer, or cast it to a number"),
@@ -22,7 +25,6 @@ _FIXES: tuple[tuple[type[T.DataType], str], ...] = (
     (T.TimestampType, "take numbers from it: F.unix_timestamp, F.hour, F.dayofweek"),
     (T.TimestampNTZType, "take numbers from it: F.hour, F.dayofweek, F.dayofyear"),
     (T.DateType, "take numbers from it: F.dayofyear, F.dayofweek, F.datediff"),
-    (T.BinaryType, "decode it to array<float> before"),
     (T.StructType, "select its numeric fields as columns of their own"),
     (T.MapType, "select its values as columns of their own"),
 )
@@ -36,36 +38,63 @@ class InputColumn:
         name: as the user knows it.
         type_name: its SQL type, for messages.
         integral: whether its numbers are integers or booleans.
-        is_array: whether a row holds several numbers (array or vector).
-        element_type: the SQL type of an array's elements, else of the column.
-        may_hold_nulls: whether its arrays may hold null elements.
-        is_vector: whether it is pyspark.ml's VectorUDT.
+        encoding: how its rows arrive; binary columns as ``bytes``, also where they hold images.
+        dimensions: of one row's value: 0 for a number, 1 for an array or vector, 2 for a matrix;
+            None for bytes, which do not say.
     """
 
     name: str
     type_name: str
     integral: bool
-    is_array: bool
-    element_type: str
-    may_hold_nulls: bool = False
-    is_vector: bool = False
+    encoding: Encoding = "numbers"
+    dimensions: int | None = 0
 
     def tensor_dtype(self, fractions: torch.dtype) -> torch.dtype:
         """int64 for integers and booleans, as embeddings take them; else ``fractions``."""
         return torch.int64 if self.integral else fractions
 
-    def expression(self, *, precise: bool = False) -> Column:
-        """The column as workers receive it: a number, or an array of numbers.
+    def spec(
+        self, dtype: torch.dtype, shape: Sequence[int] | None = None, *, image: bool = False
+    ) -> ColumnSpec:
+        """The tensor that the column becomes.
 
         Args:
-            precise: whether vectors keep their 64 bits a number.
+            dtype: its element type.
+            shape: one row's shape, if it was declared.
+            image: whether binary rows are encoded images.
+
+        Raises:
+            ConfigError: the declared shape is missing or impossible.
         """
-        column = quoted(self.name)
-        if not self.is_vector:
-            return column
-        values = vector_to_array(column, dtype="float64" if precise else "float32")
-        # It raises on null, which the checks are to count and name.
-        return F.when(column.isNotNull(), values)
+        encoding = "image" if image else self.encoding
+        if shape is None:
+            if self.dimensions not in (0, 1) or image:
+                raise ConfigError(
+                    f"column '{self.name}' ({self.type_name}) needs a declared shape: "
+                    f"columnShapes={{'{self.name}': [{_example(encoding, self.dimensions)}]}}"
+                )
+            return ColumnSpec(self.name, dtype, (UNKNOWN,) * self.dimensions, encoding)
+        if encoding in ("image", "pixels") and (len(shape) != 3 or shape[0] not in MODES):
+            raise ConfigError(
+                f"the shape of an image is [channels, height, width] with 1, 3 or 4 channels; "
+                f"columnShapes gives {list(shape)} for column '{self.name}'"
+            )
+        if self.dimensions == 0 or ((self.dimensions or 0) > 1 and len(shape) != self.dimensions):
+            raise ConfigError(
+                f"columnShapes gives {list(shape)} for column '{self.name}' ({self.type_name}), "
+                f"whose rows have {self.dimensions} dimensions"
+            )
+        return ColumnSpec(self.name, dtype, tuple(shape), encoding)
+
+    def expression(self) -> Column:
+        """The column as workers receive it."""
+        return quoted(self.name)
+
+
+def _example(encoding: Encoding, dimensions: int | None) -> str:
+    if encoding in ("image", "pixels"):
+        return "channels, height, width"
+    return ", ".join(["..."] * (dimensions or 1))
 
 
 def quoted(name: str) -> Column:
@@ -96,22 +125,34 @@ def input_column(frame: DataFrame, name: str, param: str) -> InputColumn:
             "Drop or rename the others, for example after a join: df.drop(other['key'])"
         )
     kind = found[0].dataType
-    type_name = kind.simpleString()
-    if isinstance(kind, VectorUDT):
-        return InputColumn(name, type_name, False, True, "double", is_vector=True)
-    if isinstance(kind, T.ArrayType) and isinstance(kind.elementType, _INTEGRAL + _FRACTIONAL):
-        integral = isinstance(kind.elementType, _INTEGRAL)
-        element = kind.elementType.simpleString()
-        return InputColumn(name, type_name, integral, True, element, kind.containsNull)
-    if isinstance(kind, (T.BooleanType, *_INTEGRAL)):
-        return InputColumn(name, type_name, True, False, type_name)
-    if isinstance(kind, _FRACTIONAL):
-        return InputColumn(name, type_name, False, False, type_name)
+    column = _recognized(name, kind)
+    if column is not None:
+        return column
     fix = next(
         (fix for refused, fix in _FIXES if isinstance(kind, refused)),
         "convert it to a number or an array of numbers",
     )
     raise DataError(
-        f"column '{name}' ({param}) has type {type_name}, which cannot become a tensor: {fix}. "
-        "Numbers, booleans, arrays of numbers and pyspark.ml vectors can"
+        f"column '{name}' ({param}) has type {kind.simpleString()}, which cannot become a tensor: "
+        f"{fix}. Numbers, booleans, (nested) arrays of them, pyspark.ml vectors and matrices, "
+        "binary columns and Spark's images can"
     )
+
+
+def _recognized(name: str, kind: T.DataType) -> InputColumn | None:
+    type_name = kind.simpleString()
+    if isinstance(kind, VectorUDT):
+        return InputColumn(name, type_name, False, "vector", 1)
+    if isinstance(kind, MatrixUDT):
+        return InputColumn(name, type_name, False, "matrix", 2)
+    if isinstance(kind, T.BinaryType):
+        return InputColumn(name, type_name, True, "bytes", None)
+    if isinstance(kind, T.StructType) and kind.names == _IMAGE_FIELDS:
+        return InputColumn(name, type_name, True, "pixels", 3)
+    dimensions = 0
+    while isinstance(kind, T.ArrayType):
+        kind = kind.elementType
+        dimensions += 1
+    if not isinstance(kind, _INTEGRAL + _FRACTIONAL):
+        return None
+    return InputColumn(name, type_name, isinstance(kind, _INTEGRAL), "numbers", dimensions)

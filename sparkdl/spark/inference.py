@@ -15,8 +15,9 @@ from pyspark.sql import Column
 from pyspark.sql.pandas.functions import arrow_udf
 from torch import Tensor, nn
 
-from sparkdl.feed.columns import to_tensor
-from sparkdl.protocols import ColumnSpec
+from sparkdl.feed.decode import tensors_of
+from sparkdl.protocols import ColumnSpec, Features
+from sparkdl.replica import forward
 from sparkdl.spark.columns import InputColumn
 from sparkdl.spark.devices import choose_device
 
@@ -53,6 +54,7 @@ def prediction_column(
     output: OutputFunction,
     *,
     as_vector: bool,
+    by_name: bool,
 ) -> Column:
     """The column of predictions, to be added to the DataFrame that has ``columns``.
 
@@ -62,7 +64,9 @@ def prediction_column(
         specs: the tensors that they become.
         output: from the model's outputs to predictions, shape (n,) or (n, k).
         as_vector: whether predictions are pyspark.ml vectors of k numbers, else doubles.
+        by_name: whether the model takes its features as one dict.
     """
+    names = [spec.name for spec in specs] if by_name else None
 
     def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         context = TaskContext.get()
@@ -74,28 +78,27 @@ def prediction_column(
             for batch in batches:
                 # Spark hands over a bare array if there is but one column.
                 arrays = batch if isinstance(batch, tuple) else (batch,)
-                features = [to_tensor(a, s) for a, s in zip(arrays, specs, strict=True)]
-                yield _to_arrow(_forward(module, device, features, output), as_vector)
+                features = tensors_of(arrays, specs)
+                outputs = [
+                    output(forward(module, piece)).cpu()
+                    for piece in _pieces(features, names, device)
+                ]
+                yield _to_arrow(outputs, as_vector)
 
     # The stubs know iterators of one array, or of tuples, but not the two in one function.
     udf = arrow_udf(predict, "array<double>" if as_vector else "double")  # type: ignore[call-overload]
-    precise = [spec.dtype is torch.float64 for spec in specs]
-    predictions = udf(*[c.expression(precise=p) for c, p in zip(columns, precise, strict=True)])
+    predictions = udf(*[column.expression() for column in columns])
     return array_to_vector(predictions) if as_vector else predictions
 
 
-def _forward(
-    module: nn.Module, device: str, features: list[Tensor], output: OutputFunction
-) -> Tensor:
-    rows = len(features[0])
-    pieces = [
-        output(module(*[f[start : start + ROWS_A_BATCH].to(device) for f in features])).cpu()
-        for start in range(0, rows, ROWS_A_BATCH)
-    ]
-    return torch.cat(pieces).double() if pieces else torch.empty(0, dtype=torch.float64)
+def _pieces(features: list[Tensor], names: Sequence[str] | None, device: str) -> Iterator[Features]:
+    for start in range(0, len(features[0]), ROWS_A_BATCH):
+        cut = [feature[start : start + ROWS_A_BATCH].to(device) for feature in features]
+        yield tuple(cut) if names is None else dict(zip(names, cut, strict=True))
 
 
-def _to_arrow(predictions: Tensor, as_vector: bool) -> pa.Array:
+def _to_arrow(outputs: Sequence[Tensor], as_vector: bool) -> pa.Array:
+    predictions = torch.cat(list(outputs)).double() if outputs else torch.empty(0).double()
     flat = pa.array(predictions.reshape(-1).numpy())
     if not as_vector:
         return flat

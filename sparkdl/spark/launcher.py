@@ -26,6 +26,7 @@ from sparkdl.spark.board import BoardAddress
 from sparkdl.spark.columns import InputColumn
 from sparkdl.spark.console import Console, driver_hosts, echoes
 from sparkdl.spark.network import network_of
+from sparkdl.spark.partitions import has_stable_order
 from sparkdl.spark.slots import require_free_slots
 from sparkdl.spark.task import OUTPUT_DDL
 from sparkdl.version import __version__
@@ -55,10 +56,9 @@ class Workers:
 
     Attributes:
         frame: the user's DataFrame.
-        columns: the columns to feed, the label last.
+        columns: the columns to feed, in the order of the job's schema.
         num_workers: tasks to run at once.
         repartition: whether the rows have to be spread anew.
-        precise: whether vectors keep their 64 bits a number.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         description: shown in the Spark UI.
     """
@@ -67,7 +67,6 @@ class Workers:
     columns: tuple[InputColumn, ...]
     num_workers: int
     repartition: bool
-    precise: bool
     device: str
     description: str
 
@@ -147,20 +146,25 @@ def launch(workers: Workers, job: Job) -> Launch:
 def worker_frame(workers: Workers, seed: int) -> DataFrame:
     """The rows as workers receive them: needed columns only, spread evenly, and their order.
 
-    A shuffle delivers the same set of rows to a partition in every run, but in another order. The
-    hash of a row's content orders them the same way each time and, with the seed, at random. The
-    workers sort by it: 8 bytes a row, where Spark would sort the rows.
+    A shuffle delivers the same set of rows to a partition in every run, but in another order. A
+    hash with the seed orders them the same way each time, and at random: the hash of where a row
+    was before the shuffle if that is the same in every run, else of its content, which costs time.
+    The workers sort by it: 8 bytes a row, where Spark would sort the rows.
     """
+    names = [f"c{index}" for index in range(len(workers.columns))]
     selected = workers.frame.select(
         *[
-            column.expression(precise=workers.precise).alias(f"c{index}")
-            for index, column in enumerate(workers.columns)
+            column.expression().alias(name)
+            for column, name in zip(workers.columns, names, strict=True)
         ]
     )
+    identity = names
+    if has_stable_order(workers.frame):
+        identity = ["position"]
+        selected = selected.withColumn("position", F.monotonically_increasing_id())
     if workers.repartition:
         selected = selected.repartition(workers.num_workers)
-    names = [f"c{index}" for index in range(len(workers.columns))]
-    return selected.withColumn(ORDER_COLUMN, F.xxhash64(F.lit(seed), *names))
+    return selected.select(*names, F.xxhash64(F.lit(seed), *identity).alias(ORDER_COLUMN))
 
 
 def _collect(workers: Workers, seed: int, task: Task, *, barrier: bool) -> list[Row]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pyspark.sql import DataFrame
 
 
@@ -15,3 +17,31 @@ def known_partitions(frame: DataFrame) -> int | None:
     if "AdaptiveSparkPlan" in execution.executedPlan().toString():
         return None
     return int(execution.toRdd().getNumPartitions())
+
+
+_ORDERED_SOURCE = "FileSourceScanExec"
+"""The leaf of a physical plan that reads files, in the same order every time."""
+_ORDER_KEEPING = {
+    "WholeStageCodegenExec",
+    "InputAdapter",
+    "ColumnarToRowExec",
+    "ProjectExec",
+    "FilterExec",
+}
+"""Inner nodes that work row by row."""
+
+
+def has_stable_order(frame: DataFrame) -> bool:
+    """Whether the rows surely come in the same order in every run: read from files, row by row.
+
+    A plan with a shuffle or a cached frame in it has nodes of other kinds.
+    """
+    return _is_ordered(frame._jdf.queryExecution().executedPlan())
+
+
+def _is_ordered(plan: Any) -> bool:
+    name, children = plan.getClass().getSimpleName(), plan.children()
+    if children.isEmpty():
+        return bool(name == _ORDERED_SOURCE)
+    inner = [children.apply(index) for index in range(children.size())]
+    return name in _ORDER_KEEPING and all(map(_is_ordered, inner))

@@ -31,12 +31,16 @@ COLUMN = {
     "nulls": 0,
     "null_elements": 0,
     "fractions": 0,
+    "broken": 0,
+    "not_finite": 0,
     "shortest": None,
     "longest": None,
     "smallest": 0.5,
     "largest": 2,
+    "reason": None,
+    "places": {"smallest": [0, 1]},
 }
-SHARD = {"rows": 3, "columns": [COLUMN]}
+SHARD = {"rows": 3, "columns": [COLUMN], "held_out": 0, "weight": 0.0}
 WINDOW = {
     "rank": 0,
     "epoch": 1,

@@ -41,9 +41,8 @@ UNSUPPORTED = {
     "decimal": ("cast(id as decimal(10,2))", "decimal(10,2)", "cast('double')"),
     "map": ("map('a', id)", "map<string,bigint>", "columns of their own"),
     "struct": ("struct(id)", "struct<id:bigint>", "columns of their own"),
-    "binary": ("encode('a', 'utf-8')", "binary", "array<float>"),
     "array of strings": ("array('a')", "array<string>", "array of numbers"),
-    "array of arrays": ("array(features)", "array<array<double>>", "array of numbers"),
+    "decimal array": ("array(cast(1 as decimal(4,2)))", "array<decimal(4,2)>", "array of numbers"),
 }
 
 

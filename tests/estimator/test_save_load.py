@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -203,7 +204,18 @@ def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
         optimizer=partial(torch.optim.AdamW, lr=0.01, betas=(0.8, 0.99)),
         strategy=ParameterAveraging(period=4, average_optimizer_state=False, wire_dtype="bfloat16"),
         featuresCols=["a", "b"],
-        labelCol="target",
+        featuresAsDict=True,
+        labelCols=["target", "other"],
+        weightCol="weight",
+        validationIndicatorCol="held_out",
+        columnShapes={"a": [2, 3]},
+        columnDtypes={"a": "bfloat16"},
+        imageCols=["b"],
+        handleInvalid="keep",
+        dropLast=True,
+        reshuffleEvery=3,
+        batchTransform=dataclasses.replace,
+        memoryBudget=12,
         predictionCol="guess",
         outputType="probability",
         epochs=9,

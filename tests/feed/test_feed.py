@@ -19,7 +19,8 @@ from toys import Data, classification, enough_rows, make_job, mlp
 
 from sparkdl.feed.columns import ORDER_COLUMN, FeedSchema
 from sparkdl.feed.facts import ColumnFacts, ShardFacts
-from sparkdl.feed.feed import Feed, permutation
+from sparkdl.feed.feed import Feed
+from sparkdl.feed.shuffle import permutation
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec
 from sparkdl.testing import batches_of, run_world
@@ -336,7 +337,7 @@ class TestPartitionStore:
     def test_no_file_is_seen_in_the_directory_even_while_open(self, tmp_path: Path) -> None:
         store = PartitionStore(tmp_path)
         store.append(self.COLUMNS, self.batch(1000))
-        store.tensors()
+        store.slice(0, 1000)
         assert list(tmp_path.iterdir()) == []
         store.close()
         assert list(tmp_path.iterdir()) == []
@@ -348,7 +349,7 @@ class TestPartitionStore:
             store = PartitionStore(Path(directory))
             for size in sizes:
                 store.append(self.COLUMNS, self.batch(size))
-            columns = store.tensors()
+            columns = store.slice(0, store.rows)
             assert store.rows == sum(sizes)
             for position, spec in enumerate(self.COLUMNS):
                 expected = torch.cat([self.batch(size)[position] for size in sizes])
@@ -359,14 +360,14 @@ class TestPartitionStore:
 
     def test_a_store_without_rows_has_no_columns(self, tmp_path: Path) -> None:
         store = PartitionStore(tmp_path)
-        assert (store.rows, store.tensors()) == (0, [])
+        assert (store.rows, store.slice(0, 0)) == (0, [])
         store.close()
 
     def test_a_slice_that_is_not_contiguous_is_stored_as_it_reads(self, tmp_path: Path) -> None:
         store = PartitionStore(tmp_path)
         values = torch.arange(12.0).view(2, 6).t()[::2]
         store.append([ColumnSpec("a", torch.float32, (2,))], [values])
-        assert torch.equal(store.tensors()[0], values)
+        assert torch.equal(store.slice(0, 3)[0], values)
         store.close()
 
     def test_closing_closes_the_files(self, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl.errors import DataError
-from sparkdl.feed.columns import FeedSchema, to_tensor
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.decode import to_tensor
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
 NUMERIC = [

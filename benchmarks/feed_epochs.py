@@ -1,0 +1,245 @@
+"""How fast rows get from Spark into a worker's store, and from there into minibatches.
+
+Two tables of float32 in Parquet, 200,000 rows x 784 in one array column and 2,000,000 rows x 16 in
+columns of their own, with a label. On local-cluster[2,1,2048] a job fills the store and passes
+over it once, as a worker does in its first epoch; the other only counts the rows that mapInArrow
+hands over. The later epochs are one process on one thread: the feed's shuffled minibatches, against
+indexing tensors in memory with a random permutation, and against torch's DataLoader. Those get all
+columns of the second table as one tensor, which the feed hands out apart.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from pyspark.sql import DataFrame
+from torch.utils.data import DataLoader, TensorDataset
+
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.feed import Feed
+from sparkdl.feed.store import PartitionStore
+from sparkdl.protocols import UNKNOWN, ColumnSpec
+from sparkdl.spark.columns import input_column
+from sparkdl.spark.launcher import Workers, worker_frame
+
+WORKERS = 2
+BATCH_SIZE = 256
+SEED = 7
+TABLES = {"200,000 x 784": (200_000, 784), "2,000,000 x 16": (2_000_000, 16)}
+CONF = {
+    "spark.executor.memory": "2048m",
+    "spark.ui.enabled": "false",
+    "spark.executorEnv.OMP_NUM_THREADS": "1",
+    "spark.sql.files.maxPartitionBytes": "4g",  # one partition a file
+}
+
+
+def main() -> None:
+    """Measures and reports."""
+    chosen = harness.arguments(__doc__, repeats=5, quick_repeats=2)
+    torch.set_num_threads(1)
+    claims: list[harness.Claim] = []
+    detail: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for table, (rows, width) in TABLES.items():
+            write(folder / table, rows, width)
+        first = first_epochs(folder, chosen.repeats)
+        for table, (rows, width) in TABLES.items():
+            later = later_epochs(rows, width, folder, chosen.repeats)
+            detail[table] = {"first_rows_per_second": first[table], "later_rows_per_second": later}
+            claims += [
+                harness.Claim(
+                    name=f"{table}: first epoch / job that counts",
+                    ratio=first[table]["ours"] / first[table]["count"],
+                    target=0.85,
+                    at_least=True,
+                ),
+                harness.Claim(
+                    name=f"{table}: later epochs / x[permutation]",
+                    ratio=later["ours"] / later["x[permutation]"],
+                    target=0.9,
+                    at_least=True,
+                ),
+                harness.Claim(
+                    name=f"{table}: later epochs / DataLoader",
+                    ratio=later["ours"] / later["DataLoader"],
+                    target=3.0,
+                    at_least=True,
+                ),
+            ]
+        detail["store_gigabytes_per_second"] = store_formats(folder, chosen.repeats)
+    harness.report("feed_epochs", claims, detail)
+
+
+def write(folder: Path, rows: int, width: int) -> None:
+    """Writes a table as one Parquet file a worker."""
+    folder.mkdir()
+    generator = np.random.default_rng(SEED)
+    for rank in range(WORKERS):
+        table = arrow_table(generator.random((rows // WORKERS, width), dtype=np.float32))
+        pq.write_table(
+            table, folder / f"{rank}.parquet", row_group_size=20_000, use_dictionary=False
+        )
+
+
+def arrow_table(values: np.ndarray) -> pa.Table:
+    """Values of shape (rows, width) as one array column, or as ``width`` columns if few."""
+    rows, width = values.shape
+    label = np.arange(rows) % 10
+    if width <= 16:
+        columns = {f"x{k}": np.ascontiguousarray(values[:, k]) for k in range(width)}
+        return pa.table({**columns, "label": label})
+    offsets = np.arange(0, rows * width + 1, width, dtype=np.int32)
+    lists = pa.ListArray.from_arrays(offsets, values.reshape(-1))
+    return pa.table({"x": lists, "label": label})
+
+
+def schema_of(names: Sequence[str], width: int) -> FeedSchema:
+    """The columns of a table as the estimator would feed them."""
+    shape = () if width <= 16 else (UNKNOWN,)
+    features = tuple(ColumnSpec(name, torch.float32, shape) for name in names if name != "label")
+    return FeedSchema(features, ColumnSpec("label", torch.int64))
+
+
+def first_epochs(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
+    """Rows/s of both jobs on each table, medians, in one warm session."""
+    import os
+
+    os.environ.update(harness.child_environment())
+    spark = harness.session(f"local-cluster[{WORKERS},1,2048]", CONF)
+    spark.sparkContext.setLogLevel("OFF")
+    result = {}
+    for table, (rows, width) in TABLES.items():
+        frame = spark.read.parquet(str(folder / table))
+        columns = tuple(input_column(frame, name, "featuresCols") for name in frame.columns)
+        workers = Workers(
+            frame=frame,
+            columns=columns,
+            num_workers=WORKERS,
+            repartition=False,
+            device="cpu",
+            description="benchmark",
+        )
+        fed = worker_frame(workers, SEED)
+        schema = schema_of(frame.columns, width)
+        turns: dict[str, Callable[[], float]] = {
+            "count": partial(job, frame, count_rows),
+            "ours": partial(job, fed, partial(fill_and_pass, schema)),
+        }
+        seconds = harness.interleave(turns, repeats=repeats, warmups=2)
+        result[table] = {
+            name: rows / harness.show(f"{table}, first epoch, {name}", values, digits=2)
+            for name, values in seconds.items()
+        }
+    spark.stop()
+    return result
+
+
+def job(frame: DataFrame, function: Callable[..., Iterator[pa.RecordBatch]]) -> float:
+    """Runs a job on every partition; returns its seconds."""
+    started = time.perf_counter()
+    frame.mapInArrow(function, "rows bigint").collect()
+    return time.perf_counter() - started
+
+
+def count_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Counts what mapInArrow hands over."""
+    rows = sum(batch.num_rows for batch in batches)
+    yield pa.record_batch([pa.array([rows])], names=["rows"])
+
+
+def fill_and_pass(
+    schema: FeedSchema, batches: Iterator[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """Fills a store and takes every minibatch of the first epoch."""
+    torch.set_num_threads(1)
+    directory = Path(tempfile.gettempdir())
+    with Feed(schema, batch_size=BATCH_SIZE, seed=SEED, rank=0, directory=directory) as feed:
+        feed.fill(batches)
+        rows = sum(batch.examples for batch in feed.epoch(1))
+    yield pa.record_batch([pa.array([rows])], names=["rows"])
+
+
+def later_epochs(rows: int, width: int, folder: Path, repeats: int) -> dict[str, float]:
+    """Rows/s of shuffled epochs, medians, on one thread."""
+    x = torch.rand(rows, width, generator=torch.Generator().manual_seed(SEED))
+    y = torch.arange(rows) % 10
+    table = arrow_table(x.numpy())
+    schema = schema_of(table.column_names, width)
+    with Feed(schema, batch_size=BATCH_SIZE, seed=SEED, rank=0, directory=folder) as feed:
+        feed.fill(table.to_batches(max_chunksize=10_000))
+        epochs = iter(range(2, 1000))
+        turns: dict[str, Callable[[], float]] = {
+            "ours": lambda: timed(feed.epoch(next(epochs))),
+            "x[permutation]": lambda: timed(indexed(x, y)),
+            "DataLoader": lambda: timed(
+                DataLoader(TensorDataset(x, y), batch_size=BATCH_SIZE, shuffle=True)
+            ),
+        }
+        seconds = harness.interleave(turns, repeats=repeats, warmups=1)
+    return {
+        name: rows / harness.show(f"{rows} x {width}, later epochs, {name}", values, digits=3)
+        for name, values in seconds.items()
+    }
+
+
+def indexed(x: torch.Tensor, y: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The plain way to shuffle what is in memory."""
+    permutation = torch.randperm(len(x))
+    for start in range(0, len(x), BATCH_SIZE):
+        chosen = permutation[start : start + BATCH_SIZE]
+        yield x[chosen], y[chosen]
+
+
+def timed(batches: Any) -> float:
+    """Seconds to take every minibatch."""
+    started = time.perf_counter()
+    for _ in batches:
+        pass
+    return time.perf_counter() - started
+
+
+def store_formats(folder: Path, repeats: int) -> dict[str, float]:
+    """GB/s of a shuffled pass over one file a column, and over memory-mapped Arrow IPC."""
+    rows, width = 20_000, 784
+    values = torch.rand(rows, width, generator=torch.Generator().manual_seed(SEED))
+    spec = ColumnSpec("x", torch.float32, (width,))
+    store = PartitionStore(folder)
+    store.append([spec], [values])
+    path = folder / "rows.arrow"
+    table = arrow_table(values.numpy()).select(["x"])
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2_000)
+    chunked = pa.ipc.open_file(pa.memory_map(str(path))).read_all()["x"]
+
+    def raw() -> float:
+        return timed(store.take(chosen) for chosen in torch.randperm(rows).split(BATCH_SIZE))
+
+    def arrow() -> float:
+        chosen = np.random.default_rng(SEED).permutation(rows)
+        pieces = np.split(chosen, range(BATCH_SIZE, rows, BATCH_SIZE))
+        return timed(
+            torch.from_numpy(chunked.take(pa.array(piece)).combine_chunks().flatten().to_numpy())
+            for piece in pieces
+        )
+
+    seconds = harness.interleave({"raw": raw, "Arrow IPC": arrow}, repeats=repeats, warmups=1)
+    store.close()
+    return {
+        name: values.nbytes / 1e9 / harness.show(f"shuffled pass, {name}", taken, digits=3)
+        for name, taken in seconds.items()
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""From Params and a DataFrame's schema to the tensors that are fed; decided before training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from pyspark.sql import DataFrame
+from torch import nn
+
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.estimator.head import Head
+from sparkdl.estimator.params import DataParams
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.protocols import ColumnSpec, LossFunction
+from sparkdl.spark.columns import InputColumn, input_column
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FedColumns:
+    """The columns of a DataFrame that a fit needs, and what they become.
+
+    Attributes:
+        schema: the tensors.
+        columns: the DataFrame's columns, in the order of the schema.
+    """
+
+    schema: FeedSchema
+    columns: tuple[InputColumn, ...]
+
+
+def fed_columns(
+    params: DataParams, frame: DataFrame, loss: LossFunction, head: Head, fractions: torch.dtype
+) -> FedColumns:
+    """Look the columns up and decide what they become.
+
+    Args:
+        params: which columns, and what was declared of them.
+        frame: the DataFrame to fit.
+        loss: what takes the labels.
+        head: what it says about the model's outputs.
+        fractions: the dtype of the model's parameters.
+
+    Raises:
+        ConfigError: a column's shape or dtype is missing, impossible or declared for no column.
+        DataError: a column is missing, doubled or of a type that cannot become a tensor.
+    """
+    several = params.getFeaturesCols() is not None
+    features = [
+        input_column(frame, name, "featuresCols" if several else "featuresCol")
+        for name in params.feature_columns()
+    ]
+    several = params.getLabelCols() is not None
+    labels = [
+        input_column(frame, name, "labelCols" if several else "labelCol")
+        for name in params.label_columns()
+    ]
+    declared = _Declared(params)
+    label_specs = tuple(
+        declared.spec(column, _target_dtype(column, loss, head, fractions)) for column in labels
+    )
+    weight = _scalar(frame, params.optional_column("weightCol"), "weightCol")
+    indicator = _scalar(
+        frame, params.optional_column("validationIndicatorCol"), "validationIndicatorCol"
+    )
+    schema = FeedSchema(
+        tuple(declared.spec(c, _default_dtype(c, fractions)) for c in features),
+        label_specs if several else label_specs[0],
+        weight=None if weight is None else weight.spec(torch.float32),
+        validation=None if indicator is None else indicator.spec(torch.bool),
+        by_name=params.getFeaturesAsDict(),
+    )
+    declared.require_known([c.name for c in (*features, *labels)])
+    optional = [column for column in (weight, indicator) if column is not None]
+    columns = (*features, *labels, *optional)
+    for column, spec in zip(columns, schema.columns, strict=True):
+        logger.info("column '%s' (%s) becomes %s", column.name, column.type_name, spec.dtype)
+    return FedColumns(schema, columns)
+
+
+class _Declared:
+    """What the user said about columns whose types do not say it."""
+
+    def __init__(self, params: DataParams) -> None:
+        self._shapes = params.getColumnShapes() or {}
+        self._dtypes = params.getColumnDtypes() or {}
+        self._images = params.getImageCols() or []
+
+    def spec(self, column: InputColumn, default: torch.dtype) -> ColumnSpec:
+        name, image = column.name, column.name in self._images
+        if image and column.encoding != "bytes":
+            raise ConfigError(
+                f"imageCols names column '{name}', which has type {column.type_name}; encoded "
+                "images are binary"
+            )
+        if column.encoding == "bytes" and not image and name not in self._dtypes:
+            raise ConfigError(
+                f"column '{name}' is binary: say what its bytes are with columnDtypes="
+                f"{{'{name}': 'float32'}} and columnShapes={{'{name}': [...]}}, or imageCols="
+                f"['{name}'] if they are encoded images"
+            )
+        dtype = getattr(torch, self._dtypes[name]) if name in self._dtypes else default
+        return column.spec(dtype, self._shapes.get(name), image=image)
+
+    def require_known(self, names: Iterable[str]) -> None:
+        """Refuse what was declared of columns that are not fed."""
+        for param, declared in (
+            ("columnShapes", self._shapes),
+            ("columnDtypes", self._dtypes),
+            ("imageCols", self._images),
+        ):
+            unknown = sorted(set(declared) - set(names))
+            if unknown:
+                raise ConfigError(
+                    f"{param} speaks of '{unknown[0]}', which is neither a feature nor a label"
+                )
+
+
+def _scalar(frame: DataFrame, name: str | None, param: str) -> InputColumn | None:
+    if name is None:
+        return None
+    column = input_column(frame, name, param)
+    wanted = "boolean" if param == "validationIndicatorCol" else "a number"
+    boolean = column.type_name == "boolean"
+    if column.dimensions != 0 or boolean != (wanted == "boolean"):
+        raise DataError(
+            f"column '{name}' ({param}) has type {column.type_name}; it must be {wanted}"
+        )
+    return column
+
+
+def _default_dtype(column: InputColumn, fractions: torch.dtype) -> torch.dtype:
+    if column.encoding in ("bytes", "pixels"):
+        return torch.uint8
+    return column.tensor_dtype(fractions)
+
+
+def _target_dtype(
+    column: InputColumn, loss: LossFunction, head: Head, fractions: torch.dtype
+) -> torch.dtype:
+    """The dtype that the loss takes targets in; for a loss that is not torch's, the column's."""
+    if head.takes_class_index and column.dimensions == 0:
+        return torch.int64
+    of_torch = isinstance(loss, nn.modules.loss._Loss) or head is not Head.UNKNOWN
+    if of_torch and not head.takes_class_index:
+        return fractions
+    return column.tensor_dtype(fractions)

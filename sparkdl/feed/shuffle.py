@@ -1,0 +1,72 @@
+"""In which order a worker sees its rows, and which worker gets which rows; pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def permutation(rows: int, *, seed: int, epoch: int, rank: int) -> Tensor:
+    """The order in which a worker sees its rows in one epoch.
+
+    Args:
+        rows: how many there are.
+        seed: the job's seed.
+        epoch: counted from 1.
+        rank: the worker's rank.
+
+    Returns:
+        Shape (rows,), int64, a permutation of 0 to rows - 1.
+    """
+    return torch.randperm(rows, generator=generator(seed, epoch, rank))
+
+
+def generator(*key: int) -> torch.Generator:
+    """A stream of random numbers of its own for each key.
+
+    Args:
+        *key: up to four numbers, for example (seed, epoch, rank).
+    """
+    result = torch.Generator()
+    result.manual_seed(stream_seed(*key))
+    return result
+
+
+def stream_seed(*key: int) -> int:
+    """The seed of the stream of random numbers of a key; see ``generator``."""
+    # Multiplying by odd constants keeps neighbours apart.
+    factors = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93)
+    mixed = sum(part * factor for part, factor in zip(key, factors, strict=False))
+    return mixed % (1 << 63)
+
+
+def exchange_plan(rows: Sequence[int], *, seed: int, epoch: int) -> np.ndarray:
+    """How many rows each worker gives to each other, so that all have the same number after.
+
+    The counts are those of a redistribution in which every assignment of rows to workers is equally
+    likely: rank by rank, the multivariate hypergeometric distribution of its rows over the places
+    that are still free.
+
+    Args:
+        rows: the workers' rows, by rank.
+        seed: the job's seed.
+        epoch: the epoch that follows.
+
+    Returns:
+        Shape (workers, workers), int64: element (i, j) is what rank i gives to rank j. Row sums are
+        ``rows``; column sums differ by one at most.
+    """
+    workers, total = len(rows), sum(rows)
+    share, left_over = divmod(total, workers)
+    free = np.full(workers, share)
+    free[:left_over] += 1
+    drawn = np.random.Generator(np.random.PCG64(stream_seed(seed, epoch, 0, 1)))
+    plan = np.zeros((workers, workers), dtype=np.int64)
+    for rank, count in enumerate(rows):
+        # "marginals" draws in O(workers), whatever the number of rows.
+        plan[rank] = drawn.multivariate_hypergeometric(free, count, method="marginals")
+        free -= plan[rank]
+    return plan

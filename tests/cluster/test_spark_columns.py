@@ -1,0 +1,297 @@
+"""Every type of column through fit and transform on real executors, against numpy."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from frames import estimator, frame
+from models import RowIds, lines
+from pyspark.ml.linalg import Matrices, MatrixUDT, Vectors, VectorUDT
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+from torch import Tensor, nn
+
+from sparkdl import TorchEstimator, TorchModel
+from sparkdl.errors import ConfigError, DataError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ROWS = 24
+EXPECTED: dict[str, tuple[str, tuple[int, ...]]] = {
+    "flag": ("int64", ()),
+    "byte": ("int64", ()),
+    "short": ("int64", ()),
+    "int": ("float16", ()),
+    "long": ("int64", ()),
+    "float": ("float32", ()),
+    "double": ("float32", ()),
+    "array": ("bfloat16", (4,)),
+    "flags": ("int64", (2,)),
+    "square": ("float32", (2, 2)),
+    "nested": ("int64", (2, 3)),
+    "vector": ("float32", (3,)),
+    "matrix": ("float64", (2, 2)),
+    "raw": ("float16", (3,)),
+    "photo": ("uint8", (3, 2, 2)),
+    "image": ("uint8", (3, 2, 2)),
+}
+SHAPES = {n: list(shape) for n, (_, shape) in EXPECTED.items() if len(shape) > 1 or n == "raw"}
+DTYPES = {"int": "float16", "array": "bfloat16", "matrix": "float64", "raw": "float16"}
+IMAGE = T.StructType(
+    [
+        T.StructField("origin", T.StringType()),
+        *[T.StructField(n, T.IntegerType()) for n in ("height", "width", "nChannels", "mode")],
+        T.StructField("data", T.BinaryType()),
+    ]
+)
+
+
+class SumOfAll(nn.Module):
+    """One number a row: the sum of everything in it, once it is what was declared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(()))
+
+    def forward(self, columns: dict[str, Tensor]) -> Tensor:
+        for name, (dtype, shape) in EXPECTED.items():
+            found = columns[name]
+            assert (str(found.dtype), found.shape[1:]) == (f"torch.{dtype}", shape), name
+        sums = [values.double().reshape(len(values), -1).sum(1) for values in columns.values()]
+        return (self.slope * torch.stack(sums).sum(0)).float()
+
+
+def png(pixels: np.ndarray) -> bytes:
+    target = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(target, "PNG")
+    return target.getvalue()
+
+
+def row_of(i: int) -> tuple[dict[str, Any], float]:
+    """A row, and the sum of everything in it."""
+    pixels = np.arange(i, i + 12, dtype=np.uint8).reshape(2, 2, 3)
+    raw = np.array([i, 0.5, -1], dtype=np.float16)
+    sparse = i % 2 == 0
+    row = {
+        "id": i,
+        "flag": i % 3 == 0,
+        "byte": i % 100,
+        "short": 300 + i,
+        "int": i - 7,
+        "long": 2**20 + i,
+        "float": i / 4,
+        "double": -i / 8,
+        "array": [float(i), 1.0, 2.0, 0.5],
+        "flags": [True, i % 2 == 0],
+        "square": [1.0, float(i), 0.0, 2.0],
+        "nested": [[1, 2, i], [3, -4, 5]],
+        "vector": Vectors.sparse(3, [1], [i / 2]) if sparse else Vectors.dense([1, 0, i]),
+        "matrix": Matrices.sparse(2, 2, [0, 1, 2], [0, 1], [i, 3.0])
+        if sparse
+        else Matrices.dense(2, 2, [1, 2, i, 4]),
+        "raw": raw.tobytes(),
+        "photo": png(pixels),
+        "image": ("here", 2, 2, 3, 16, pixels.tobytes()),
+        "y": 0.0,
+    }
+    sums = [
+        float(np.sum(row[name]))
+        for name in EXPECTED
+        if name not in ("vector", "matrix", "raw", "photo", "image")
+    ]
+    sums += [row["vector"].toArray().sum(), row["matrix"].toArray().sum(), float(raw.sum())]
+    return row, sum(sums) + 2 * float(pixels.sum())
+
+
+@pytest.fixture(scope="module")
+def everything(spark: SparkSession) -> DataFrame:
+    types: dict[str, T.DataType] = {
+        "id": T.LongType(),
+        "flag": T.BooleanType(),
+        "byte": T.ByteType(),
+        "short": T.ShortType(),
+        "int": T.IntegerType(),
+        "long": T.LongType(),
+        "float": T.FloatType(),
+        "double": T.DoubleType(),
+        "array": T.ArrayType(T.DoubleType()),
+        "flags": T.ArrayType(T.BooleanType()),
+        "square": T.ArrayType(T.FloatType()),
+        "nested": T.ArrayType(T.ArrayType(T.ShortType())),
+        "vector": VectorUDT(),
+        "matrix": MatrixUDT(),
+        "raw": T.BinaryType(),
+        "photo": T.BinaryType(),
+        "image": IMAGE,
+        "y": T.FloatType(),
+    }
+    schema = T.StructType([T.StructField(name, kind) for name, kind in types.items()])
+    rows = [tuple(row_of(i)[0][name] for name in types) for i in range(ROWS)]
+    return spark.createDataFrame(rows, schema).repartition(3)
+
+
+def sum_estimator(**changes: Any) -> TorchEstimator:
+    settings: dict[str, Any] = {
+        "model": SumOfAll(),
+        "loss": nn.MSELoss(),
+        "optimizer": partial(torch.optim.SGD, lr=0.0),
+        "featuresCols": list(EXPECTED),
+        "featuresAsDict": True,
+        "labelCol": "y",
+        "columnShapes": SHAPES,
+        "columnDtypes": DTYPES,
+        "imageCols": ["photo"],
+        "outputType": "raw",
+    }
+    return estimator(**{**settings, **changes})
+
+
+def test_every_type_arrives_as_declared_in_fit_and_in_transform(
+    everything: DataFrame, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="sparkdl")
+    model = sum_estimator().fit(everything)
+    said = [r.getMessage() for r in caplog.records if "becomes" in r.getMessage()]
+    assert len(said) == len(EXPECTED) + 1
+    assert "column 'double' (double) becomes torch.float32" in said
+
+    expected = [row_of(i)[1] for i in range(ROWS)]
+    path = str(tmp_path / "model")
+    model.save(path)
+    for each in (model, TorchModel.load(path, trust=True)):
+        found = each.transform(everything).select("id", "prediction").orderBy("id").collect()
+        assert [row.prediction for row in found] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("photo", "unhex('00ff')", "no such image"),
+        ("nested", "array(array(1S, 2S))", "not an array of shape (2, 3)"),
+        ("raw", "unhex('00')", "has 1 bytes, but float16 of shape (3,) takes 6"),
+        ("square", "array(1f)", "has 1 elements"),
+    ],
+)
+def test_a_bad_row_is_named_by_column_partition_and_row(
+    everything: DataFrame, name: str, value: str, reason: str
+) -> None:
+    kind = dict(everything.dtypes)[name]
+    spoiled = everything.withColumn(
+        name, F.when(F.col("id") == 5, F.expr(f"cast({value} as {kind})")).otherwise(F.col(name))
+    )
+    with pytest.raises(DataError, match=rf"column '{name}' has 1 rows of {ROWS}") as caught:
+        sum_estimator().fit(spoiled)
+    assert reason in str(caught.value)
+    assert "of partition" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["nan", "infinity"])
+def test_features_that_are_no_numbers_are_refused_or_kept_as_asked(
+    spark: SparkSession, value: str
+) -> None:
+    rows = frame(spark).withColumn(
+        "features",
+        F.when(F.col("id") == 31, F.array(*[F.lit(float(value))] * 4)).otherwise(F.col("features")),
+    )
+    with pytest.raises(DataError, match=r"'features' holds NaN or infinity in 1 of 60 .*row \d+"):
+        estimator().fit(rows)
+    model = estimator(model=IgnoresNan(), handleInvalid="keep").fit(rows)
+    assert model.history[0].examples == 60
+
+
+class IgnoresNan(nn.Module):
+    """4 numbers to 3 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.layer(features.nan_to_num(0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"columnShapes": {"features": [2, 3]}}, "has 4 elements"),
+        ({"columnDtypes": {"other": "int8"}}, "columnDtypes speaks of 'other'"),
+        ({"imageCols": ["features"]}, "encoded images are binary"),
+        ({"featuresCol": "bytes"}, "say what its bytes are"),
+        ({"featuresCol": "bytes", "columnDtypes": {"bytes": "int8"}}, "needs a declared shape"),
+        ({"featuresCol": "grid"}, "columnShapes={'grid': [..., ...]}"),
+        ({"featuresCol": "id", "columnShapes": {"id": [2]}}, "whose rows have 0 dimensions"),
+        ({"weightCol": "features"}, "must be a number"),
+        ({"validationIndicatorCol": "id"}, "must be boolean"),
+        ({"validationIndicatorCol": "never"}, "nothing to validate with"),
+        ({"weightCol": "negative"}, "weight column 'negative' holds -1"),
+        ({"weightCol": "zero"}, "is 0 in every row"),
+        ({"dropLast": True, "batchSize": 500}, "dropLast leaves nothing"),
+    ],
+)
+def test_what_cannot_be_fed_is_refused_in_words(
+    spark: SparkSession, changes: dict[str, Any], fragment: str
+) -> None:
+    rows = frame(spark).select(
+        "*",
+        F.encode(F.lit("a"), "utf-8").alias("bytes"),
+        F.array("features").alias("grid"),
+        F.lit(False).alias("never"),
+        F.lit(-1).alias("negative"),
+        F.lit(0.0).alias("zero"),
+    )
+    with pytest.raises((DataError, ConfigError)) as caught:
+        estimator(**changes).fit(rows)
+    assert fragment in str(caught.value)
+
+
+def test_rows_dealt_anew_are_trained_on_once_an_epoch_on_real_executors(
+    spark: SparkSession, tmp_path: Any
+) -> None:
+    trace = tmp_path / "ids"
+    estimator(
+        model=RowIds(str(trace)),
+        featuresCols=["features", "id"],
+        epochs=3,
+        reshuffleEvery=1,
+        numWorkers=3,
+        validationIndicatorCol="held",
+    ).fit(frame(spark, rows=70).withColumn("held", F.col("id") % 10 == 3))
+    seen: dict[int, list[int]] = {}
+    ranks: dict[int, set[int]] = {}
+    for line in lines(trace):
+        rank, *ids = map(int, line.split())
+        for i in ids:
+            seen.setdefault(i, []).append(rank)
+            ranks.setdefault(i, set()).add(rank)
+    held = [i for i in range(70) if i % 10 == 3]
+    # forward passes: three epochs of training, or three validations
+    assert sorted(seen) == list(range(70))
+    assert {len(passes) for passes in seen.values()} == {3}
+    assert all(len(ranks[i]) == 1 for i in held)
+    assert sum(len(where) > 1 for where in ranks.values()) > 30
+
+
+def test_weights_validation_and_transform_work_together(spark: SparkSession) -> None:
+    rows = frame(spark).select(
+        "*",
+        (F.col("id") % 4).cast("double").alias("weight"),
+        (F.col("id") % 5 == 0).alias("held"),
+    )
+    model = estimator(
+        weightCol="weight", validationIndicatorCol="held", epochs=2, dropLast=True, batchSize=7
+    ).fit(rows)
+    assert [epoch.examples for epoch in model.history] == [42, 42]
+    assert [epoch.validation_examples for epoch in model.history] == [12, 12]
+    assert all((epoch.validation_loss or 0) > 0 for epoch in model.history)
+    predictions = model.transform(rows).select("prediction").collect()
+    assert {row.prediction for row in predictions} <= {0.0, 1.0, 2.0}

@@ -1,0 +1,47 @@
+"""Which plans deliver their rows in the same order in every run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from sparkdl.spark.partitions import has_stable_order
+
+Change = Callable[[DataFrame], DataFrame]
+
+
+@pytest.fixture(scope="module")
+def files(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> DataFrame:
+    path = tmp_path_factory.mktemp("rows") / "table"
+    spark.range(40).write.parquet(Path(path).as_uri())
+    return spark.read.parquet(Path(path).as_uri())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda df: df, lambda df: df.where("id > 3").select((F.col("id") * 2).alias("x"))],
+    ids=["read", "row by row"],
+)
+def test_files_read_row_by_row_have_a_stable_order(files: DataFrame, change: Change) -> None:
+    assert has_stable_order(change(files))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda df: df.repartition(2),
+        lambda df: df.groupBy((F.col("id") % 3).alias("k")).count(),
+        lambda df: df.sortWithinPartitions("id"),
+        lambda df: df.join(df, "id"),
+        lambda df: df.select("id").cache(),
+    ],
+    ids=["repartition", "groupBy", "sort", "join", "cache"],
+)
+def test_what_shuffles_or_sorts_has_none(files: DataFrame, change: Change) -> None:
+    changed = change(files)
+    assert not has_stable_order(changed)
+    changed.unpersist()

@@ -1,0 +1,274 @@
+"""Rows dealt anew among workers: every row once an epoch, evenly, the same way every time."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from toys import classification, enough_rows, make_job, mlp
+
+from sparkdl.errors import DeadlineError, SparkDLError, TrainingError, WorkerLostError
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.feed import FeedOptions
+from sparkdl.feed.shuffle import exchange_plan
+from sparkdl.feed.store import PartitionStore
+from sparkdl.protocols import UNKNOWN, ColumnSpec
+from sparkdl.reshuffle import Reshuffle
+from sparkdl.testing import batches_of, run_world
+
+SPECS = (
+    ColumnSpec("wide", torch.float32, (UNKNOWN,)),
+    ColumnSpec("id", torch.int64),
+    ColumnSpec("half", torch.bfloat16),
+)
+KNOWN = tuple(spec.of_length(3) for spec in SPECS)
+
+
+class Ids(nn.Module):
+    """Remembers which rows it was trained on, minibatch by minibatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.seen: list[int] = []
+
+    def forward(self, ids: Tensor, wide: Tensor) -> Tensor:
+        assert torch.equal(wide, torch.stack([ids, -ids], dim=1).float())
+        self.seen.extend(ids.tolist())
+        return self.weight.expand(len(ids))
+
+
+def train_on_ids(
+    sizes: Sequence[int], *, epochs: int, every: int, batch_size: int = 3
+) -> tuple[list[list[int]], Any]:
+    """The ids that each rank saw, in order."""
+    replicas: dict[int, Ids] = {}
+
+    def build() -> nn.Module:
+        model = Ids()
+        replicas[threading.get_ident()] = model
+        return model
+
+    ids = np.arange(sum(sizes), dtype=np.int64)
+    starts = np.cumsum([0, *sizes])
+    shards = []
+    for start, stop in itertools.pairwise(starts):
+        part = ids[start:stop]
+        wide = np.stack([part, -part], axis=1).astype(np.float32)
+        columns = {"id": part, "wide": wide, "y": np.zeros(len(part), np.float32)}
+        shards.append(batches_of(4, **columns) if len(part) else [])
+    job = make_job(
+        build,
+        loss=nn.MSELoss(),
+        schema=FeedSchema(
+            (ColumnSpec("id", torch.int64), ColumnSpec("wide", torch.float32, (UNKNOWN,))),
+            ColumnSpec("y", torch.float32),
+        ),
+        epochs=epochs,
+        batch_size=batch_size,
+        feed=FeedOptions(reshuffle_every=every),
+    )
+    outcome = run_world(job, shards)
+    return [replica.seen for replica in replicas.values() if replica.seen], outcome
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 20), min_size=1, max_size=4).filter(enough_rows),
+    every=st.integers(0, 3),
+)
+def test_every_row_is_trained_on_once_an_epoch_with_and_without_exchange(
+    sizes: list[int], every: int
+) -> None:
+    seen, outcome = train_on_ids(sizes, epochs=5, every=every)
+    assert Counter(i for ids in seen for i in ids) == dict.fromkeys(range(sum(sizes)), 5)
+    assert [epoch.examples for epoch in outcome.history] == [sum(sizes)] * 5
+
+
+def test_workers_get_other_rows_and_as_many_of_them() -> None:
+    seen, _ = train_on_ids([40, 0, 2], epochs=2, every=1)
+    by_length = sorted(len(ids) for ids in seen)
+    assert by_length == [14, 2 + 14, 40 + 14]
+    (largest,) = (ids for ids in seen if len(ids) == 54)
+    assert len(set(largest[40:])) == 14  # the rows of the second epoch, each once
+
+
+def test_rows_are_exchanged_before_every_kth_epoch_only() -> None:
+    seen, _ = train_on_ids([6, 6], epochs=5, every=2)
+    for ids in seen:
+        epochs = [set(ids[start : start + 6]) for start in range(0, 30, 6)]
+        assert epochs[0] == epochs[1]
+        assert epochs[2] == epochs[3]
+
+
+def test_a_run_with_exchanges_ends_in_the_same_bits_every_time() -> None:
+    data = classification([23, 9, 0])
+    job = make_job(mlp(), epochs=4, feed=FeedOptions(reshuffle_every=1))
+    states = [run_world(job, data.shards()).module.state_dict() for _ in range(3)]
+    for state in states[1:]:
+        assert all(torch.equal(state[key], states[0][key]) for key in state)
+
+
+def test_a_run_with_exchanges_differs_from_one_without() -> None:
+    data = classification([23, 9])
+    states = [
+        run_world(make_job(mlp(), epochs=2, feed=FeedOptions(reshuffle_every=k)), data.shards())
+        for k in (0, 1)
+    ]
+    first, second = (s.module.state_dict() for s in states)
+    assert not all(torch.equal(first[key], second[key]) for key in first)
+
+
+@given(
+    rows=st.lists(st.integers(0, 500), min_size=1, max_size=6),
+    seed=st.integers(-(2**62), 2**62),
+    epoch=st.integers(1, 50),
+)
+def test_a_plan_gives_away_every_row_and_leaves_all_with_the_same_number(
+    rows: list[int], seed: int, epoch: int
+) -> None:
+    plan = exchange_plan(rows, seed=seed, epoch=epoch)
+    assert (plan >= 0).all()
+    assert plan.sum(axis=1).tolist() == rows
+    received = plan.sum(axis=0)
+    assert received.max() - received.min() <= 1
+
+
+def test_a_plan_deals_as_if_every_assignment_were_equally_likely() -> None:
+    plans = np.array([exchange_plan([30, 10], seed=1, epoch=e)[0, 0] for e in range(1, 2001)])
+    # hypergeometric: 20 of the 40 places are rank 0's, 30 draws are rank 0's rows
+    assert abs(plans.mean() - 15.0) < 0.12
+    assert abs(plans.var() - 30 * 0.5 * 0.5 * 10 / 39) < 0.2
+
+
+class World:
+    """Gather among threads, without an averager."""
+
+    def __init__(self, size: int) -> None:
+        self.values: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=20)
+
+    def gather_of(self, rank: int) -> Any:
+        def gather(value: Any) -> list[Any]:
+            self.values[rank] = value
+            self.barrier.wait()
+            return list(self.values)
+
+        return gather
+
+
+def filled(directory: Path, ids: Tensor) -> PartitionStore:
+    store = PartitionStore(directory)
+    if len(ids):
+        wide = torch.stack([ids, ids * 2, ids * 3], dim=1).float()
+        store.append(KNOWN, [wide, ids, ids.bfloat16()])
+    return store
+
+
+def dealer(rank: int, gather: Any, **changes: Any) -> Reshuffle:
+    settings = {
+        "rank": rank,
+        "host": "127.0.0.1",
+        "token": "secret",
+        "gather": gather,
+        "specs": SPECS,
+        "seed": 5,
+        "deadline_s": 20.0,
+        **changes,
+    }
+    return Reshuffle(**settings)
+
+
+def test_the_columns_of_a_row_travel_together_in_large_numbers(tmp_path: Path) -> None:
+    sizes, world = [300_000, 0, 1], World(3)
+    starts = np.cumsum([0, *sizes])
+    new = [PartitionStore(tmp_path) for _ in sizes]
+
+    def deal(rank: int) -> None:
+        ids = torch.arange(starts[rank], starts[rank + 1])
+        dealer(rank, world.gather_of(rank))(
+            filled(tmp_path, ids), torch.arange(len(ids)), new[rank], 2
+        )
+
+    threads = [threading.Thread(target=deal, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    columns = [store.slice(0, store.rows) for store in new]
+    assert [store.rows for store in new] == [100_001, 100_000, 100_000]
+    ids = torch.cat([c[1] for c in columns])
+    assert torch.equal(ids.sort().values, torch.arange(300_001))
+    for wide, some, half in columns:
+        assert torch.equal(wide, torch.stack([some, some * 2, some * 3], dim=1).float())
+        assert torch.equal(half, some.bfloat16())
+
+
+def pretend(port: int, rows: int = 5) -> Any:
+    """A gather in which rank 1 is somebody else."""
+
+    def gather(value: Any) -> list[Any]:
+        return [value, {"host": "127.0.0.1", "port": port, "rows": rows, "shapes": [[3], [], []]}]
+
+    return gather
+
+
+def refuse(tmp_path: Path, gather: Any, error: type[SparkDLError], match: str) -> None:
+    ids, new = torch.arange(5), PartitionStore(tmp_path)
+    with pytest.raises(error, match=match):
+        dealer(0, gather, deadline_s=1.0)(filled(tmp_path, ids), ids, new, 2)
+    new.close()
+    assert list(tmp_path.iterdir()) == []
+    assert not [t for t in threading.enumerate() if t.name.startswith("sparkdl")]
+
+
+def test_a_worker_that_is_gone_ends_the_exchange_with_its_name(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    refuse(tmp_path, pretend(port), WorkerLostError, "lost rank 1 on 127.0.0.1")
+
+
+def test_a_worker_that_sends_nothing_ends_the_exchange_with_its_name(tmp_path: Path) -> None:
+    refuse(tmp_path, pretend(1, rows=5), SparkDLError, "rank 1")
+
+
+def test_a_stranger_in_a_workers_place_gets_no_rows(tmp_path: Path) -> None:
+    taken: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connected, _ = listener.accept()
+            with connected:
+                connected.sendall(b"sparkdl1" + bytes(32))
+                proof = connected.recv(64)
+                connected.sendall(bytes(32))  # no proof at all
+                while more := connected.recv(1 << 16):
+                    taken.append(more)
+                assert proof
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        port = listener.getsockname()[1]
+        refuse(tmp_path, pretend(port), TrainingError, "rank 1 does not know the job's token")
+        thread.join(10)
+    assert taken == []
+
+
+def test_a_silent_worker_costs_no_more_than_the_deadline(tmp_path: Path) -> None:
+    # rank 0 has no rows to send, and nobody sends it those that it should get
+    new = PartitionStore(tmp_path)
+    with pytest.raises(DeadlineError, match="no rows came from rank 1 for 1 s"):
+        dealer(0, pretend(1), deadline_s=1.0)(
+            filled(tmp_path, torch.arange(0)), torch.arange(0), new, 2
+        )
