@@ -110,7 +110,7 @@ def partition_loader(folder: Path, rows: int, repeats: int) -> tuple[float, floa
     os.environ.update(harness.child_environment())
     spark = harness.session(f"local-cluster[{feed_epochs.WORKERS},1,2048]", feed_epochs.CONF)
     spark.sparkContext.setLogLevel("OFF")
-    frame = spark.read.parquet(folder.as_uri())
+    frame = spark.read.parquet(str(folder))
     first: list[float] = []
     later: list[float] = []
     for turn in range(repeats + 1):

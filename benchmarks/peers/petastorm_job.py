@@ -32,7 +32,7 @@ def main(folder: Path, batch_size: int, repeats: int) -> None:
     first, later = [], []
     with tempfile.TemporaryDirectory() as cache:
         spark.conf.set(SparkDatasetConverter.PARENT_CACHE_DIR_URL_CONF, f"file://{cache}")
-        frame = spark.read.parquet(folder.as_uri())
+        frame = spark.read.parquet(str(folder))
         for turn in range(repeats + 1):  # the first turn warms the session up and is thrown away
             started = time.perf_counter()
             # A column more, or the converter would find its copy of the turn before.

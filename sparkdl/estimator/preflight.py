@@ -86,8 +86,8 @@ class Preflight:
         )
         if self.job.strategy.needs_collective and params.getReshuffleEvery():
             raise ConfigError(
-                f"reshuffleEvery does not go with {type(self.job.strategy).__name__}, whose workers "
-                "agree once on how many rows each has. Use it with a strategy of the averager"
+                f"reshuffleEvery does not go with {type(self.job.strategy).__name__}, whose "
+                "workers agree once on how many rows each has. Use it with ParameterAveraging"
             )
         if self.job.strategy.needs_collective:
             require_static_allocation(frame.sparkSession)
