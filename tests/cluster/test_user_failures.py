@@ -13,11 +13,12 @@ import pytest
 import torch
 from frames import estimator, frame, frame_of_sizes
 from models import Saboteur, lines
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from torch import Tensor, nn
 
 from sparkdl import ParameterAveraging
-from sparkdl.errors import DeadlineError, NonFiniteError, TrainingError, WorkerError
+from sparkdl.errors import DataError, DeadlineError, NonFiniteError, TrainingError, WorkerError
 
 ROWS = 90  # three workers of three batches of ten
 
@@ -142,13 +143,19 @@ def test_a_loss_that_is_nan_is_an_error_that_names_rank_epoch_and_step(
     assert (caught.value.epoch, caught.value.step) == (1, 1)
 
 
-def test_nan_in_the_features_is_an_error_before_a_model_comes_out(spark: SparkSession) -> None:
-    from pyspark.sql import functions as F
-
+def frame_with_nan(spark: SparkSession) -> DataFrame:
     spoilt = F.when(F.col("id") == 17, F.array_repeat(F.lit(float("nan")), 4))
-    rows = frame(spark).withColumn("features", spoilt.otherwise(F.col("features")))
+    return frame(spark).withColumn("features", spoilt.otherwise(F.col("features")))
+
+
+def test_nan_in_the_features_is_an_error_before_training(spark: SparkSession) -> None:
+    with pytest.raises(DataError, match=r"'features' holds NaN or infinity in 1 of 60 rows"):
+        estimator().fit(frame_with_nan(spark))
+
+
+def test_nan_that_was_to_be_kept_is_an_error_before_a_model_comes_out(spark: SparkSession) -> None:
     with pytest.raises(NonFiniteError, match="bad values in the features"):
-        estimator().fit(rows)
+        estimator(handleInvalid="keep").fit(frame_with_nan(spark))
 
 
 def test_a_killed_worker_process_ends_the_fit_in_bounded_time_and_names_the_rank(
