@@ -1,6 +1,7 @@
 """Rounds of sparkdl's averager: the service in this process, which is the driver, and workers."""
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -28,7 +29,8 @@ def rounds(workers: int, numel: int) -> Iterator[RoundProcesses]:
     """
     layout = (Segment("parameters", torch.float32, numel),)
     with Averager(layout, [torch.zeros(numel)], workers, FullPrecision()) as averager:
-        averager.start()
+        starter = threading.Thread(target=_start, args=(averager,), daemon=True)
+        starter.start()
         with RoundProcesses(
             _member,
             workers,
@@ -37,6 +39,12 @@ def rounds(workers: int, numel: int) -> Iterator[RoundProcesses]:
             expected=(workers - 1) / 2,
         ) as processes:
             yield processes
+
+
+def _start(averager: Averager) -> None:
+    """What a driver does: lets the workers start once all have said what their rows are."""
+    next(averager.events())
+    averager.start()
 
 
 def _member(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,10 +27,6 @@ ORDER = ColumnSpec(ORDER_COLUMN, torch.int64)
 CHUNK_BYTES = 1 << 20
 """What is gathered from the store at once, cut into minibatches afterwards: large enough that
 Python's part is nothing, small enough for a core's cache."""
-MIN_BATCHES = 4
-"""Minibatches that are gathered at once if each is large, so that threads seldom take turns ..."""
-MAX_CHUNK_BYTES = 8 << 20
-"""... but no more than this, but for a minibatch that is larger."""
 DECODED_BYTES = 64 << 20
 """What a record batch is decoded into at once; images are far larger than their files."""
 
@@ -277,17 +273,17 @@ class Feed:
         rows, size = len(order), self._batch_size
         if not rows:
             return
-        batch_bytes = max(1, store.row_bytes * size)
-        few_large = min(MIN_BATCHES, MAX_CHUNK_BYTES // batch_bytes)
-        chunk_rows = size * max(1, few_large, CHUNK_BYTES // batch_bytes)
+        chunk_rows = size * max(1, CHUNK_BYTES // max(1, store.row_bytes * size))
+        on_gpu = self._device.type == "cuda"
 
-        def chunks() -> Iterator[DeviceChunk]:
-            pinned = self._device.type == "cuda"
+        def chunks() -> Generator[DeviceChunk, None, None]:
             for start in range(0, rows, chunk_rows):
-                taken = store.take(order[start : start + chunk_rows], pinned=pinned)
+                taken = store.take(order[start : start + chunk_rows], pinned=on_gpu)
                 yield to_device(taken, self._device)
 
-        with closing(prefetched(chunks())) as ready:
+        # On a CPU the cores that would gather are those that compute, and the two threads would
+        # wait for Python's lock in turns.
+        with closing(prefetched(chunks()) if on_gpu else chunks()) as ready:
             for start, chunk in zip(range(0, rows, chunk_rows), ready, strict=True):
                 columns = chunk.ready()
                 if self._schema.weight is not None:
