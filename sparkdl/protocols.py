@@ -132,6 +132,9 @@ class Batch:
             return tensor.to(device, non_blocking=True)
 
         features, targets, weights = self.features, self.targets, self.weights
+        first = targets if isinstance(targets, Tensor) else targets[0]
+        if first.device == device:
+            return self
         return Batch(
             {name: moved(tensor) for name, tensor in features.items()}
             if isinstance(features, dict)

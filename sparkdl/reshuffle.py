@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.averager.port import Port
+from sparkdl.collective import Gather, Network
+from sparkdl.collective.network import local_address
 from sparkdl.errors import DeadlineError, SparkDLError, TrainingError, WorkerLostError
 from sparkdl.feed.shuffle import exchange_plan, permutation
 from sparkdl.feed.store import PartitionStore
@@ -29,9 +31,6 @@ from sparkdl.protocols import ColumnSpec
 CHUNK_BYTES = 4 << 20
 """What is sent at once."""
 
-Gather = Callable[[Mapping[str, Any]], list[dict[str, Any]]]
-"""From one worker's value to those of all, by rank."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Reshuffle:
@@ -39,7 +38,7 @@ class Reshuffle:
 
     Attributes:
         rank: of this worker.
-        host: under which the other workers reach it; its port binds to that interface.
+        network: on which the other workers reach it; its port binds to that interface.
         token: the job's secret, which both ends of each connection prove to know.
         gather: how workers tell each other where they listen.
         specs: the columns; lengths that only the data tell may be missing.
@@ -48,7 +47,7 @@ class Reshuffle:
     """
 
     rank: int
-    host: str
+    network: Network
     token: str
     gather: Gather
     specs: tuple[ColumnSpec, ...]
@@ -72,10 +71,11 @@ class Reshuffle:
             TrainingError: another worker sent what does not belong here.
         """
         arrivals = _Arrivals(received, self.deadline_s)
-        port = Port(self.host, self.token, arrivals.serve)
+        host = local_address(self.network)
+        port = Port(host, self.token, arrivals.serve)
         try:
             shapes = [list(spec.row_shape) for spec in store.specs] or None
-            mine = {"host": self.host, "port": port.number, "rows": store.rows, "shapes": shapes}
+            mine = {"host": host, "port": port.number, "rows": store.rows, "shapes": shapes}
             everyone = self.gather(mine)
             plan = exchange_plan([w["rows"] for w in everyone], seed=self.seed, epoch=epoch)
             received.create(self._known_specs(everyone), int(plan[:, self.rank].sum()))

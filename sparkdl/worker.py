@@ -77,8 +77,13 @@ class Job:
 
     @property
     def survivable_losses(self) -> int:
-        """How often workers may be lost and come back: never if all have to run at once."""
-        return 0 if self.strategy.needs_collective else self.max_failures
+        """How often workers may be lost and come back.
+
+        Never if all have to run at once, nor if they deal their rows anew: what a lost worker had
+        came from all others, who have given it away.
+        """
+        irreplaceable = self.strategy.needs_collective or self.feed.reshuffle_every
+        return 0 if irreplaceable else self.max_failures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +101,6 @@ class Place:
     """Of Spark's task; a later attempt takes the place of an earlier."""
     network: Network = field(default_factory=Network)
     """How it reaches the other workers."""
-    host: str = "127.0.0.1"
-    """Under which other workers reach this one."""
 
 
 def train(
@@ -276,7 +279,7 @@ def _collective(
 def _dealer(job: Job, place: Place, averager: AveragerClient, token: str) -> Reshuffle:
     return Reshuffle(
         rank=place.rank,
-        host=place.host,
+        network=place.network,
         token=token,
         gather=averager.gather,
         specs=job.schema.stored,

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from toys import classification, enough_rows, make_job, mlp
 
+from sparkdl.collective import Network
 from sparkdl.errors import DeadlineError, SparkDLError, TrainingError, WorkerLostError
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.feed import FeedOptions
@@ -179,7 +180,7 @@ def filled(directory: Path, ids: Tensor) -> PartitionStore:
 def dealer(rank: int, gather: Any, **changes: Any) -> Reshuffle:
     settings = {
         "rank": rank,
-        "host": "127.0.0.1",
+        "network": Network(),
         "token": "secret",
         "gather": gather,
         "specs": SPECS,
@@ -272,3 +273,8 @@ def test_a_silent_worker_costs_no_more_than_the_deadline(tmp_path: Path) -> None
         dealer(0, pretend(1), deadline_s=1.0)(
             filled(tmp_path, torch.arange(0)), torch.arange(0), new, 2
         )
+
+
+def test_a_run_whose_workers_deal_their_rows_survives_no_loss() -> None:
+    dealt = make_job(mlp(), max_failures=3, feed=FeedOptions(reshuffle_every=1))
+    assert (dealt.survivable_losses, make_job(mlp(), max_failures=3).survivable_losses) == (0, 3)

@@ -72,8 +72,7 @@ class Preflight:
             batch_size=params.getBatchSize(),
             seed=params.getSeed(),
             deadline_s=params.getTimeout(),
-            # The rows that a lost worker had come from all others, who have given them away.
-            max_failures=0 if params.getReshuffleEvery() else params.getMaxFailures(),
+            max_failures=params.getMaxFailures(),
             min_workers=params.getMinWorkers(),
             clip_norm=params.getClipNorm(),
             precision=cast(Precision, params.getPrecision()),

@@ -96,6 +96,7 @@ class Feed:
         self._training = self._new_store()
         self._held_out = self._new_store()
         self._keys: dict[PartitionStore, list[Tensor]] = {self._training: [], self._held_out: []}
+        self._orders: dict[PartitionStore, Tensor] = {}
         self._weights: list[Tensor] = []
         self._weight_scale = 1.0
 
@@ -190,8 +191,8 @@ class Feed:
         except BaseException:
             new.close()
             raise
-        self._training, self._keys[new] = new, []
-        del self._keys[old]
+        self._training = new
+        del self._orders[old]
         old.close()
 
     def epoch(self, epoch: int, *, first_step: int = 0) -> Iterator[Batch]:
@@ -262,12 +263,12 @@ class Feed:
 
     def _order(self, store: PartitionStore) -> Tensor:
         """Where the rows of the order are in the store, shape (rows,), int64."""
-        keys = self._keys[store]
-        if not keys:
-            return torch.arange(store.rows)
-        if len(keys) > 1 or keys[0].dtype is not torch.int64:
-            keys[:] = [torch.cat(keys)]
-        return torch.argsort(keys[0], stable=True)
+        if store not in self._orders:
+            keys = self._keys.pop(store, [])
+            self._orders[store] = (
+                torch.argsort(torch.cat(keys), stable=True) if keys else torch.arange(store.rows)
+            )
+        return self._orders[store]
 
     def _batches(self, store: PartitionStore, order: Tensor) -> Iterator[Batch]:
         rows, size = len(order), self._batch_size

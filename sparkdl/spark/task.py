@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import cloudpickle
 import pyarrow as pa
@@ -61,7 +59,6 @@ def run_worker_task(
             directory=_local_directory(),
             attempt=context.taskAttemptId(),
             network=network,
-            host=_own_host(uri),
         )
     except Exception as error:  # an import missing on this executor is the user's to see
         report_failure(address, rank, error)
@@ -69,17 +66,6 @@ def run_worker_task(
         with forwarded(BoardAddress(*console), rank, echo=echo):
             train(job, place, address, batches)
     yield pa.record_batch([pa.array([rank])], schema=OUTPUT_SCHEMA)
-
-
-def _own_host(uri: str) -> str:
-    """The address of this machine on the way to the driver, where other workers reach it too."""
-    parts = urlsplit(uri)
-    family, kind, protocol, _, driver = socket.getaddrinfo(
-        parts.hostname, parts.port, type=socket.SOCK_DGRAM
-    )[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(driver)  # sends nothing: a route is looked up
-        return str(probe.getsockname()[0])
 
 
 def _local_directory() -> Path:
