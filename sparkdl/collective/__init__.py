@@ -1,6 +1,7 @@
 """torch.distributed groups across workers: rendezvous, choice of backend, complete clean-up."""
 
-from sparkdl.collective.group import Collective, Gather, join_collective, release_model
+from sparkdl.collective.group import Collective, join_collective, release_model
 from sparkdl.collective.network import Network
+from sparkdl.collective.rendezvous import Gather
 
 __all__ = ["Collective", "Gather", "Network", "join_collective", "release_model"]

@@ -1,21 +1,14 @@
-"""A torch.distributed process group of all workers of a run, and nothing of it left afterwards.
-
-Rank 0 listens on a port that the system gives it and publishes the address through the averager,
-which all workers have joined anyway. Spark's own way, ``BarrierTaskContext.allGather``, polls once
-a second.
-"""
+"""A torch.distributed process group of all workers of a run, and nothing of it left afterwards."""
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,14 +16,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-from sparkdl.collective.network import Network, interface_of, listen, local_address
+from sparkdl.collective.network import Network
+from sparkdl.collective.rendezvous import Gather, Meeting, interface_settings, meet
 from sparkdl.eager import defer_compiler
-from sparkdl.errors import CollectiveError, ConfigError
+from sparkdl.errors import CollectiveError
 
 logger = logging.getLogger(__name__)
-
-Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
-"""Hands every rank what all ranks gave, in the order of the ranks; has a deadline of its own."""
 
 PATIENCE = 0.75
 """Part of the run's deadline for which an operation waits: a rank knows who is missing, the driver
@@ -46,34 +37,25 @@ class Collective:
     """The group that a worker has joined; the process's default group of torch.distributed.
 
     Attributes:
-        rank: this worker's.
-        hosts: where each rank runs, by rank.
+        meeting: who and where the workers are.
         device: where tensors must be to be reduced.
-        master: address and port at which rank 0 accepted the others.
         deadline_s: the longest that one operation waits, in seconds.
     """
 
-    rank: int
-    hosts: tuple[str, ...]
+    meeting: Meeting
     device: torch.device
-    master: tuple[str, int]
     deadline_s: float
     _store: Store
 
     @property
+    def rank(self) -> int:
+        """This worker's."""
+        return self.meeting.rank
+
+    @property
     def world_size(self) -> int:
         """Number of workers."""
-        return len(self.hosts)
-
-    @property
-    def local_rank(self) -> int:
-        """This worker's position among those of its host."""
-        return self.hosts[: self.rank].count(self.hosts[self.rank])
-
-    @property
-    def local_world_size(self) -> int:
-        """Number of workers on this host."""
-        return self.hosts.count(self.hosts[self.rank])
+        return self.meeting.world_size
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Overwrite a tensor with the sum of all ranks' and return it."""
@@ -103,7 +85,7 @@ class Collective:
             if not is_of_backend(error):
                 raise
             missing = self._call_the_roll()
-            who = ", ".join(f"rank {rank} on {self.hosts[rank]}" for rank in missing)
+            who = ", ".join(f"rank {rank} on {self.meeting.hosts[rank]}" for rank in missing)
             raise CollectiveError(
                 f"{what} among {self.world_size} workers failed on rank {self.rank}: "
                 + (f"{who} did not take part within {self.deadline_s:g} s or died" if who else "")
@@ -160,61 +142,33 @@ def join_collective(
     timeout = timedelta(seconds=PATIENCE * deadline_s)
     defer_compiler()
     _leave_group_of_others()
-    address = local_address(network)
-    mine: dict[str, Any] = {"host": socket.gethostname(), "device": str(device)}
-    store: Store | None = None
-    if rank == 0:
-        store, mine["address"], mine["port"] = open_store(address, network.ports, timeout)
-    found = gather(mine)
-    require_distinct_gpus([(str(each["host"]), str(each["device"])) for each in found])
-    master = str(found[0]["address"]), int(found[0]["port"])
+    met = meet(rank, gather, device=device, network=network, timeout=timeout)
     try:
-        with environment(interface_settings(device, address)):
+        with environment(interface_settings(device, met.address)):
+            store = met.store
             if store is None:
-                store = TCPStore(*master, timeout=timeout, wait_for_workers=False)
+                store = TCPStore(*met.master, timeout=timeout, wait_for_workers=False)
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 store=store,
                 rank=rank,
-                world_size=len(found),
+                world_size=met.world_size,
                 timeout=timeout,
             )
             yield Collective(
-                rank=rank,
-                hosts=tuple(str(each["host"]) for each in found),
+                meeting=met,
                 device=device,
-                master=master,
                 deadline_s=timeout.total_seconds(),
                 _store=store,
             )
     except dist.DistError as error:
         raise CollectiveError(
-            f"rank {rank} on {mine['host']} ({address}) cannot form a group with rank 0 at "
-            f"{master[0]}:{master[1]}: {_first_line(error)}. Firewalls must let workers reach "
-            "each other; spark.sparkdl.collective.interface chooses the network"
+            f"rank {rank} on {met.hosts[rank]} ({met.address}) cannot form a group with rank 0 at "
+            f"{met.master[0]}:{met.master[1]}: {_first_line(error)}. Firewalls must let workers "
+            "reach each other; spark.sparkdl.collective.interface chooses the network"
         ) from error
     finally:
         leave_group()
-
-
-def require_distinct_gpus(places: Sequence[tuple[str, str]]) -> None:
-    """Check that every rank has a GPU of its own, without which NCCL fails in words of its own.
-
-    Args:
-        places: host and device of each rank.
-
-    Raises:
-        ConfigError: two ranks use the same.
-    """
-    taken: dict[tuple[str, str], int] = {}
-    for rank, (host, device) in enumerate(places):
-        if device.startswith("cuda") and (host, device) in taken:
-            raise ConfigError(
-                f"ranks {taken[host, device]} and {rank} on {host} both use {device}. Let Spark "
-                "assign one GPU a task (spark.task.resource.gpu.amount=1), or set numWorkers to "
-                "the number of GPUs"
-            )
-        taken[host, device] = rank
 
 
 def release_model(model: DistributedDataParallel) -> None:
@@ -225,29 +179,6 @@ def release_model(model: DistributedDataParallel) -> None:
     """
     model.reducer = None  # type: ignore[assignment]
     model.logger = None
-
-
-def open_store(
-    address: str, ports: tuple[int, int] | None, timeout: timedelta
-) -> tuple[Store, str, int]:
-    """Start the store through which a group forms; returns it with the address and port it has."""
-    with listen(address, ports) as listener:
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            address,
-            port,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-    return store, address, port
-
-
-def interface_settings(device: torch.device, address: str) -> Mapping[str, str]:
-    """What makes the backend bind to one interface; what the user has set wins."""
-    name = "NCCL_SOCKET_IFNAME" if device.type == "cuda" else "GLOO_SOCKET_IFNAME"
-    return {} if name in os.environ else {name: interface_of(address)}
 
 
 @contextmanager

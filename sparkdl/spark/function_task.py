@@ -28,13 +28,10 @@ from sparkdl.collective import Network
 from sparkdl.collective.group import (
     ROLL_CALL_S,
     environment,
-    interface_settings,
     is_of_backend,
     leave_group,
-    open_store,
-    require_distinct_gpus,
 )
-from sparkdl.collective.network import local_address
+from sparkdl.collective.rendezvous import Meeting, interface_settings, meet
 from sparkdl.eager import defer_compiler
 from sparkdl.errors import ConfigError, StoppedError
 from sparkdl.spark.board import BoardAddress, BoardClient
@@ -189,27 +186,18 @@ def _surroundings(
 ) -> Iterator[None]:
     """The variables that torchrun sets, a store behind them, and ``current_worker``."""
     global _current
-    address = local_address(network)
-    mine: dict[str, Any] = {"host": socket.gethostname(), "device": device}
-    store = None
-    if rank == 0:
-        store, mine["address"], mine["port"] = open_store(address, network.ports, STORE_TIMEOUT)
-    everyone = board.gather(mine)
-    hosts = [str(each["host"]) for each in everyone]
-    require_distinct_gpus([(str(each["host"]), str(each["device"])) for each in everyone])
+    met = meet(rank, board.gather, device=device, network=network, timeout=STORE_TIMEOUT)
     worker = FunctionWorker(
         rank=rank,
-        world_size=len(hosts),
-        local_rank=hosts[:rank].count(hosts[rank]),
-        local_world_size=hosts.count(hosts[rank]),
+        world_size=met.world_size,
+        local_rank=met.local_rank,
+        local_world_size=met.local_world_size,
         device=device,
     )
     settings = {
-        **_torchrun_variables(worker, hosts),
-        "MASTER_ADDR": str(everyone[0]["address"]),
-        "MASTER_PORT": str(everyone[0]["port"]),
+        **_torchrun_variables(met),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-        **interface_settings(torch.device(device), address),
+        **interface_settings(torch.device(device), met.address),
     }
     _current = worker
     try:
@@ -217,21 +205,22 @@ def _surroundings(
             yield
     finally:
         _current = None
-        del store
 
 
-def _torchrun_variables(worker: FunctionWorker, hosts: list[str]) -> dict[str, str]:
-    distinct = list(dict.fromkeys(hosts))
+def _torchrun_variables(met: Meeting) -> dict[str, str]:
+    hosts = list(dict.fromkeys(met.hosts))
     return {
-        "RANK": str(worker.rank),
-        "WORLD_SIZE": str(worker.world_size),
-        "LOCAL_RANK": str(worker.local_rank),
-        "LOCAL_WORLD_SIZE": str(worker.local_world_size),
-        "GROUP_RANK": str(distinct.index(hosts[worker.rank])),
-        "GROUP_WORLD_SIZE": str(len(distinct)),
+        "MASTER_ADDR": met.master[0],
+        "MASTER_PORT": str(met.master[1]),
+        "RANK": str(met.rank),
+        "WORLD_SIZE": str(met.world_size),
+        "LOCAL_RANK": str(met.local_rank),
+        "LOCAL_WORLD_SIZE": str(met.local_world_size),
+        "GROUP_RANK": str(hosts.index(met.hosts[met.rank])),
+        "GROUP_WORLD_SIZE": str(len(hosts)),
         "ROLE_NAME": "default",
-        "ROLE_RANK": str(worker.rank),
-        "ROLE_WORLD_SIZE": str(worker.world_size),
+        "ROLE_RANK": str(met.rank),
+        "ROLE_WORLD_SIZE": str(met.world_size),
         "TORCHELASTIC_RUN_ID": "sparkdl",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",

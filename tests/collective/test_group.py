@@ -47,8 +47,8 @@ def test_every_rank_knows_its_place() -> None:
     def body(collective: Collective, _: Any) -> Any:
         return (
             (collective.rank, collective.world_size),
-            (collective.local_rank, collective.local_world_size),
-            collective.master,
+            (collective.meeting.local_rank, collective.meeting.local_world_size),
+            collective.meeting.master,
             dist.get_rank(),
             dist.get_backend(),
         )
@@ -203,7 +203,7 @@ def test_rank_0_listens_in_the_range_of_ports_that_it_is_given() -> None:
     with listen("127.0.0.1", None) as probe:
         port = probe.getsockname()[1]
     with alone(network=Network(ports=(port, port))) as collective:
-        assert collective.master == ("127.0.0.1", port)
+        assert collective.meeting.master == ("127.0.0.1", port)
         with pytest.raises(ConfigError, match="is taken"):
             listen("127.0.0.1", (port, port))
 

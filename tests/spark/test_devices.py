@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.collective.group import require_distinct_gpus
+from sparkdl.collective.rendezvous import require_distinct_gpus
 from sparkdl.errors import ConfigError
 from sparkdl.spark.devices import choose_device, device_index
 
