@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from sparkdl.errors import DataError
 from sparkdl.feed.decode import Decoded
 from sparkdl.feed.lists import numpy_of
+from sparkdl.feed.ranges import all_within, beyond, holds_all, limits
 from sparkdl.protocols import ColumnSpec
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ class ColumnFacts:
         fractions: rows whose number is not whole; counted where integers are wanted.
         broken: rows that cannot be decoded, or have another length than was declared.
         not_finite: rows that hold NaN or infinity.
+        out_of_range: rows with a finite number that the tensor's dtype cannot hold.
         shortest: elements of the shortest array; None for numbers.
         longest: elements of the longest array; None for numbers.
         smallest: the smallest number, NaN if there is one; None for arrays of anything but
@@ -51,6 +53,7 @@ class ColumnFacts:
     fractions: int = 0
     broken: int = 0
     not_finite: int = 0
+    out_of_range: int = 0
     shortest: int | None = None
     longest: int | None = None
     smallest: float | None = None
@@ -91,7 +94,7 @@ class ColumnFacts:
         return f"row {row} of partition {partition}"
 
 
-COUNTS = ("nulls", "null_elements", "fractions", "broken", "not_finite")
+COUNTS = ("nulls", "null_elements", "fractions", "broken", "not_finite", "out_of_range")
 EXTREMES: dict[str, Callable[..., float]] = {
     "shortest": min,
     "longest": max,
@@ -225,6 +228,8 @@ def _look_at_numbers(numbers: np.ndarray, spec: ColumnSpec, found: _Finder) -> N
     # numpy's argmin and argmax take NaN for the smallest and for the largest.
     for name, row in (("smallest", numbers.argmin()), ("largest", numbers.argmax())):
         found.extreme(name, numbers[row].item(), int(row))
+    if not all_within(found.facts["smallest"], found.facts["largest"], spec.dtype):
+        found.count("out_of_range", np.flatnonzero(beyond(numbers, spec.dtype)))
     if numbers.dtype.kind != "f":
         return
     if not np.isfinite(found.facts["smallest"]) or not np.isfinite(found.facts["largest"]):
@@ -246,20 +251,30 @@ def _look_at_arrays(values: pa.Array, spec: ColumnSpec, found: _Finder) -> None:
     if elements.null_count:
         parents = numpy_of(pc.list_parent_indices(values).filter(elements.is_null()))
         found.count("null_elements", np.unique(parents))
-    if len(elements) == elements.null_count or spec.encoding not in ("numbers", "vector"):
-        return
-    numbers = numpy_of(elements)
-    parents_of = _Parents(values, elements)
-    if pa.types.is_integer(elements.type) or pa.types.is_boolean(elements.type):
+    if len(elements) > elements.null_count and spec.encoding in ("numbers", "vector", "matrix"):
+        _look_at_elements(numpy_of(elements), _Parents(values, elements), spec, found)
+
+
+def _look_at_elements(
+    numbers: np.ndarray, parents_of: _Parents, spec: ColumnSpec, found: _Finder
+) -> None:
+    if numbers.dtype.kind in "iub":
         for name, place in (("smallest", numbers.argmin()), ("largest", numbers.argmax())):
             found.extreme(name, numbers[place].item(), parents_of.row(int(place)))
-    else:
+        suspicious = not all_within(found.facts["smallest"], found.facts["largest"], spec.dtype)
+    elif holds_all(spec.dtype, numbers.dtype):
         with np.errstate(over="ignore", invalid="ignore"):
             # One pass: the sum is finite only if every number is, but for overflow.
             suspicious = not np.isfinite(numbers.sum())
-        if suspicious:
-            bad = np.flatnonzero(~np.isfinite(numbers))
-            found.count("not_finite", np.unique(parents_of.rows()[bad]))
+    else:
+        suspicious = not all_within(numbers.min(), numbers.max(), spec.dtype)
+    if suspicious:
+        for name, wrong in (
+            ("not_finite", ~np.isfinite(numbers)),
+            ("out_of_range", beyond(numbers, spec.dtype)),
+        ):
+            if wrong.any():
+                found.count(name, np.unique(parents_of.rows()[wrong]))
 
 
 class _Parents:
@@ -296,6 +311,7 @@ def check_facts(facts: DataFacts, columns: Iterable[ColumnSpec]) -> None:
         raise DataError(NO_ROWS)
     for found, spec in zip(facts.columns, columns, strict=True):
         _check_column(found, spec.name, facts.rows)
+        _check_range(found, spec, facts.rows)
     workers = len(facts.shard_rows)
     if facts.rows < workers:
         raise DataError(
@@ -336,6 +352,18 @@ def _check_column(found: ColumnFacts, name: str, rows: int) -> None:
         )
     if found.longest == 0:
         raise DataError(f"column '{name}' holds only empty arrays: there is nothing to feed")
+
+
+def _check_range(found: ColumnFacts, spec: ColumnSpec, rows: int) -> None:
+    if found.out_of_range:
+        low, high = limits(spec.dtype)
+        where = found.where("out_of_range")
+        raise DataError(
+            f"column '{spec.name}' has {found.out_of_range} rows of {rows} with numbers out of the "
+            f"range of {str(spec.dtype).removeprefix('torch.')}, {low:g} to {high:g}"
+            f"{f' (the first is {where})' if where else ''}. Scale them first, or ask for a wider "
+            "dtype with columnDtypes"
+        )
 
 
 def _extreme(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:

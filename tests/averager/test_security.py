@@ -33,6 +33,7 @@ COLUMN = {
     "fractions": 0,
     "broken": 0,
     "not_finite": 0,
+    "out_of_range": 0,
     "shortest": None,
     "longest": None,
     "smallest": 0.5,

@@ -215,3 +215,24 @@ def test_a_label_that_the_loss_ignores_is_not_out_of_range(spark: SparkSession) 
     rows = frame(spark).withColumn("label", F.expr("if(id < 5, -1, label)"))
     model = estimator(loss=nn.CrossEntropyLoss(ignore_index=-1)).fit(rows)
     assert model.history[0].examples == 60
+
+
+@pytest.mark.parametrize(
+    ("column", "dtype", "value", "names"),
+    [
+        ("features", "float16", 1e5, "float16, -65504 to 65504"),
+        ("features", "bfloat16", 3.4e38, "bfloat16, -3.38953e+38"),
+        ("features", "float32", -1e300, "float32, -3.40282e+38"),
+        ("features", "int8", 200.0, "int8, -128 to 127"),
+        ("label", "float32", 1e39, "float32"),
+    ],
+)
+def test_numbers_out_of_the_dtypes_range_are_named_with_their_place(
+    spark: SparkSession, refuse: Refuse, column: str, dtype: str, value: float, names: str
+) -> None:
+    rows = frame(spark, rows=60, partitions=2).withColumn("label", F.col("label").cast("double"))
+    bad = F.lit(value) if column == "label" else F.array(*[F.lit(value)] * 4)
+    rows = rows.withColumn(column, F.when(F.col("id").isin(33, 47), bad).otherwise(F.col(column)))
+    changes = {"columnDtypes": {column: dtype}, "loss": nn.MSELoss()}
+    place = "(the first is row 3 of partition 1)"
+    refuse(rows, DataError, f"'{column}'", "2 rows of 60", names, place, **changes)

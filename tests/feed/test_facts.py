@@ -60,6 +60,9 @@ def facts_of_numbers(rows: Sequence[float | None], *, whole_wanted: bool) -> Col
     wanting = [
         isinstance(row, float) and not math.isinf(row) and not row.is_integer() for row in rows
     ]
+    too_large = [
+        row is not None and math.isfinite(row) and not -(2**63) <= row < 2**63 for row in rows
+    ]
     smallest, largest = extremes(present)
     zeros = [None if row is None else row + 0.0 if row == 0 else row for row in rows]
     first_of(
@@ -74,6 +77,7 @@ def facts_of_numbers(rows: Sequence[float | None], *, whole_wanted: bool) -> Col
         not_finite=first(
             places, "not_finite", [row is not None and not math.isfinite(row) for row in rows]
         ),
+        out_of_range=first(places, "out_of_range", too_large) if whole_wanted else 0,
         smallest=smallest,
         largest=largest,
         places=places,
@@ -332,3 +336,11 @@ def test_the_mean_weight_is_over_the_rows_of_all_workers() -> None:
     shards = [ShardFacts(3, (), weight=9.0), ShardFacts(0, ()), ShardFacts(1, (), weight=3.0)]
     assert DataFacts.of(shards).mean_weight == 3.0
     assert DataFacts.of([ShardFacts(4, ())]).mean_weight == 1.0
+
+
+def test_numbers_beyond_the_dtype_are_refused_with_the_range_and_a_remedy() -> None:
+    with pytest.raises(
+        DataError,
+        match=r"column 'first' has 2 rows of 7 .* range of float32, -3.4\S+e\+38 .*columnDtypes",
+    ):
+        check(ColumnFacts(out_of_range=2, smallest=0, largest=1e300))
