@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from sparkdl.averager.meeting import Event
 from sparkdl.averager.members import Tolerance
-from sparkdl.averager.rounds import Event
 from sparkdl.averager.saving import CheckpointPlan, Resumed
 from sparkdl.averager.server import Averager
 from sparkdl.checkpoint.policy import CheckpointPolicy, require_same

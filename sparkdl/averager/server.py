@@ -60,9 +60,10 @@ from sparkdl.averager.headers import (
     read_validation,
     read_window,
 )
+from sparkdl.averager.meeting import Event
 from sparkdl.averager.members import FencedError, Member, Tolerance
 from sparkdl.averager.port import Port
-from sparkdl.averager.rounds import Event, Rounds, StartOverError
+from sparkdl.averager.rounds import Rounds, StartOverError
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
 from sparkdl.errors import DeadlineError, SparkDLError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport

@@ -164,7 +164,7 @@ def test_an_epoch_does_not_end_before_a_lost_rank_is_through_with_it() -> None:
     lose(rounds, 0)
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(contribute, rounds, report(1, last=True), 1.0)
-        assert eventually(lambda: rounds._round == 1)
+        assert eventually(lambda: rounds._tally.round == 1)
         assert not early.done()
         come_back(rounds, 0)
         assert contribute(rounds, report(0, last=True), 5.0) == [5.0, 5.0]
@@ -206,7 +206,7 @@ def test_rounds_wait_for_min_workers() -> None:
         held = pool.submit(contribute, rounds, report(1), 1.0)
         assert eventually(lambda: 1 in rounds._complete)
         assert not held.done()
-        assert rounds._round == 0
+        assert rounds._tally.round == 0
         back = pool.submit(come_back, rounds, 0)
         assert held.result(10) == [1.0, 1.0]
         back.result(10)

@@ -28,7 +28,7 @@ from toys import (
 
 from sparkdl.averager import Averager, AveragerAddress, AveragerClient
 from sparkdl.averager.connection import Connection
-from sparkdl.averager.rounds import Event
+from sparkdl.averager.meeting import Event
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts, ShardFacts

@@ -1,0 +1,372 @@
+"""Who takes part in a run: joining, reading, starting, being lost, coming back, being waited for.
+
+    join:       every rank, as soon as it runs, and again whenever it comes back
+    ready:      every rank, once it has read its rows; returns when all have and the driver, who is
+                told what they found, has let them start; for one that comes back, as soon as the
+                next round can begin with it
+    gather:     every rank, equally often, at any time after it was let start
+
+Every method is called from the thread that serves one worker. A failure ends the run: it is raised
+in every thread that waits here, and in the driver's.
+
+A rank is overdue when someone waits for it and nothing was heard of it for longer than it is
+granted. Whoever waits notices, and so does the driver's thread, which looks at regular intervals.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from sparkdl.averager.members import Member, Members, Tolerance
+from sparkdl.errors import DataError, DeadlineError, SparkDLError, StoppedError, TrainingError
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.facts import DataFacts, ShardFacts
+
+logger = logging.getLogger(__name__)
+
+Event = DataFacts | WindowReport | EpochSummary
+
+
+class Meeting(ABC):
+    """The workers of a run and one lock for all that they share; ``Rounds`` is what they do there.
+
+    Args:
+        world_size: number of workers.
+        deadline_s: the longest that a rank may be silent while it is waited for, in seconds.
+        tolerance: what losses the run survives.
+
+    Attributes:
+        world_size: as given.
+        deadline_s: as given.
+        events: what the driver is told; None when the run has ended.
+        failure: what ended it, if it failed.
+    """
+
+    def __init__(self, world_size: int, deadline_s: float, tolerance: Tolerance) -> None:
+        self.world_size = world_size
+        self.deadline_s = deadline_s
+        self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self.failure: SparkDLError | None = None
+        self._condition = threading.Condition()
+        self._members = Members(world_size, deadline_s, tolerance)
+        self._everyone = self._members.everyone
+        self._shards: dict[int, ShardFacts] = {}
+        self._gathers: dict[int, dict[int, object]] = {}
+        self._gathered = dict.fromkeys(self._everyone, 0)
+        self._started = False
+        self._told_to_end: SparkDLError | None = None
+        # Not yet through with the epoch; let in; back, and waiting to be let in.
+        self._pending: set[int] = set()
+        self._admitted: set[int] = set()
+        self._knocking: set[int] = set()
+        # Who has yet to take the center, and who has left for good.
+        self._readers: set[int] = set()
+        self._finished: set[int] = set()
+
+    def join(
+        self,
+        rank: int,
+        host: str,
+        attempt: int = 0,
+        interrupt: Callable[[], None] = lambda: None,
+    ) -> Member:
+        """Enter the run, for the first time or again.
+
+        Args:
+            rank: the worker's rank.
+            host: where it runs, for messages.
+            attempt: of its task.
+            interrupt: ends its connection; called when it is dropped.
+
+        Raises:
+            TrainingError: the rank is not one of this run's, or has joined already.
+            FencedError: a later attempt of the task has joined.
+        """
+        with self._condition:
+            self._raise_if_failed()
+            member = Member(rank, host, attempt, interrupt)
+            before = self._members.join(member)
+            if before is not None:
+                self._lose(before, "was replaced before its connection was known to be lost")
+            return member
+
+    def lose(self, member: Member, why: str) -> None:
+        """Go on without a worker.
+
+        Args:
+            member: who it is.
+            why: for messages; follows "rank r on host".
+        """
+        with self._condition:
+            if self.failure is None and not member.gone and member.rank not in self._finished:
+                self._lose(member, why)
+
+    def still_reading(self, rank: int) -> None:
+        """Take note that a rank is alive and reads its rows.
+
+        Raises:
+            StoppedError: the run failed elsewhere, so that the rank need not go on.
+        """
+        with self._condition:
+            self._raise_if_failed()
+            self.hear(rank)
+
+    def ready(self, rank: int, shard: ShardFacts, on_wait: Callable[[], None]) -> None:
+        """Say that a rank has read its rows, and wait until it may take the center.
+
+        Args:
+            rank: the worker's rank.
+            shard: what it found.
+            on_wait: called now and then while others still read.
+
+        Raises:
+            DataError: the rank has come back, and its rows are not what they were.
+            DeadlineError: a rank did not start, or was silent while it read.
+            StoppedError: the driver refused the data, or the run failed elsewhere.
+        """
+        with self._condition:
+            self._raise_if_failed()
+            member = self._members.of(rank)
+            self._note_shard(rank, shard)
+            if self._started and rank not in self._admitted:
+                self._knocking.add(rank)
+                self._on_return()
+        while True:
+            with self._condition:
+                if self._wait(
+                    lambda: rank in self._admitted, member, at_most_s=self.deadline_s / 4
+                ):
+                    return
+            on_wait()
+
+    def gather(self, rank: int, value: object, on_wait: Callable[[], None]) -> list[object]:
+        """Wait until every rank has called this as often as this one; returns all values by rank.
+
+        Args:
+            rank: the worker's rank.
+            value: what the others are to know.
+            on_wait: called now and then while others are still to come.
+
+        Raises:
+            DeadlineError: a rank stayed away.
+            StoppedError: the run failed elsewhere.
+        """
+        with self._condition:
+            self._raise_if_failed()
+            self.hear(rank)
+            number = self._gathered[rank]
+            self._gathered[rank] += 1
+            values = self._gathers.setdefault(number, {})
+            values[rank] = value
+            if len(values) == self.world_size:
+                del self._gathers[number]
+                self._members.hear(self._everyone)
+                self._condition.notify_all()
+            member = self._members.of(rank)
+        while True:
+            with self._condition:
+                if self._wait(
+                    lambda: len(values) == self.world_size, member, at_most_s=self.deadline_s / 4
+                ):
+                    return [values[other] for other in sorted(self._everyone)]
+            on_wait()
+
+    def start(self) -> None:
+        """Let the workers train; called by the driver once it has looked at the data's facts."""
+        with self._condition:
+            self._started = True
+            self._admitted = self._members.there & self._shards.keys()
+            self._await_everyone()
+            self._on_start()
+            self._condition.notify_all()
+
+    @property
+    def mean_weight(self) -> float:
+        """Of the rows of all ranks; known once all were let start."""
+        with self._condition:
+            return self._facts().mean_weight
+
+    @property
+    def losses(self) -> list[str]:
+        """Which workers were lost, and why."""
+        with self._condition:
+            return list(self._members.losses)
+
+    def hear(self, rank: int) -> None:
+        """Take note that a rank is alive: something of it arrived, or it took something."""
+        self._members.hear([rank])
+
+    def finish(self, rank: int) -> None:
+        """Leave the run for good, after the last epoch."""
+        with self._condition:
+            self._finished.add(rank)
+            if len(self._finished) == self.world_size:
+                self.events.put(None)
+
+    def fail(self, error: SparkDLError) -> None:
+        """End the run; later failures are consequences of the first and are dropped."""
+        with self._condition:
+            if self.failure is None and len(self._finished) < self.world_size:
+                # Who was told to end may see the workers end too.
+                self.failure = self._told_to_end or error
+                self._on_failure()
+                self.events.put(None)
+            self._condition.notify_all()
+
+    def check_deadline(self) -> None:
+        """Look whether a rank that is waited for has been silent too long, and drop it if allowed.
+
+        Raises:
+            DeadlineError: it has, and cannot be dropped; the message names it and what it was
+                waited for.
+        """
+        with self._condition:
+            if self.failure is not None:
+                return
+            self._check_saving()
+            silent = self._members.overdue(self._waited_for())
+            present = silent & self._members.there
+            if present and self._members.tolerance.max_failures and self._started:
+                for rank in sorted(present):
+                    patience = self._members.patience_s(rank)
+                    what = self._what_is_missing({rank})
+                    self._lose(self._members.of(rank), f"{what} within {patience:.1f} s")
+                self._members.double_patience()
+            elif silent:
+                late = (silent - self._members.joined) or silent
+                raise DeadlineError(
+                    f"{self._members.name(late)} {self._what_is_missing(late)} within "
+                    f"{self.deadline_s:g} s. If it takes longer here, raise the estimator's "
+                    "'timeout'"
+                )
+
+    def _lose(self, member: Member, why: str) -> None:
+        """Take a worker out of everything that is under way."""
+        rank = member.rank
+        error = self._members.lose(member, why)
+        if error is not None:
+            self.fail(error)
+            return
+        logger.warning("%s; going on with the others until it comes back", self._members.losses[-1])
+        self._readers.discard(rank)
+        self._admitted.discard(rank)
+        self._knocking.discard(rank)
+        self._on_loss(rank)
+        # Who waited for the lost one could not be heard of.
+        self._members.hear(self._admitted)
+        self._condition.notify_all()
+
+    def _admit(self) -> None:
+        """Let those in who came back; they read the center before the next round."""
+        self._admitted |= self._knocking
+        # Who was through with the epoch says so once more, with a window of no weight.
+        self._pending |= self._knocking
+        self._readers |= self._knocking
+        self._members.hear(self._knocking)
+        self._knocking = set()
+        self._condition.notify_all()
+
+    @property
+    def _active(self) -> set[int]:
+        return self._pending & self._admitted
+
+    def _await_everyone(self) -> None:
+        """From here on everyone is expected to train on an epoch's rows."""
+        self._pending = set(self._everyone)
+        self._members.hear(self._everyone)
+
+    def _facts(self) -> DataFacts:
+        return DataFacts.of([self._shards[rank] for rank in sorted(self._everyone)])
+
+    def _note_shard(self, rank: int, shard: ShardFacts) -> None:
+        if any(len(s.columns) != len(shard.columns) for s in self._shards.values()):
+            raise TrainingError(f"rank {rank} has {len(shard.columns)} columns, others do not")
+        before = self._shards.get(rank)
+        # As text, because NaN differs from itself.
+        if before is not None and repr(before) != repr(shard):
+            raise DataError(
+                f"rank {rank} was started again and read other rows than before ({shard.rows} rows "
+                f"now, {before.rows} then): the DataFrame is not the same each time it is computed "
+                "(rand() without a seed, a limit, a changing source?). Persist or write it first"
+            )
+        self._shards[rank] = shard
+        if before is None and len(self._shards) == self.world_size:
+            self.events.put(self._facts())
+
+    def _wait(
+        self, condition: Callable[[], bool], member: Member, at_most_s: float = math.inf
+    ) -> bool:
+        """Wait for a condition, as long as nobody is overdue; returns whether it came true."""
+        until = time.monotonic() + at_most_s
+        while True:
+            due = self._members.next_due(self._waited_for())
+            met = self._condition.wait_for(
+                lambda: self.failure is not None or member.gone or condition(),
+                timeout=max(0.01, min(due, until) - time.monotonic()),
+            )
+            self._raise_if_failed()
+            self._members.require(member)
+            if met or time.monotonic() >= until:
+                return met
+            self.check_deadline()
+
+    def _waited_for(self) -> set[int]:
+        if not self._started:
+            return set(self._everyone - self._shards.keys())
+        if self._gathers:
+            return set(self._everyone - self._gathers[min(self._gathers)].keys())
+        return self._waited_for_in_round() - self._finished
+
+    def _what_is_missing(self, ranks: set[int]) -> str:
+        joined = self._members.joined
+        if not ranks <= joined:
+            return (
+                f"did not start ({len(joined)} of {self.world_size} workers did; all have to "
+                "run at once: are other jobs using the cluster?)"
+            )
+        if not ranks & self._members.there:
+            reasons = "; ".join(self._members.last_loss(rank) for rank in sorted(ranks))
+            return f"did not come back ({reasons}; is there a slot to start it again?)"
+        if not self._started:
+            return "did not receive more of its rows"
+        if self._gathers:
+            return "did not take part in what the workers exchange among themselves"
+        return self._what_the_round_misses()
+
+    def _raise_if_failed(self) -> None:
+        if self.failure is not None:
+            raise StoppedError(f"the run ended: {self.failure}")
+
+    @abstractmethod
+    def _on_start(self) -> None:
+        """All are let start."""
+
+    @abstractmethod
+    def _on_return(self) -> None:
+        """A worker that was lost has read its rows again, and wants to be let in."""
+
+    @abstractmethod
+    def _on_loss(self, rank: int) -> None:
+        """A worker is lost, and training goes on."""
+
+    @abstractmethod
+    def _on_failure(self) -> None:
+        """The run ends."""
+
+    @abstractmethod
+    def _waited_for_in_round(self) -> set[int]:
+        """Who is waited for, once all have started."""
+
+    @abstractmethod
+    def _what_the_round_misses(self) -> str:
+        """What those are waited for; follows their names."""
+
+    @abstractmethod
+    def _check_saving(self) -> None:
+        """Raise ``DeadlineError`` if a checkpoint takes too long."""

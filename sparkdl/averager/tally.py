@@ -1,0 +1,80 @@
+"""How far a run has come, counted at commits: positions, windows, epochs, losses. No locks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from sparkdl.averager.progress import Position, Progress
+from sparkdl.events import (
+    EpochSummary,
+    ValidationReport,
+    WindowReport,
+    summarize_epoch,
+    with_validation,
+)
+
+
+class Tally:
+    """What has been committed; ``Rounds`` holds its lock.
+
+    Args:
+        progress: how far the training had come when the run began.
+
+    Attributes:
+        round: rounds committed in this run.
+        epoch: the epoch that is under way, counted from 1.
+        positions: where each rank goes on, by rank.
+        history: the epochs that have ended.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self.round = 0
+        self.epoch = progress.epoch
+        self.positions = list(progress.positions)
+        self.history = list(progress.history)
+        self._reports = list(progress.reports)
+        self._first_round = -progress.rounds
+        self._validations: dict[tuple[int, int], ValidationReport] = {}
+        self.start_epoch()
+
+    def start_epoch(self) -> None:
+        """From now on the time counts as the epoch's."""
+        self._epoch_started = time.monotonic()
+
+    def commit(self, windows: Iterable[WindowReport]) -> None:
+        """Count a round and its windows, given by rank: now they have happened."""
+        self.round += 1
+        for report in windows:
+            self.positions[report.rank] = Position.after(report)
+            self._reports.append(report)
+
+    def end_epoch(self) -> EpochSummary:
+        """Go on to the next epoch; returns what the one that has ended was like."""
+        seconds = time.monotonic() - self._epoch_started
+        rounds = self.round - self._first_round
+        summary = summarize_epoch(self.epoch, self._reports, rounds, seconds)
+        self.history.append(summary)
+        self.epoch += 1
+        self.positions = [position.next_epoch() for position in self.positions]
+        self._first_round = self.round
+        self._reports = []
+        self.start_epoch()
+        return summary
+
+    def validated(self, report: ValidationReport) -> None:
+        """Add to an epoch's summary what a rank found on its held-out rows."""
+        self._validations[report.epoch, report.rank] = report
+        for index, summary in enumerate(self.history):
+            if summary.epoch == report.epoch:
+                self.history[index] = with_validation(summary, self._validations.values())
+
+    def progress(self) -> Progress:
+        """How far the training has come, to go on from."""
+        return Progress(
+            epoch=self.epoch,
+            rounds=self.round - self._first_round,
+            positions=tuple(self.positions),
+            reports=tuple(self._reports),
+            history=tuple(self.history),
+        )
