@@ -17,18 +17,19 @@ from sparkdl.protocols import Segment
 
 
 @contextmanager
-def rounds(workers: int, numel: int) -> Iterator[RoundProcesses]:
+def rounds(workers: int, numel: int, *, tls: bool = False) -> Iterator[RoundProcesses]:
     """Opens an averager here and starts the workers, each a process of its own.
 
     Args:
         workers: how many contribute.
         numel: number of float32 parameters.
+        tls: whether connections are encrypted.
 
     Yields:
         The worker processes; each ``round()`` is one round of the averager.
     """
     layout = (Segment("parameters", torch.float32, numel),)
-    with Averager(layout, [torch.zeros(numel)], workers, FullPrecision()) as averager:
+    with Averager(layout, [torch.zeros(numel)], workers, FullPrecision(), tls=tls) as averager:
         starter = threading.Thread(target=_start, args=(averager,), daemon=True)
         starter.start()
         with RoundProcesses(

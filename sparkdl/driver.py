@@ -157,6 +157,7 @@ def run(
         plan=plan,
         resumed=resumed,
         tolerance=Tolerance(job.survivable_losses, job.min_workers),
+        tls=job.tls,
     )
     with _saved_on_sigterm(averager, plan), averager, launch(averager):
         for event in averager.events():

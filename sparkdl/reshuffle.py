@@ -8,7 +8,6 @@ place that the plan gives it: the order of the rows is the same in every run.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.averager.port import Port
+from sparkdl.averager.tls import connect
 from sparkdl.collective import Gather, Network
 from sparkdl.collective.network import local_address
 from sparkdl.errors import DeadlineError, SparkDLError, TrainingError, WorkerLostError
@@ -44,6 +44,7 @@ class Reshuffle:
         specs: the columns; lengths that only the data tell may be missing.
         seed: the job's seed.
         deadline_s: the longest that nothing may arrive, in seconds.
+        tls: whether the rows are encrypted on their way.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Reshuffle:
     specs: tuple[ColumnSpec, ...]
     seed: int
     deadline_s: float
+    tls: bool = False
 
     def __call__(
         self, store: PartitionStore, order: Tensor, received: PartitionStore, epoch: int
@@ -72,10 +74,16 @@ class Reshuffle:
         """
         arrivals = _Arrivals(received, self.deadline_s)
         host = local_address(self.network)
-        port = Port(host, self.token, arrivals.serve)
+        port = Port(host, self.token, arrivals.serve, encrypted=self.tls)
         try:
             shapes = [list(spec.row_shape) for spec in store.specs] or None
-            mine = {"host": host, "port": port.number, "rows": store.rows, "shapes": shapes}
+            mine = {
+                "host": host,
+                "port": port.number,
+                "fingerprint": port.fingerprint,
+                "rows": store.rows,
+                "shapes": shapes,
+            }
             everyone = self.gather(mine)
             plan = exchange_plan([w["rows"] for w in everyone], seed=self.seed, epoch=epoch)
             received.create(self._known_specs(everyone), int(plan[:, self.rank].sum()))
@@ -102,8 +110,8 @@ class Reshuffle:
 
     def _send(self, peer: int, address: dict[str, Any], chunks: Any) -> None:
         try:
-            connected = socket.create_connection(
-                (address["host"], address["port"]), self.deadline_s
+            connected = connect(
+                (address["host"], address["port"]), address["fingerprint"], self.deadline_s
             )
             connection = Connection(connected, self.deadline_s)
             try:

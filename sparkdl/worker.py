@@ -74,6 +74,8 @@ class Job:
     """In which forward and loss are computed."""
     feed: FeedOptions = field(default_factory=FeedOptions)
     """How the rows are fed."""
+    tls: bool = False
+    """Whether the connections of workers to the driver and to each other are encrypted."""
 
     @property
     def survivable_losses(self) -> int:
@@ -285,6 +287,7 @@ def _dealer(job: Job, place: Place, averager: AveragerClient, token: str) -> Res
         specs=job.schema.stored,
         seed=job.seed,
         deadline_s=job.deadline_s,
+        tls=job.tls,
     )
 
 

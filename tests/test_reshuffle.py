@@ -220,7 +220,16 @@ def pretend(port: int, rows: int = 5) -> Any:
     """A gather in which rank 1 is somebody else."""
 
     def gather(value: Any) -> list[Any]:
-        return [value, {"host": "127.0.0.1", "port": port, "rows": rows, "shapes": [[3], [], []]}]
+        return [
+            value,
+            {
+                "host": "127.0.0.1",
+                "port": port,
+                "fingerprint": None,
+                "rows": rows,
+                "shapes": [[3], [], []],
+            },
+        ]
 
     return gather
 

@@ -19,6 +19,7 @@ from sparkdl.averager.connection import Connection, ConnectionLostError, Silence
 from sparkdl.averager.headers import failure_header, shard_header, validation_header, window_header
 from sparkdl.averager.progress import Position
 from sparkdl.averager.server import AveragerAddress
+from sparkdl.averager.tls import connect
 from sparkdl.averager.wire import Chunk, plan_chunks
 from sparkdl.errors import (
     DeadlineError,
@@ -323,7 +324,7 @@ class _Line:
         self._rank = rank
         self._deadline_s = deadline_s
         try:
-            connected = socket.create_connection(address.host_and_port, timeout=deadline_s)
+            connected = connect(address.host_and_port, address.fingerprint, deadline_s)
         except OSError as error:
             raise DisconnectedError(
                 f"rank {rank} cannot reach the averager at {address.uri}: {error}"

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparkdl.averager.tls import Encrypted
 from sparkdl.errors import TrainingError
 
 MAGIC = b"sparkdl1"
@@ -61,7 +62,7 @@ class Connection:
             long as the connection lives.
     """
 
-    def __init__(self, connected: socket.socket, silence_s: float | None) -> None:
+    def __init__(self, connected: socket.socket | Encrypted, silence_s: float | None) -> None:
         self._socket = connected
         self._silence_s = silence_s
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -226,6 +227,9 @@ class Connection:
             raise self._as_ours(error) from error
 
     def _limit_silence(self, seconds: float | None) -> None:
+        if isinstance(self._socket, Encrypted):
+            self._socket.silence_s = seconds
+            return
         # The kernel's own limits: with Python's, a socket does not block, and one large receive
         # becomes hundreds of small ones.
         whole = int(seconds or 0)

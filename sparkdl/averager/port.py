@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
+from sparkdl.averager.tls import Certificate, Encrypted
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +27,26 @@ class Port:
         host: interface to bind to, an address or name of this machine.
         token: the job's secret.
         serve: called with each connection that has proved itself; it is closed afterwards.
+        encrypted: whether connections are, by a certificate of the port's own.
+
+    Raises:
+        ConfigError: they are to be encrypted, and the package for that is missing.
+
+    Attributes:
+        number: of the port.
+        fingerprint: of the certificate; None without encryption.
     """
 
-    def __init__(self, host: str, token: str, serve: Callable[[Connection], None]) -> None:
+    def __init__(
+        self,
+        host: str,
+        token: str,
+        serve: Callable[[Connection], None],
+        *,
+        encrypted: bool = False,
+    ) -> None:
+        self._certificate = Certificate() if encrypted else None
+        self.fingerprint = None if self._certificate is None else self._certificate.fingerprint
         self._token = token
         self._serve = serve
         self._closed = False
@@ -73,7 +91,16 @@ class Port:
             if not self._strangers.acquire(blocking=False):
                 connected.close()
                 continue
-            self._start(Connection(connected, silence_s=None))
+            try:
+                connection = Connection(self._encrypt(connected), silence_s=None)
+            except OSError as error:  # it has gone already
+                logger.debug("a connection ended before it could be encrypted: %s", error)
+                self._strangers.release()
+                continue
+            self._start(connection)
+
+    def _encrypt(self, connected: socket.socket) -> socket.socket | Encrypted:
+        return connected if self._certificate is None else self._certificate.accept(connected)
 
     def _start(self, connection: Connection) -> None:
         thread = threading.Thread(

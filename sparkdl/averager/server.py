@@ -85,6 +85,8 @@ class AveragerAddress:
     uri: str
     """``tcp://host:port``"""
     token: str = field(repr=False)
+    fingerprint: str | None = None
+    """Of the certificate that it has to show; None if connections are not encrypted."""
 
     @property
     def host_and_port(self) -> tuple[str, int]:
@@ -107,6 +109,7 @@ class Averager:
         plan: which commits become checkpoints; none by default.
         resumed: the checkpoint that ``center`` was read from, if it was.
         tolerance: what losses of workers the run survives; none by default.
+        tls: whether connections are encrypted.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class Averager:
         plan: CheckpointPlan | None = None,
         resumed: Resumed | None = None,
         tolerance: Tolerance | None = None,
+        tls: bool = False,
     ) -> None:
         self._rounds = Rounds(
             layout,
@@ -136,10 +140,11 @@ class Averager:
         self._resumed = resumed
         token = secrets.token_urlsafe(32)
         self._codec = codec
-        self._port = Port(host, token, self._serve)
+        self._port = Port(host, token, self._serve, encrypted=tls)
         name = advertised_host or host
         name = f"[{name}]" if ":" in name else name
-        self.address = AveragerAddress(f"tcp://{name}:{self._port.number}", token)
+        uri = f"tcp://{name}:{self._port.number}"
+        self.address = AveragerAddress(uri, token, self._port.fingerprint)
 
     def __enter__(self) -> Averager:
         return self

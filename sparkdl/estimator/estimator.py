@@ -116,6 +116,8 @@ class TorchEstimator(
         keepLast: checkpoints to keep; with 2, one is left if the newest is found damaged.
         resume: ``auto`` goes on from the newest checkpoint in ``checkpointPath`` if there is one,
             and refuses one of another training; ``never`` starts anew.
+        tls: whether the connections of workers to the driver and to each other are encrypted, with
+            a certificate made for this fit; they also are where Spark's settings demand it.
 
     Raises:
         ConfigError: an argument is unknown or out of range.
@@ -161,6 +163,7 @@ class TorchEstimator(
         checkpointEvery: int = 1,
         keepLast: int = 2,
         resume: str = "auto",
+        tls: bool = False,
     ) -> None:
         super().__init__()
         self._set(
@@ -198,6 +201,7 @@ class TorchEstimator(
             checkpointEvery=checkpointEvery,
             keepLast=keepLast,
             resume=resume,
+            tls=tls,
         )
         # pyspark.ml's own Params have no None; what is not set is not used.
         if weightCol is not None:

@@ -24,6 +24,7 @@ from sparkdl.estimator.converters import (
     whole,
 )
 from sparkdl.estimator.recovery_params import RecoveryParams
+from sparkdl.estimator.security_params import SecurityParams
 from sparkdl.strategies import Strategy
 
 OUTPUT_TYPES = ("auto", "class", "probability", "raw")
@@ -347,7 +348,7 @@ class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, HasValidationIndi
         return self.getOrDefault(param) if self.isDefined(param) else None
 
 
-class EstimatorParams(DataParams, RecoveryParams, HasSeed):
+class EstimatorParams(DataParams, RecoveryParams, SecurityParams, HasSeed):
     """Params of ``TorchEstimator``; its docstring says what each is for."""
 
     model: Param[Any] = Param(

@@ -24,6 +24,7 @@ from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import Precision
 from sparkdl.spark.columns import InputColumn
+from sparkdl.spark.encryption import encrypts_connections, require_no_plaintext
 from sparkdl.spark.launcher import Workers
 from sparkdl.spark.partitions import known_partitions
 from sparkdl.spark.session import require_classic_session
@@ -62,6 +63,7 @@ class Preflight:
         self.head = head_of(params.getLoss())
         fed = fed_columns(params, frame, params.getLoss(), self.head, fractions)
         budget = params.getMemoryBudget()
+        spark = frame.sparkSession
         self.job = Job(
             model=builder,
             loss=params.getLoss(),
@@ -82,6 +84,7 @@ class Preflight:
                 transform=params.getBatchTransform(),
                 resident_bytes=None if budget is None else budget << 20,
             ),
+            tls=encrypts_connections(spark, params.getTls()),
         )
         if self.job.strategy.needs_collective and params.getReshuffleEvery():
             raise ConfigError(
@@ -89,8 +92,9 @@ class Preflight:
                 "workers agree once on how many rows each has. Use it with ParameterAveraging"
             )
         if self.job.strategy.needs_collective:
-            require_static_allocation(frame.sparkSession)
-        num_workers = choose_num_workers(frame.sparkSession, params.getNumWorkers())
+            require_static_allocation(spark)
+            require_no_plaintext(spark, params.getTls(), type(self.job.strategy).__name__)
+        num_workers = choose_num_workers(spark, params.getNumWorkers())
         if params.getMinWorkers() > num_workers:
             raise ConfigError(
                 f"minWorkers is {params.getMinWorkers()}, but there are {num_workers} workers. Set "

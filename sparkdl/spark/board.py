@@ -25,6 +25,7 @@ from typing import Any
 
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.averager.port import Port
+from sparkdl.averager.tls import connect
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerError, WorkerLostError
 
 
@@ -35,6 +36,7 @@ class BoardAddress:
     host: str
     port: int
     token: str
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,12 @@ class Board:
         world_size: number of workers.
         host: interface to bind to.
         advertised_host: the name under which workers reach it.
+        tls: whether connections are encrypted.
     """
 
-    def __init__(self, world_size: int, host: str, advertised_host: str) -> None:
+    def __init__(
+        self, world_size: int, host: str, advertised_host: str, *, tls: bool = False
+    ) -> None:
         self.world_size = world_size
         self.events: queue.SimpleQueue[Lines | None] = queue.SimpleQueue()
         self.failure: SparkDLError | None = None
@@ -66,8 +71,10 @@ class Board:
         self._giving: dict[int, Any] = {}
         self._gathered: list[list[Any]] = []
         token = secrets.token_urlsafe(32)
-        self._port = Port(host, token, self._serve)
-        self.address = BoardAddress(advertised_host, self._port.number, token)
+        self._port = Port(host, token, self._serve, encrypted=tls)
+        self.address = BoardAddress(
+            advertised_host, self._port.number, token, self._port.fingerprint
+        )
 
     def __enter__(self) -> Board:
         return self
@@ -177,7 +184,7 @@ class BoardClient:
         self._rank = rank
         self._sending = threading.Lock()
         try:
-            connected = socket.create_connection((address.host, address.port), timeout=60.0)
+            connected = connect((address.host, address.port), address.fingerprint, 60.0)
             self._connection = Connection(connected, None)
             known = self._connection.introduce(address.token)
         except (OSError, ConnectionLostError, SilenceError) as error:

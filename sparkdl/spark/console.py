@@ -57,13 +57,18 @@ class Console:
         host: interface to bind to.
         advertised_host: the name under which workers reach it.
         on_lines: called with what arrives, from several threads.
+        tls: whether connections are encrypted.
     """
 
-    def __init__(self, host: str, advertised_host: str, on_lines: Show = show) -> None:
+    def __init__(
+        self, host: str, advertised_host: str, on_lines: Show = show, *, tls: bool = False
+    ) -> None:
         token = secrets.token_urlsafe(32)
         self._on_lines = on_lines
-        self._port = Port(host, token, self._serve)
-        self.address = BoardAddress(advertised_host, self._port.number, token)
+        self._port = Port(host, token, self._serve, encrypted=tls)
+        self.address = BoardAddress(
+            advertised_host, self._port.number, token, self._port.fingerprint
+        )
 
     def __enter__(self) -> Console:
         return self

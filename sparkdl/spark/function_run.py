@@ -6,6 +6,7 @@ import queue
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from sparkdl.errors import ConfigError, DeadlineError, SparkDLError, TrainingErr
 from sparkdl.spark import bootstrap
 from sparkdl.spark.board import Board
 from sparkdl.spark.console import driver_hosts, echoes, show
+from sparkdl.spark.encryption import encrypts_connections, require_no_plaintext
 from sparkdl.spark.function_task import OUTPUT_DDL, Call, Script
 from sparkdl.spark.launcher import JOB_END_S, LEAVE_S, as_training_error
 from sparkdl.spark.network import network_of
@@ -59,7 +61,8 @@ def run(
         pickles through Spark, as those of any PySpark function do.
 
     Raises:
-        ConfigError: there is no session, too few slots, or the script is not there.
+        ConfigError: there is no session, too few slots, the script is not there, or Spark is to
+            encrypt connections.
         WorkerError: the function raised on a worker; the message has the rank and its traceback.
         WorkerLostError: a worker's process ended.
         DeadlineError: the workers did not start.
@@ -74,7 +77,9 @@ def run(
     require_static_allocation(spark)
     choose_num_workers(spark, num_workers)
     require_free_slots(spark, num_workers)
-    with Board(num_workers, *driver_hosts(spark)) as board:
+    require_no_plaintext(spark, False, "what sparkdl.run calls")
+    tls = encrypts_connections(spark, False)
+    with Board(num_workers, *driver_hosts(spark), tls=tls) as board:
         job = _Job(spark, board, call, device)
         try:
             _watch(board, job)
@@ -97,13 +102,12 @@ class _Job:
         self._rows: list[Any] = []
         name = getattr(call.function, "__name__", getattr(call.function, "path", "a function"))
         self._description = f"sparkdl: run {name} on {board.world_size} workers"
-        address = board.address
         # The call is pickled by itself: what it imports may be missing on a worker, which is
         # the user's to see.
         payload = cloudpickle.dumps((network_of(spark), cloudpickle.dumps(call)))
         self._task = bootstrap.make_task(
             "sparkdl.spark.function_task:run_function_task",
-            (payload, (address.host, address.port, address.token), device, echoes(spark)),
+            (payload, astuple(board.address), device, echoes(spark)),
             {"torch": str(torch.__version__), "sparkdl": __version__},
         )
         self._thread = InheritableThread(target=self._run, name=f"{self._group}-job", daemon=True)

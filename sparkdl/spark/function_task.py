@@ -105,7 +105,7 @@ def current_worker() -> FunctionWorker:
 
 def run_function_task(
     payload: bytes,
-    address: tuple[str, int, str],
+    address: tuple[str, int, str, str | None],
     device: str,
     echo: bool,
     batches: Iterator[pa.RecordBatch],

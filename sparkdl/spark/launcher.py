@@ -6,7 +6,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import cloudpickle
 import pyarrow as pa
@@ -25,6 +25,7 @@ from sparkdl.spark import bootstrap
 from sparkdl.spark.board import BoardAddress
 from sparkdl.spark.columns import InputColumn
 from sparkdl.spark.console import Console, driver_hosts, echoes
+from sparkdl.spark.encryption import encrypts_disks
 from sparkdl.spark.network import network_of
 from sparkdl.spark.partitions import has_stable_order
 from sparkdl.spark.slots import require_free_slots
@@ -77,11 +78,14 @@ def launch(workers: Workers, job: Job) -> Launch:
     context = spark.sparkContext
     group = f"sparkdl-{uuid.uuid4().hex[:12]}"
     barrier = job.strategy.needs_collective
-    payload = cloudpickle.dumps((job, network_of(spark)))
+    payload = cloudpickle.dumps((job, network_of(spark), encrypts_disks(spark)))
 
     @contextmanager
     def start(averager: Averager) -> Iterator[None]:
-        with Console(*driver_hosts(spark)) as console, run_workers(averager, console.address):
+        with (
+            Console(*driver_hosts(spark), tls=job.tls) as console,
+            run_workers(averager, console.address),
+        ):
             yield
 
     @contextmanager
@@ -90,10 +94,9 @@ def launch(workers: Workers, job: Job) -> Launch:
             "sparkdl.spark.task:run_worker_task",
             (
                 payload,
-                averager.address.uri,
-                averager.address.token,
+                astuple(averager.address),
                 workers.device,
-                (console.host, console.port, console.token),
+                astuple(console),
                 echoes(spark),
             ),
             # A plain str: torch's own kind cannot be unpickled where torch is missing.

@@ -16,6 +16,7 @@ from sparkdl.collective import Network
 from sparkdl.spark.board import BoardAddress
 from sparkdl.spark.console import forwarded
 from sparkdl.spark.devices import choose_device
+from sparkdl.spark.encryption import directory_in_memory
 from sparkdl.worker import Job, Place, report_failure, train
 
 OUTPUT_SCHEMA = pa.schema([pa.field("rank", pa.int64(), nullable=False)])
@@ -24,19 +25,17 @@ OUTPUT_DDL = "rank bigint"
 
 def run_worker_task(
     payload: bytes,
-    uri: str,
-    token: str,
+    address: tuple[str, str, str | None],
     device: str,
-    console: tuple[str, int, str],
+    console: tuple[str, int, str, str | None],
     echo: bool,
     batches: Iterator[pa.RecordBatch],
 ) -> Iterator[pa.RecordBatch]:
     """Train one replica on this task's partition.
 
     Args:
-        payload: the pickled ``Job`` and ``Network``.
-        uri: where the averager is.
-        token: the job's token.
+        payload: the pickled ``Job``, ``Network`` and whether rows may be kept in memory only.
+        address: the fields of the ``AveragerAddress``.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         console: the fields of the console's ``BoardAddress``.
         echo: whether what is printed is also written to this process's own streams.
@@ -47,24 +46,25 @@ def run_worker_task(
     """
     context = TaskContext.get()
     assert context is not None
-    rank, address = context.partitionId(), AveragerAddress(uri, token)
+    rank, averager = context.partitionId(), AveragerAddress(*address)
     try:
         job: Job
         network: Network
-        job, network = cloudpickle.loads(payload)
+        in_memory: bool
+        job, network, in_memory = cloudpickle.loads(payload)
         place = Place(
             rank=rank,
             device=choose_device(device, context),
             threads=context.cpus(),
-            directory=_local_directory(),
+            directory=directory_in_memory() if in_memory else _local_directory(),
             attempt=context.taskAttemptId(),
             network=network,
         )
     except Exception as error:  # an import missing on this executor is the user's to see
-        report_failure(address, rank, error)
+        report_failure(averager, rank, error)
     else:
         with forwarded(BoardAddress(*console), rank, echo=echo):
-            train(job, place, address, batches)
+            train(job, place, averager, batches)
     yield pa.record_batch([pa.array([rank])], schema=OUTPUT_SCHEMA)
 
 

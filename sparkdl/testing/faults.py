@@ -22,18 +22,23 @@ class Proxy:
         target: the averager.
         breaks_after: called for each connection; the bytes of both directions together after which
             it is reset, in the middle of whatever is being sent; None for never.
+        on_bytes: called with what passes, in either direction.
     """
 
     def __init__(
-        self, target: AveragerAddress, breaks_after: Callable[[], int | None] = lambda: None
+        self,
+        target: AveragerAddress,
+        breaks_after: Callable[[], int | None] = lambda: None,
+        on_bytes: Callable[[bytes], None] = lambda octets: None,
     ) -> None:
         self._target = target
+        self._on_bytes = on_bytes
         self._breaks_after = breaks_after
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._lines: list[_Line] = []
         self.breaks = 0
         uri = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.address = AveragerAddress(uri, target.token)
+        self.address = AveragerAddress(uri, target.token, target.fingerprint)
         self._thread = threading.Thread(target=self._listen, name="sparkdl-proxy", daemon=True)
         self._thread.start()
 
@@ -79,7 +84,8 @@ class Proxy:
                 worker.close()
                 continue
             averager.settimeout(None)
-            self._lines.append(_Line(worker, averager, self._breaks_after(), self._count))
+            line = _Line(worker, averager, self._breaks_after(), self._count, self._on_bytes)
+            self._lines.append(line)
 
     def _connections(self) -> Iterator[socket.socket]:
         while True:
@@ -102,10 +108,12 @@ class _Line:
         averager: socket.socket,
         breaks_after: int | None,
         on_break: Callable[[], None],
+        on_bytes: Callable[[bytes], None],
     ) -> None:
         self._sockets = (worker, averager)
         self._left = breaks_after
         self._on_break = on_break
+        self._on_bytes = on_bytes
         self._lock = threading.Lock()
         self._threads = [
             threading.Thread(target=self._pump, args=pair, name="sparkdl-proxy", daemon=True)
@@ -142,6 +150,7 @@ class _Line:
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
         try:
             while block := source.recv(BLOCK_BYTES):
+                self._on_bytes(block)
                 allowed = self._take(len(block))
                 target.sendall(block[:allowed])
                 if allowed < len(block):

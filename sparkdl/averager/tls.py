@@ -1,0 +1,207 @@
+"""Connections under TLS, between ends that know the certificate already and need no authority.
+
+Whoever listens makes a key and a certificate that live as long as the port. Their fingerprint
+travels the way the job's token does, and who connects accepts that certificate and no other, before
+anything is sent. Who connects proves itself by the token, inside.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import hmac
+import secrets
+import select
+import socket
+import ssl
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sparkdl.errors import ConfigError
+
+RECORD_BYTES = 1 << 14
+"""The most that TLS encrypts at once."""
+_PIECE_BYTES = 16 * RECORD_BYTES
+_DAY = datetime.timedelta(days=1)
+
+
+class Certificate:
+    """A fresh key with a certificate signed by itself.
+
+    Raises:
+        ConfigError: the package that makes certificates is not installed.
+
+    Attributes:
+        fingerprint: the certificate's SHA-256, in hexadecimal digits.
+    """
+
+    def __init__(self) -> None:
+        password = secrets.token_bytes(32)
+        encoded, pem = _make(password)
+        self.fingerprint = hashlib.sha256(encoded).hexdigest()
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.minimum_version = ssl.TLSVersion.TLSv1_3
+        self._context.num_tickets = 0  # nobody comes back to a session
+        with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
+            # Python's ssl reads keys from files only; this one is of no use without the password.
+            path = Path(folder, "certificate")
+            path.write_bytes(pem)
+            self._context.load_cert_chain(path, password=password)
+
+    def accept(self, connected: socket.socket) -> Encrypted:
+        """Encrypt a connection that has been accepted; the first bytes bring the handshake.
+
+        Args:
+            connected: the socket, owned from here on.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        return Encrypted(
+            self._context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
+        )
+
+
+def connect(
+    address: tuple[str, int], fingerprint: str | None, timeout_s: float
+) -> socket.socket | Encrypted:
+    """Connect to a port of ours.
+
+    Args:
+        address: its host and number.
+        fingerprint: of the certificate that it has to show; None for a port without encryption.
+        timeout_s: seconds to wait for each answer.
+
+    Raises:
+        OSError: nobody can be reached there, or it is somebody else.
+    """
+    connected = socket.create_connection(address, timeout=timeout_s)
+    return connected if fingerprint is None else _verified(connected, fingerprint)
+
+
+def _verified(connected: socket.socket, fingerprint: str) -> Encrypted:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # the fingerprint says more than any authority
+    encrypted = Encrypted(context.wrap_socket(connected))
+    found = hashlib.sha256(encrypted.certificate).hexdigest()
+    if not hmac.compare_digest(found, fingerprint):
+        encrypted.close()
+        raise OSError(
+            f"who answers there has a certificate with SHA-256 {found}, but the job's has "
+            f"{fingerprint}: it is another job's port, or somebody listens in between"
+        )
+    return encrypted
+
+
+class Encrypted:
+    """A socket under TLS, with those methods of a plain one that ``Connection`` uses.
+
+    One thread may send while another receives: what OpenSSL keeps of a connection is behind a
+    lock, and nobody waits with that held.
+
+    Args:
+        encrypted: owned from here on.
+
+    Attributes:
+        family: of the addresses of the socket.
+        silence_s: the longest that nothing may move, in seconds; None for no limit.
+    """
+
+    def __init__(self, encrypted: ssl.SSLSocket) -> None:
+        encrypted.settimeout(0)
+        self.family = encrypted.family
+        self.silence_s: float | None = None
+        self._encrypted = encrypted
+        self._lock = threading.Lock()
+
+    @property
+    def certificate(self) -> bytes:
+        """The other end's certificate, in DER."""
+        return self._encrypted.getpeercert(binary_form=True) or b""
+
+    def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
+        """As of a socket."""
+        self._encrypted.setsockopt(level, option, value)
+
+    def recv_into(self, buffer: Any, size: int = 0, flags: int = 0) -> int:
+        """Receive what there is, up to a record; 0 at the end. The arguments are a socket's.
+
+        Raises:
+            BlockingIOError: nothing came for ``silence_s``.
+        """
+        return self._when_ready(lambda: self._encrypted.recv_into(buffer))
+
+    def sendall(self, octets: Any) -> None:
+        """Send all of it.
+
+        Raises:
+            BlockingIOError: the other end took nothing for ``silence_s``.
+        """
+        view = memoryview(octets)
+        for start in range(0, len(view), _PIECE_BYTES):
+            piece = view[start : start + _PIECE_BYTES]
+            # Sent whole or not at all, for OpenSSL; if not, it has to be offered once more.
+            self._when_ready(lambda piece=piece: self._encrypted.send(piece))  # type: ignore[misc]
+
+    def sendmsg(self, parts: list[Any]) -> int:
+        """Send the first record of a prefix and what is behind it; returns how many bytes."""
+        prefix, octets = parts
+        record = bytes(prefix) + bytes(memoryview(octets)[: RECORD_BYTES - len(prefix)])
+        self.sendall(record)
+        return len(record)
+
+    def shutdown(self, how: int) -> None:
+        """As of a socket; what has arrived can still be decrypted, in any thread."""
+        socket.socket.shutdown(self._encrypted, how)
+
+    def close(self) -> None:
+        """As of a socket."""
+        self._encrypted.close()
+
+    def _when_ready(self, attempt: Callable[[], int]) -> int:
+        while True:
+            try:
+                with self._lock:
+                    return attempt()
+            except ssl.SSLWantReadError:
+                event = select.POLLIN
+            except ssl.SSLWantWriteError:
+                event = select.POLLOUT
+            poll = select.poll()
+            poll.register(self._encrypted, event)
+            if not poll.poll(None if self.silence_s is None else 1000 * self.silence_s):
+                raise BlockingIOError("nothing moved on an encrypted connection")
+
+
+def _make(password: bytes) -> tuple[bytes, bytes]:
+    """A certificate in DER; the same with its key, encrypted by the password, in PEM."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives import serialization as form
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as error:
+        raise ConfigError(
+            f"encrypted connections need the package 'cryptography' ({error}). Install it: "
+            "pip install 'sparkdl-torch[tls]'"
+        ) from error
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "sparkdl")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder(issuer_name=name, subject_name=name, public_key=key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _DAY)
+        .not_valid_after(now + 3650 * _DAY)
+        .sign(key, hashes.SHA256())
+    )
+    secret = key.private_bytes(
+        form.Encoding.PEM, form.PrivateFormat.PKCS8, form.BestAvailableEncryption(password)
+    )
+    public = certificate.public_bytes(form.Encoding.PEM)
+    return certificate.public_bytes(form.Encoding.DER), secret + public

@@ -1,0 +1,129 @@
+"""What Spark's settings demand of connections and disks is kept, or refused in words."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cloudpickle
+import pytest
+from frames import estimator, frame, same_bits
+from models import append_line, lines, task_rank
+from pyspark.sql import SparkSession
+from torch import Tensor, nn
+
+import sparkdl
+from sparkdl import GradientAllReduce, ParameterAveraging
+from sparkdl.errors import ConfigError
+from sparkdl.spark import encryption
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+Setting = Callable[[str, str], None]
+
+
+@pytest.fixture
+def setting(spark: SparkSession) -> Iterator[Setting]:
+    """Sets what the session says of its configuration, until the test ends."""
+    conf = spark.sparkContext._conf
+    before = dict(conf.getAll())
+    yield conf.set
+    conf.setAll(before.items())
+    for name in (*encryption.NETWORK_SETTINGS, encryption.DISK_SETTING, encryption.PLAINTEXT):
+        conf.set(name, before.get(name, "false"))
+
+
+def session(**conf: str) -> Any:
+    settings = {name.replace("_", "."): value for name, value in conf.items()}
+    return SimpleNamespace(sparkContext=SimpleNamespace(getConf=lambda: settings))
+
+
+@pytest.mark.parametrize("name", encryption.NETWORK_SETTINGS)
+@pytest.mark.parametrize("value", ["true", "TRUE"])
+def test_any_setting_that_encrypts_sparks_connections_encrypts_ours(name: str, value: str) -> None:
+    demanded = session(**{name: value})
+    assert encryption.encrypts_connections(demanded, False)
+    with pytest.raises(ConfigError, match=f"{name} is true, but Gossip exchanges over gloo"):
+        encryption.require_no_plaintext(demanded, False, "Gossip")
+
+
+def test_connections_are_not_encrypted_unless_asked_for() -> None:
+    for conf in ({}, {"spark.ssl.enabled": "false", "spark.authenticate": "true"}):
+        assert not encryption.encrypts_connections(session(**conf), False)
+        encryption.require_no_plaintext(session(**conf), False, "Gossip")
+    assert encryption.encrypts_connections(session(), True)
+
+
+def test_a_user_may_declare_the_network_among_executors_safe() -> None:
+    conf = {"spark.network.crypto.enabled": "true", encryption.PLAINTEXT: "true"}
+    encryption.require_no_plaintext(session(**conf), True, "Gossip")
+    assert encryption.encrypts_connections(session(**conf), False)
+
+
+def test_a_host_without_a_file_system_in_memory_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(encryption, "MEMORY", tmp_path)
+    with pytest.raises(ConfigError, match=f"kept in memory only, but {tmp_path}"):
+        encryption.directory_in_memory()
+
+
+class Watches(nn.Module):
+    """Writes down which files its process has open."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.path = path
+
+    def forward(self, features: Tensor) -> Tensor:
+        if task_rank() >= 0:
+            for name in os.listdir("/proc/self/fd"):
+                if Path(f"/proc/self/fd/{name}").is_symlink():
+                    append_line(self.path, os.readlink(f"/proc/self/fd/{name}"))
+        return self.layer(features)
+
+
+def test_an_encrypted_fit_gives_the_same_bits(spark: SparkSession) -> None:
+    rows = frame(spark)
+    plain, encrypted = estimator(epochs=2), estimator(epochs=2).setTls(True)
+    assert (plain.getTls(), encrypted.getTls()) == (False, True)
+    assert same_bits(encrypted.fit(rows), plain.fit(rows))
+
+
+@pytest.mark.parametrize(
+    "strategy", [GradientAllReduce(), ParameterAveraging(aggregation="executors")], ids=repr
+)
+def test_tls_is_refused_where_gradients_would_travel_in_the_clear(
+    spark: SparkSession, strategy: Any
+) -> None:
+    with pytest.raises(ConfigError, match=r"tls is True, but .* exchanges over gloo or NCCL"):
+        estimator(strategy=strategy, tls=True).fit(frame(spark))
+
+
+def test_functions_of_ones_own_are_refused_where_spark_has_to_encrypt(
+    spark: SparkSession, setting: Setting
+) -> None:
+    setting("spark.network.crypto.enabled", "true")
+    with pytest.raises(ConfigError, match=r"spark.network.crypto.enabled is true, but what sparkd"):
+        sparkdl.run(task_rank, num_workers=2)
+    setting(encryption.PLAINTEXT, "true")
+    assert sparkdl.run(task_rank, num_workers=2) == [0, 1]
+
+
+def test_rows_stay_in_memory_where_spark_has_to_encrypt_disks(
+    spark: SparkSession, setting: Setting, tmp_path: Path
+) -> None:
+    def rows_are_in() -> set[str]:
+        trace = tmp_path / f"files-{len(list(tmp_path.iterdir()))}"
+        estimator(model=Watches(str(trace))).fit(frame(spark))
+        deleted = (Path(line) for line in lines(trace) if line.endswith("(deleted)"))
+        return {"memory" if encryption.MEMORY in path.parents else "disk" for path in deleted}
+
+    assert "disk" in rows_are_in()
+    setting(encryption.DISK_SETTING, "true")
+    assert rows_are_in() == {"memory"}
