@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
+from sparkdl.averager.local import connect
 from sparkdl.averager.port import Port
-from sparkdl.averager.tls import connect
 from sparkdl.collective import Gather, Network
 from sparkdl.collective.network import local_address
 from sparkdl.errors import DeadlineError, SparkDLError, TrainingError, WorkerLostError
@@ -111,7 +111,10 @@ class Reshuffle:
     def _send(self, peer: int, address: dict[str, Any], chunks: Any) -> None:
         try:
             connected = connect(
-                (address["host"], address["port"]), address["fingerprint"], self.deadline_s
+                (address["host"], address["port"]),
+                self.token,
+                address["fingerprint"],
+                self.deadline_s,
             )
             connection = Connection(connected, self.deadline_s)
             try:

@@ -17,9 +17,9 @@ from torch import Tensor
 from sparkdl.averager.codec import Codec
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.averager.headers import failure_header, shard_header, validation_header, window_header
+from sparkdl.averager.local import connect
 from sparkdl.averager.progress import Position
 from sparkdl.averager.server import AveragerAddress
-from sparkdl.averager.tls import connect
 from sparkdl.averager.wire import Chunk, plan_chunks
 from sparkdl.errors import (
     DeadlineError,
@@ -324,7 +324,9 @@ class _Line:
         self._rank = rank
         self._deadline_s = deadline_s
         try:
-            connected = connect(address.host_and_port, address.fingerprint, deadline_s)
+            connected = connect(
+                address.host_and_port, address.token, address.fingerprint, deadline_s
+            )
         except OSError as error:
             raise DisconnectedError(
                 f"rank {rank} cannot reach the averager at {address.uri}: {error}"

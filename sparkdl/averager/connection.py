@@ -1,4 +1,4 @@
-"""One TCP connection between a worker and the averager: proved, framed, and with deadlines.
+"""One connection between a worker and the averager: proved, framed, and with deadlines.
 
 A message is a header (a JSON object) or values (the bytes of a tensor), each behind a prefix that
 says which of the two and how long. Values go from the sender's flat tensor into the receiver's
@@ -65,11 +65,8 @@ class Connection:
     def __init__(self, connected: socket.socket | Encrypted, silence_s: float | None) -> None:
         self._socket = connected
         self._silence_s = silence_s
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE.items():
-            if hasattr(socket, option):  # not all are known to every operating system
-                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        if connected.family in (socket.AF_INET, socket.AF_INET6):
+            _set_up_tcp(connected)
         self._limit_silence(silence_s)
 
     def accept(self, token: str) -> bool:
@@ -242,6 +239,14 @@ class Connection:
         if isinstance(error, BlockingIOError):
             return SilenceError("nothing moved on the connection for its deadline")
         return ConnectionLostError(f"the connection broke: {error}")
+
+
+def _set_up_tcp(connected: socket.socket | Encrypted) -> None:
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        if hasattr(socket, option):  # not all are known to every operating system
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _octets(values: Tensor) -> memoryview:

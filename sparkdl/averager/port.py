@@ -1,4 +1,8 @@
-"""The averager's port: lets in who knows the job's token, each in a thread of its own."""
+"""A port that lets in who knows the job's token, each in a thread of its own.
+
+The averager has one, and so has whoever else is connected to: the driver that gathers the workers'
+output, a worker that others send rows to.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import time
 from collections.abc import Callable
 
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
+from sparkdl.averager.local import HAS_LOCAL_NAMES, listen_locally
 from sparkdl.averager.tls import Certificate, Encrypted
 
 logger = logging.getLogger(__name__)
@@ -27,6 +32,7 @@ class Port:
         host: interface to bind to, an address or name of this machine.
         token: the job's secret.
         serve: called with each connection that has proved itself; it is closed afterwards.
+        advertised_host: the name under which others know it; ``host`` by default.
         encrypted: whether connections are, by a certificate of the port's own.
 
     Raises:
@@ -43,6 +49,7 @@ class Port:
         token: str,
         serve: Callable[[Connection], None],
         *,
+        advertised_host: str | None = None,
         encrypted: bool = False,
     ) -> None:
         self._certificate = Certificate() if encrypted else None
@@ -54,22 +61,32 @@ class Port:
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._open: dict[threading.Thread, Connection] = {}
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        self._listener = socket.create_server(address[:2], family=family, backlog=MAX_STRANGERS)
-        self.number: int = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._listen, name="sparkdl-averager", daemon=True)
-        self._thread.start()
+        listener = socket.create_server(address[:2], family=family, backlog=MAX_STRANGERS)
+        self.number: int = listener.getsockname()[1]
+        self._listeners = [listener]
+        if HAS_LOCAL_NAMES and not encrypted:
+            known_as = advertised_host or host
+            self._listeners.append(listen_locally(known_as, self.number, token, MAX_STRANGERS))
+        self._threads = [
+            threading.Thread(target=self._listen, args=(each,), name="sparkdl-port", daemon=True)
+            for each in self._listeners
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Stop listening, end every connection and wait for the threads."""
         with self._lock:
             self._closed = True
             remaining = dict(self._open)
-        with contextlib.suppress(OSError):
-            # Wakes the thread that accepts; closing alone would not, except where this fails.
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                # Wakes the thread that accepts; closing alone would not, except where this fails.
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
         until = time.monotonic() + CLOSE_S
-        self._thread.join(CLOSE_S)
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
         for connection in remaining.values():
             connection.interrupt()
         for thread in remaining:
@@ -77,10 +94,10 @@ class Port:
         if left := [thread.name for thread in remaining if thread.is_alive()]:
             logger.warning("%d connections did not end in %.0f s", len(left), CLOSE_S)
 
-    def _listen(self) -> None:
+    def _listen(self, listener: socket.socket) -> None:
         while not self._closed:
             try:
-                connected, _ = self._listener.accept()
+                connected, _ = listener.accept()
             except OSError as error:
                 if self._closed:
                     return
@@ -104,7 +121,7 @@ class Port:
 
     def _start(self, connection: Connection) -> None:
         thread = threading.Thread(
-            target=self._admit, args=(connection,), name="sparkdl-averager-worker", daemon=True
+            target=self._admit, args=(connection,), name="sparkdl-port-connection", daemon=True
         )
         with self._lock:
             if self._closed:

@@ -140,8 +140,8 @@ class Averager:
         self._resumed = resumed
         token = secrets.token_urlsafe(32)
         self._codec = codec
-        self._port = Port(host, token, self._serve, encrypted=tls)
         name = advertised_host or host
+        self._port = Port(host, token, self._serve, advertised_host=name, encrypted=tls)
         name = f"[{name}]" if ":" in name else name
         uri = f"tcp://{name}:{self._port.number}"
         self.address = AveragerAddress(uri, token, self._port.fingerprint)

@@ -24,8 +24,8 @@ from types import TracebackType
 from typing import Any
 
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
+from sparkdl.averager.local import connect
 from sparkdl.averager.port import Port
-from sparkdl.averager.tls import connect
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerError, WorkerLostError
 
 
@@ -71,7 +71,7 @@ class Board:
         self._giving: dict[int, Any] = {}
         self._gathered: list[list[Any]] = []
         token = secrets.token_urlsafe(32)
-        self._port = Port(host, token, self._serve, encrypted=tls)
+        self._port = Port(host, token, self._serve, advertised_host=advertised_host, encrypted=tls)
         self.address = BoardAddress(
             advertised_host, self._port.number, token, self._port.fingerprint
         )
@@ -184,7 +184,9 @@ class BoardClient:
         self._rank = rank
         self._sending = threading.Lock()
         try:
-            connected = connect((address.host, address.port), address.fingerprint, 60.0)
+            connected = connect(
+                (address.host, address.port), address.token, address.fingerprint, 60.0
+            )
             self._connection = Connection(connected, None)
             known = self._connection.introduce(address.token)
         except (OSError, ConnectionLostError, SilenceError) as error:

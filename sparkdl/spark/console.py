@@ -65,7 +65,7 @@ class Console:
     ) -> None:
         token = secrets.token_urlsafe(32)
         self._on_lines = on_lines
-        self._port = Port(host, token, self._serve, encrypted=tls)
+        self._port = Port(host, token, self._serve, advertised_host=advertised_host, encrypted=tls)
         self.address = BoardAddress(
             advertised_host, self._port.number, token, self._port.fingerprint
         )

@@ -130,7 +130,7 @@ def test_no_more_strangers_than_the_limit_are_listened_to(averager: Averager) ->
             address = averager.address.host_and_port
             stack.enter_context(socket.create_connection(address, timeout=5))
         time.sleep(0.3)
-        assert len(sparkdl_threads()) <= MAX_STRANGERS + 1
+        assert len(sparkdl_threads()) <= MAX_STRANGERS + 2
 
 
 def test_a_refused_connection_does_not_end_the_run(averager: Averager) -> None:
@@ -187,7 +187,7 @@ def test_closing_the_port_ends_connections_of_every_kind() -> None:
         connection.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address, timeout=5)
-    assert [t for t in threading.enumerate() if t.name.startswith("sparkdl-averager")] == []
+    assert [t for t in threading.enumerate() if t.name.startswith("sparkdl-port")] == []
 
 
 class Raw(bytes):
