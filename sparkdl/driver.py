@@ -11,23 +11,32 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from sparkdl.averager.meeting import Event
-from sparkdl.averager.members import Tolerance
+from sparkdl.averager.attendance import Event
+from sparkdl.averager.members import Tolerance, too_many_losses
+from sparkdl.averager.progress import Progress
 from sparkdl.averager.saving import CheckpointPlan, Resumed
 from sparkdl.averager.server import Averager
 from sparkdl.checkpoint.policy import CheckpointPolicy, require_same
 from sparkdl.checkpoint.storage import CheckpointStore
-from sparkdl.errors import ConfigError, ModelError, PreemptedError, SparkDLError
+from sparkdl.errors import (
+    CollectiveError,
+    ConfigError,
+    DataError,
+    ModelError,
+    PreemptedError,
+    SparkDLError,
+    WorkerLostError,
+)
 from sparkdl.events import EpochSummary
 from sparkdl.feed.facts import DataFacts, check_facts
-from sparkdl.protocols import Layout, LossFunction, ModelBuilder, OptimizerBuilder
+from sparkdl.protocols import ColumnSpec, Layout, LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.replica import Replica
 from sparkdl.worker import Job
 
@@ -146,39 +155,128 @@ def run(
         plan = _plan(checkpoints, job, world_size, replica, layout)
         resumed = _find(checkpoints, plan)
         center = center if resumed is None else resumed.read_center()
-    averager = Averager(
-        layout,
-        center,
-        world_size,
-        job.strategy.codec,
-        host=host,
-        advertised_host=advertised_host,
-        deadline_s=job.deadline_s,
-        plan=plan,
-        resumed=resumed,
-        tolerance=Tolerance(job.survivable_losses, job.min_workers),
-        tls=job.tls,
-    )
-    with _saved_on_sigterm(averager, plan), averager, launch(averager):
-        for event in averager.events():
-            if isinstance(event, DataFacts):
-                try:
-                    check_facts(event, job.schema.columns)
-                    check(event)
-                    if resumed is not None:
-                        present = event.lasting()
-                        require_same("DataFrame", resumed.saved.description["data"], present)
-                except SparkDLError as error:
-                    # Workers wait for the answer; the launch waits for them to leave.
-                    averager.fail(error)
-                    raise
-                averager.start()
-            on_event(event)
+
+    def open_averager(center: list[Tensor], progress: Progress | None) -> Averager:
+        return Averager(
+            layout,
+            center,
+            world_size,
+            job.strategy.codec,
+            host=host,
+            advertised_host=advertised_host,
+            deadline_s=job.deadline_s,
+            plan=plan,
+            resumed=resumed,
+            progress=progress,
+            tolerance=Tolerance(job.survivable_losses, job.min_workers),
+            tls=job.tls,
+        )
+
+    examine = _Examiner(job.schema.columns, check, resumed)
+    averager = open_averager(center, None if resumed is None else resumed.progress)
+    losses: list[str] = []
+    while not _finished(averager, launch, plan, examine, on_event, losses, job.resubmissions):
+        averager = open_averager(averager.center, averager.progress)
     for values, tensor in zip(
         replica.segments(with_optimizer=False), averager.center, strict=False
     ):
         values.copy_(tensor)
     return Outcome(replica.release(), averager.history)
+
+
+def _finished(
+    averager: Averager,
+    launch: Launch,
+    plan: CheckpointPlan | None,
+    examine: _Examiner,
+    on_event: Callable[[Event], None],
+    losses: list[str],
+    resubmissions: int,
+) -> bool:
+    """Serve the workers to the end; returns False if one was lost and all are to start again."""
+    try:
+        with _saved_on_sigterm(averager, plan), averager, launch(averager):
+            _serve(averager, examine, on_event)
+        return True
+    except (WorkerLostError, CollectiveError) as error:
+        if not resubmissions:
+            raise
+        losses.append(str(error))
+        if len(losses) > resubmissions:
+            raise too_many_losses(losses, resubmissions) from error
+    except ConfigError as error:
+        if not losses:
+            raise
+        raise WorkerLostError(
+            f"{losses[-1]}; and the workers could not be started again: {error}"
+        ) from error
+    logger.warning(
+        "%s; all workers are started again and go on from epoch %d, step %d",
+        losses[-1],
+        averager.progress.epoch,
+        max(position.step for position in averager.progress.positions),
+    )
+    return False
+
+
+def _serve(
+    averager: Averager,
+    examine: Callable[[DataFacts], bool],
+    on_event: Callable[[Event], None],
+) -> None:
+    """Let the workers train when their rows are found good, and pass on what they report."""
+    for event in averager.events():
+        if isinstance(event, DataFacts):
+            try:
+                is_news = examine(event)
+            except SparkDLError as error:
+                # Workers wait for the answer; the launch waits for them to leave.
+                averager.fail(error)
+                raise
+            averager.start()
+            if not is_news:
+                continue
+        on_event(event)
+
+
+class _Examiner:
+    """Looks at what the workers found in their rows, before any of them trains.
+
+    Args:
+        columns: what is fed.
+        check: the caller's own checks.
+        resumed: the checkpoint with which this process began, if there was one.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[ColumnSpec],
+        check: Callable[[DataFacts], None],
+        resumed: Resumed | None,
+    ) -> None:
+        self._columns = columns
+        self._check = check
+        self._resumed = resumed
+        self._first: DataFacts | None = None
+
+    def __call__(self, facts: DataFacts) -> bool:
+        """Raise what is wrong with the rows; returns whether it is the first look at them."""
+        if self._first is None:
+            check_facts(facts, self._columns)
+            self._check(facts)
+            if self._resumed is not None:
+                saved = self._resumed.saved.description["data"]
+                require_same("DataFrame", saved, facts.lasting())
+            self._first = facts
+            return True
+        if repr(self._first.lasting()) != repr(facts.lasting()):
+            raise DataError(
+                f"the workers were started again and read other rows than before ({facts.rows} "
+                f"rows now, {self._first.rows} then, or others): the DataFrame is not the same "
+                "each time it is computed (rand() without a seed, a limit, a changing source?). "
+                "Persist or write it first"
+            )
+        return False
 
 
 @contextmanager

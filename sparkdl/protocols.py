@@ -164,6 +164,21 @@ class CenterExchange(Protocol):
             StoppedError: the averager ended the run.
         """
 
+    def hand_over(self, segments: Sequence[Tensor], window: WindowReport) -> None:
+        """Take part in a round, the outcome of which every replica holds already.
+
+        For workers that have agreed among themselves: what one contributes is what all have.
+
+        Args:
+            segments: as in ``exchange``; not written to.
+            window: as in ``exchange``.
+
+        Raises:
+            NonFiniteError: the segments hold NaN or infinity.
+            DeadlineError: the other workers or the averager did not answer in time.
+            StoppedError: the averager ended the run.
+        """
+
     def gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Give a small JSON object and receive what all ranks gave, in the order of the ranks.
 

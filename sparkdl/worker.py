@@ -29,6 +29,7 @@ from sparkdl.averager.server import AveragerAddress
 from sparkdl.checkpoint.own_state import pack_own_state, unpack_own_state
 from sparkdl.collective import Collective, Network, join_collective
 from sparkdl.errors import (
+    CollectiveError,
     DeadlineError,
     DisconnectedError,
     NonFiniteError,
@@ -86,6 +87,15 @@ class Job:
         """
         irreplaceable = self.strategy.needs_collective or self.feed.reshuffle_every
         return 0 if irreplaceable else self.max_failures
+
+    @property
+    def resubmissions(self) -> int:
+        """How often all workers may be started anew, from the last center, because one was lost.
+
+        Never if one that is lost can come back alone, nor if workers keep what no center holds.
+        """
+        alone = self.survivable_losses or not self.strategy.checkpointable
+        return 0 if alone else self.max_failures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +161,8 @@ def train(
                 _train(job, place, run, averager, address.token, batches)
             except (StoppedError, DeadlineError):
                 raise
+            except CollectiveError as error:
+                averager.report_failure(CollectiveError(f"{_where(place.rank, run)}: {error}"))
             except Exception as error:  # as above
                 averager.report_failure(_as_worker_error(error, place.rank, run))
     except (StoppedError, DeadlineError) as error:
@@ -216,7 +228,7 @@ def _train(
 def _train_from(position: Position, job: Job, run: Run, feed: Feed, deal: Reshuffle) -> None:
     """Train from a position to the end of the last epoch."""
     strategy = job.strategy
-    run.start_at(position.step)
+    run.start_at(position)
     for earlier in range(1, position.epoch):
         # With a checkpoint: the rows that each worker had then come from every exchange before.
         if job.feed.reshuffles(earlier):
@@ -229,7 +241,8 @@ def _train_from(position: Position, job: Job, run: Run, feed: Feed, deal: Reshuf
             run.start_epoch(epoch, first_step)
             if job.feed.reshuffles(epoch):
                 feed.reshuffle(epoch, deal)
-            strategy.train_epoch(run, feed.epoch(epoch, first_step=first_step))
+            first_minibatch = first_step * strategy.minibatches_a_step
+            strategy.train_epoch(run, feed.epoch(epoch, first_step=first_minibatch))
             if job.schema.validation is not None:
                 run.averager.report_validation(_validate(run, feed))
     finally:
@@ -307,8 +320,13 @@ def _as_worker_error(error: Exception, rank: int, run: Run | None) -> WorkerErro
     if isinstance(error, NonFiniteError):
         return error
     epoch, step = (run.epoch, run.step) if run is not None else (0, 0)
-    where = f"rank {rank}, epoch {epoch}, step {step}"
+    where = _where(rank, run)
     own = isinstance(error, TrainingError)
     text = "" if own else "".join(traceback.format_exception(error)).rstrip()
     message = f"{where}: {error}" if own else f"{where}: {type(error).__name__}: {error}\n\n{text}"
     return WorkerError(message, rank=rank, epoch=epoch, step=step, worker_traceback=text)
+
+
+def _where(rank: int, run: Run | None) -> str:
+    epoch, step = (run.epoch, run.step) if run is not None else (0, 0)
+    return f"rank {rank}, epoch {epoch}, step {step}"

@@ -22,6 +22,7 @@ from sparkdl.averager.progress import Position
 from sparkdl.averager.server import AveragerAddress
 from sparkdl.averager.wire import Chunk, plan_chunks
 from sparkdl.errors import (
+    CollectiveError,
     DeadlineError,
     DisconnectedError,
     NonFiniteError,
@@ -182,10 +183,7 @@ class AveragerClient:
         self._extend_base(state, layout)
         committed = False
         while not committed:
-            self._line.send_header(window_header(window))
-            if window.examples:
-                for chunk in chunks:
-                    self._send(chunk, state, layout[chunk.segment], window)
+            self._contribute(state, layout, chunks, window, True)
             receive = self._receive_center if window.last else self._receive_reply
             try:
                 receive(state, layout, chunks)
@@ -193,9 +191,16 @@ class AveragerClient:
             except _Again:
                 # Before the first chunk of the reply, so that the state is what it was.
                 logger.info("rank %d contributes once more: another worker was lost", self.rank)
-        if self._checkpoint_due:
-            self._checkpoint_due = False
-            self._send_own_state()
+        self._send_own_state_if_due()
+
+    def hand_over(self, segments: Sequence[Tensor], window: WindowReport) -> None:
+        """Take part in a round whose outcome is known; see ``protocols.CenterExchange``."""
+        state = list(segments)
+        layout = tuple(Segment("state", tensor.dtype, tensor.numel()) for tensor in state)
+        self._contribute(state, layout, plan_chunks(layout, self._chunk_bytes), window, False)
+        while "committed" not in (header := self._line.receive_header()):
+            self._note_checkpoint(header)
+        self._send_own_state_if_due()
 
     def gather(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Exchange something small with every other worker; all have to call this equally often.
@@ -222,9 +227,22 @@ class AveragerClient:
         """Leave the run after the last epoch."""
         self._line.send_last({"finish": True})
 
-    def report_failure(self, error: WorkerError) -> None:
+    def report_failure(self, error: WorkerError | CollectiveError) -> None:
         """End the run for everyone, with this worker's error as the reason."""
         self._line.send_last(failure_header(error))
+
+    def _contribute(
+        self,
+        state: list[Tensor],
+        layout: Layout,
+        chunks: list[Chunk],
+        window: WindowReport,
+        takes_reply: bool,
+    ) -> None:
+        self._line.send_header(window_header(window, takes_reply=takes_reply))
+        if window.examples:
+            for chunk in chunks:
+                self._send(chunk, state, layout[chunk.segment], window)
 
     def _receive_center(self, state: list[Tensor], layout: Layout, chunks: list[Chunk]) -> None:
         for chunk in chunks:
@@ -241,6 +259,11 @@ class AveragerClient:
             reply = self._receive(self._codec.wire_dtype(segment), target)
             if reply is not target:
                 self._codec.decode(reply, target, base, segment)
+
+    def _send_own_state_if_due(self) -> None:
+        if self._checkpoint_due:
+            self._checkpoint_due = False
+            self._send_own_state()
 
     def _send_own_state(self) -> None:
         octets = bytearray(self._own_state())
@@ -285,15 +308,18 @@ class AveragerClient:
         if self._codec.keeps_base or target.dtype is not dtype or target.device.type != "cpu":
             values = self._scratch[: len(target) * dtype.itemsize].view(dtype)
         while (header := self._line.receive_values(values)) is not None:
-            if "again" in header:
-                raise _Again
-            if "checkpoint" not in header:
-                raise TrainingError(f"rank {self.rank} was sent {header} where values were due")
-            if "now" in header:
-                self._send_own_state()
-            else:
-                self._checkpoint_due = True
+            self._note_checkpoint(header)
         return values
+
+    def _note_checkpoint(self, header: dict[str, Any]) -> None:
+        if "again" in header:
+            raise _Again
+        if "checkpoint" not in header:
+            raise TrainingError(f"rank {self.rank} was sent {header} where values were due")
+        if "now" in header:
+            self._send_own_state()
+        else:
+            self._checkpoint_due = True
 
 
 def report_start_failure(address: AveragerAddress, error: WorkerError) -> None:

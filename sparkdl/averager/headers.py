@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from sparkdl.errors import NonFiniteError, TrainingError, WorkerError
+from sparkdl.errors import CollectiveError, NonFiniteError, TrainingError, WorkerError
 from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.facts import COUNTS, ColumnFacts, Place, ShardFacts
 
@@ -55,8 +55,10 @@ _FAILURE_TYPES: _Types = {
 }
 
 
-def failure_header(error: WorkerError) -> dict[str, Any]:
-    """What a worker sends when its user's code has raised."""
+def failure_header(error: WorkerError | CollectiveError) -> dict[str, Any]:
+    """What a worker sends when its user's code has raised, or its exchange with others broke."""
+    if isinstance(error, CollectiveError):
+        return {"broken": str(error)}
     return {
         "failure": {
             "message": str(error),
@@ -69,9 +71,9 @@ def failure_header(error: WorkerError) -> dict[str, Any]:
     }
 
 
-def window_header(window: WindowReport) -> dict[str, Any]:
-    """What a worker sends before a contribution."""
-    return {"window": dataclasses.asdict(window)}
+def window_header(window: WindowReport, *, takes_reply: bool = True) -> dict[str, Any]:
+    """What a worker sends before a contribution, and whether it wants to know what came out."""
+    return {"window": dataclasses.asdict(window), "takes_reply": takes_reply}
 
 
 def shard_header(shard: ShardFacts) -> dict[str, Any]:
@@ -154,8 +156,11 @@ def raise_reported_failure(header: dict[str, Any]) -> None:
 
     Raises:
         WorkerError: it is; NonFiniteError if the contribution was not finite.
+        CollectiveError: the worker's exchange with the others broke.
         TrainingError: it pretends to be.
     """
+    if isinstance(header.get("broken"), str):
+        raise CollectiveError(header["broken"])
     if "failure" not in header:
         return
     fields = _checked(header["failure"], _FAILURE_TYPES, None)

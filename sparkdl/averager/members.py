@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from sparkdl.errors import StoppedError, TrainingError, WorkerLostError
@@ -44,6 +44,14 @@ class Member:
     attempt: int
     interrupt: Callable[[], None]
     gone: bool = False
+
+
+def too_many_losses(losses: Sequence[str], allowed: int) -> WorkerLostError:
+    """The error for one loss more than ``maxFailures`` allows; tells of the last few."""
+    return WorkerLostError(
+        f"{len(losses)} workers were lost, more than maxFailures allows ({allowed}): "
+        + "; ".join(losses[-5:])
+    )
 
 
 class FencedError(StoppedError):
@@ -109,13 +117,9 @@ class Members:
         self.losses.append(f"rank {member.rank} on {member.host} {why}")
         if len(self.losses) <= self.tolerance.max_failures:
             return None
-        told = "; ".join(self.losses[-5:])
         if not self.tolerance.max_failures:
-            return WorkerLostError(told)
-        return WorkerLostError(
-            f"{len(self.losses)} workers were lost, more than maxFailures allows "
-            f"({self.tolerance.max_failures}): {told}"
-        )
+            return WorkerLostError(self.losses[-1])
+        return too_many_losses(self.losses, self.tolerance.max_failures)
 
     def require(self, member: Member) -> None:
         """Check that a worker is still the one of its rank.

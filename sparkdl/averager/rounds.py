@@ -9,7 +9,7 @@ of a lost worker's contribution starts over from what the others still hold (``S
 Positions count only what was committed, and an epoch ends when every rank is through with it, so
 that a worker who comes back goes on behind its last committed window and no row is counted twice.
 
-``meeting.py`` has who takes part at all.
+``attendance.py`` has who takes part at all.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from sparkdl.averager.accumulator import Accumulator, Receive
+from sparkdl.averager.attendance import Attendance
 from sparkdl.averager.codec import Codec
-from sparkdl.averager.meeting import Meeting
 from sparkdl.averager.members import Member, Tolerance
 from sparkdl.averager.progress import Position, Progress
 from sparkdl.averager.saving import CheckpointPlan, Saving
@@ -38,7 +38,7 @@ class StartOverError(Exception):
     """A member of the round was lost: the same contribution is needed once more."""
 
 
-class Rounds(Meeting):
+class Rounds(Attendance):
     """The center and its rounds.
 
     Args:
@@ -98,9 +98,15 @@ class Rounds(Meeting):
             return self._tally.positions[rank]
 
     @property
-    def committed(self) -> bool:
-        """Whether there was a round in this run."""
-        return self._tally.round > 0
+    def begun(self) -> bool:
+        """Whether the center is more than the initial one."""
+        return self._tally.begun
+
+    @property
+    def progress(self) -> Progress:
+        """How far the training has come."""
+        with self._condition:
+            return self._tally.progress()
 
     @property
     def history(self) -> list[EpochSummary]:

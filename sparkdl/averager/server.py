@@ -17,17 +17,20 @@ One worker is one TCP connection, from joining to leaving (``connection.py`` has
     {"gather": something small}  ------> wait for all ranks, whenever these agree to
                                  <------ {"gathered": [everyone's, by rank]}
     {"validation": report}       ------> after an epoch, from who has held-out rows
-    {"window": report}, chunks   ------> add in rank order, wait for the round
+    {"window": report,
+     "takes_reply": whether},
+    chunks                       ------> add in rank order, wait for the round
                                  <------ {"waiting": true}, only after a last window, each round
                                  <------ {"checkpoint": true}, if this commit becomes one; with
                                          "now" in place of "waiting": send your own state at once
-                                 <------ the reply, chunk by chunk
+                                 <------ the reply, chunk by chunk, or {"committed": true}
     {"own_state": bytes}, bytes  ------> only if it becomes a checkpoint
                                  <------ or {"again": true}: a member of the round was lost;
     {"window": report}, chunks   ------> the same once more
     ... a round a window ...
     {"finish": true}             ------>
     or {"failure": {...}}        ------> the run ends, with the worker's traceback
+    or {"broken": why}           ------> the run ends; it is the exchange among the workers
 
 A worker that sends faster than its chunks can be added is held back by TCP itself.
 A worker whose connection breaks may come back: it joins anew, and its training goes on behind its
@@ -50,6 +53,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
+from sparkdl.averager.attendance import Event
 from sparkdl.averager.codec import Codec
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.averager.headers import (
@@ -60,9 +64,9 @@ from sparkdl.averager.headers import (
     read_validation,
     read_window,
 )
-from sparkdl.averager.meeting import Event
 from sparkdl.averager.members import FencedError, Member, Tolerance
 from sparkdl.averager.port import Port
+from sparkdl.averager.progress import Progress
 from sparkdl.averager.rounds import Rounds, StartOverError
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
 from sparkdl.errors import DeadlineError, SparkDLError, TrainingError
@@ -107,7 +111,8 @@ class Averager:
         advertised_host: the name under which workers reach it; ``host`` by default.
         deadline_s: the longest that a worker may be silent while it is waited for, in seconds.
         plan: which commits become checkpoints; none by default.
-        resumed: the checkpoint that ``center`` was read from, if it was.
+        resumed: the checkpoint with which this process began, if there was one.
+        progress: how far the training of ``center`` has come; by default it starts.
         tolerance: what losses of workers the run survives; none by default.
         tls: whether connections are encrypted.
     """
@@ -124,6 +129,7 @@ class Averager:
         deadline_s: float = 600.0,
         plan: CheckpointPlan | None = None,
         resumed: Resumed | None = None,
+        progress: Progress | None = None,
         tolerance: Tolerance | None = None,
         tls: bool = False,
     ) -> None:
@@ -133,7 +139,7 @@ class Averager:
             world_size,
             codec,
             deadline_s,
-            progress=None if resumed is None else resumed.progress,
+            progress=progress,
             plan=plan,
             tolerance=tolerance,
         )
@@ -169,6 +175,11 @@ class Averager:
         return self._rounds.history
 
     @property
+    def progress(self) -> Progress:
+        """How far the training of ``center`` has come."""
+        return self._rounds.progress
+
+    @property
     def losses(self) -> list[str]:
         """Which workers were lost so far, and why."""
         return self._rounds.losses
@@ -197,6 +208,7 @@ class Averager:
         Raises:
             WorkerError: the user's code raised on a worker.
             WorkerLostError: a worker's connection broke.
+            CollectiveError: the exchange among the workers broke.
             DeadlineError: a worker that was waited for was silent for ``deadline_s``.
         """
         interval_s = min(1.0, self._rounds.deadline_s / 4)
@@ -212,11 +224,12 @@ class Averager:
                 event = self._rounds.events.get(timeout=interval_s)
             except queue.Empty:
                 continue
-            if self._rounds.failure is not None:
+            if event is not None:
+                yield event
+            elif self._rounds.failure is not None:
                 raise self._rounds.failure
-            if event is None:
+            else:
                 return
-            yield event
 
     def _serve(self, connection: Connection) -> None:
         """Serve one worker from joining to leaving; its thread runs this."""
@@ -286,7 +299,7 @@ class _Session:
             elif "validation" in header:
                 rounds.validated(read_validation(header, rank))
             else:
-                self._serve_round(read_window(header, rank))
+                self._serve_round(read_window(header, rank), header.get("takes_reply") is not False)
         rounds.finish(rank)
 
     def _send_start(self) -> None:
@@ -296,7 +309,7 @@ class _Session:
         own_state_bytes = None
         if resumed is not None and position == resumed.progress.positions[rank]:
             own_state_bytes = resumed.own_state_bytes(rank)
-        elif resumed is not None or rounds.committed:
+        elif rounds.begun:
             own_state_bytes = 0
         self._connection.send_header(
             {
@@ -315,7 +328,7 @@ class _Session:
                     self._connection.send_values(torch.frombuffer(block, dtype=torch.uint8))
         rounds.release(rank)
 
-    def _serve_round(self, report: WindowReport) -> None:
+    def _serve_round(self, report: WindowReport, takes_reply: bool) -> None:
         try:
             reply = self._rounds.contribute(
                 report, self._receive, self._scratch, self._while_others_go_on
@@ -328,7 +341,10 @@ class _Session:
             self._connection.send_header({"checkpoint": True})
         # Who was done early has missed rounds: the changes of the last one would not be enough.
         everything = {segment.kind for segment in self._rounds.layout}
-        self._send(reply, kinds=everything if report.last else None)
+        if takes_reply:
+            self._send(reply, kinds=everything if report.last else None)
+        else:
+            self._connection.send_header({"committed": True})
         self._rounds.release(self._rank)
         if saving is not None:
             self._take_own_state(saving)

@@ -38,6 +38,11 @@ class Tally:
         self._validations: dict[tuple[int, int], ValidationReport] = {}
         self.start_epoch()
 
+    @property
+    def begun(self) -> bool:
+        """Whether anything was committed ever, in this run or before it."""
+        return self.round > self._first_round or self.epoch > 1
+
     def start_epoch(self) -> None:
         """From now on the time counts as the epoch's."""
         self._epoch_started = time.monotonic()

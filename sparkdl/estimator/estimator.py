@@ -90,8 +90,8 @@ class TorchEstimator(
         batchSize: rows a minibatch on each worker.
         dropLast: whether a worker leaves out the last minibatch of an epoch if it is short.
         reshuffleEvery: epochs after which the workers deal their rows anew among themselves, at
-            random and evenly; 0 for never, each keeps its rows. A fit that does so does not
-            survive the loss of a worker, whatever ``maxFailures``; it can go on from a checkpoint.
+            random and evenly; 0 for never, each keeps its rows. A lost worker then makes all
+            start again from the last round.
         batchTransform: Batch -> Batch, called on each minibatch to train on, for example to augment
             images; torch's random numbers are seeded by epoch, rank and minibatch around it.
         memoryBudget: MiB of its stored rows that a worker keeps mapped; None for no limit.
@@ -106,8 +106,9 @@ class TorchEstimator(
             ``bf16`` by torch's autocast.
         timeout: the longest that any worker or round is waited for, in seconds.
         maxFailures: how often workers may be lost during a fit: their process, executor or host
-            died, or they were silent for too long. The others go on, and Spark starts them again; 0
-            ends the fit at the first loss. An error that the model raises is never tried again.
+            died, or they were silent for too long. The others go on, and Spark starts them again;
+            where the workers need each other, all start again from the driver's last copy. 0 ends
+            the fit at the first loss. An error that the model raises is never tried again.
         minWorkers: with how many workers training goes on; with fewer it waits, up to ``timeout``,
             until lost ones have come back.
         checkpointPath: a directory for checkpoints of the training: a path that the driver sees, or

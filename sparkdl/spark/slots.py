@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 
@@ -75,21 +76,32 @@ def require_static_allocation(spark: SparkSession) -> None:
 
 
 def require_free_slots(spark: SparkSession, needed: int) -> None:
-    """Wait a little for slots that other jobs still hold: Spark would wait for a year, silently.
+    """Wait for slots that other jobs still hold, or that a lost executor had.
+
+    Spark would wait for a year, silently.
 
     Args:
         spark: the session.
         needed: tasks that have to start at once.
 
     Raises:
-        ConfigError: other jobs hold too many slots.
+        ConfigError: other jobs hold too many slots, or lost executors were not replaced.
     """
-    deadline = time.monotonic() + OTHERS_END_S
+    executors_due = time.monotonic() + EXECUTORS_START_S
+    others_due = math.inf
     while True:
         slots, running = count_slots(spark), _count_running_tasks(spark)
         if slots - running >= needed:
             return
-        if time.monotonic() >= deadline:
+        if slots >= needed:
+            others_due = min(others_due, time.monotonic() + OTHERS_END_S)
+        elif time.monotonic() >= executors_due:
+            raise ConfigError(
+                f"{needed} workers have to start at once, but the cluster has {slots} slots left, "
+                f"and no executor was started for one that was lost in {EXECUTORS_START_S:.0f} s. "
+                f"Look why in the Spark UI, add executors, or set numWorkers to at most {slots}"
+            )
+        if time.monotonic() >= others_due:
             raise ConfigError(
                 f"{needed} workers have to start at once, but other jobs hold {running} of the "
                 f"cluster's {slots} slots and did not give them back in {OTHERS_END_S:.0f} s. "

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from sparkdl.averager.codec import Codec
+from sparkdl.averager.progress import Position
 from sparkdl.collective import Collective
+from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
 from sparkdl.protocols import Batch, CenterExchange
 from sparkdl.replica import Replica
@@ -43,9 +45,10 @@ class Run:
     loss_sum: Tensor = field(default_factory=lambda: torch.zeros(()))
     """Sum of the loss over those rows."""
 
-    def start_at(self, step: int) -> None:
+    def start_at(self, position: Position) -> None:
         """Begin, or begin again, behind the last committed window."""
-        self.step = step
+        self.step = position.step
+        self.step_of_epoch = position.step_of_epoch
         self.examples = 0
         self.loss_sum = torch.zeros(())
 
@@ -86,6 +89,16 @@ class Run:
         return report
 
 
+def require_steps(name: str, steps: object) -> None:
+    """Check that an argument is None or a whole number of steps >= 1.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if steps is not None and (type(steps) is not int or steps < 1):
+        raise ConfigError(f"{name} must be None or a whole number >= 1 of steps, got {steps!r}")
+
+
 class Strategy(ABC):
     """How replicas agree. Held by the driver and, as a copy, by every worker."""
 
@@ -103,6 +116,11 @@ class Strategy(ABC):
     def checkpointable(self) -> bool:
         """Whether center, optimizer and random numbers are all that a worker has to remember."""
         return True
+
+    @property
+    def minibatches_a_step(self) -> int:
+        """Minibatches of one worker in an optimizer step."""
+        return 1
 
     @property
     def needs_collective(self) -> bool:

@@ -7,7 +7,7 @@ workers r = 1..R, of which worker r has n_r examples in this step (none, once it
     w  <-  optimizer step on g, the same on every worker
 
 which is single-process SGD on the union of the workers' minibatches, for any optimizer. The driver
-takes a copy of the result at the end of each epoch, to go on from should a worker be lost.
+takes copies of the result, to go on from should a worker be lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sparkdl.collective import release_model
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
-from sparkdl.strategies.base import Run, Strategy
+from sparkdl.strategies.base import Run, Strategy, require_steps
 from sparkdl.strategies.together import Together
 
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
@@ -38,8 +38,8 @@ COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
 class GradientAllReduce(Strategy):
     """Reduce gradients among the workers over NCCL, or gloo on CPUs, in every step.
 
-    All workers have to run at once: Spark starts them in barrier mode, and a lost worker ends the
-    run, which goes on from a checkpoint if there is one.
+    All workers have to run at once: Spark starts them in barrier mode. If one is lost, all leave
+    and are started again, from the last copy that the driver has taken.
 
     Args:
         bucket_mb: MB of gradients that are sent off together, > 0; smaller buckets start earlier,
@@ -49,8 +49,10 @@ class GradientAllReduce(Strategy):
             ``powersgd`` sends low-rank factors (Vogels et al. 2019) after ten steps of full
             gradients. Workers still agree, with another result than without.
         shard_optimizer: whether each worker keeps the optimizer's state of its share of the
-            parameters only (ZeRO stage 1). The state is then not part of the driver's copy, and
-            there are no checkpoints.
+            parameters only (ZeRO stage 1). The state is then not part of the driver's copy: there
+            are no checkpoints, and a lost worker ends the fit. So with ``powersgd``.
+        commit_every: optimizer steps after which the driver takes a copy, so the most that are
+            repeated after the loss of a worker; None for one at the end of each epoch only.
         find_unused_parameters: whether a parameter may take no part in the loss; costs a look at
             the graph in every step.
 
@@ -62,6 +64,7 @@ class GradientAllReduce(Strategy):
     accumulate: int = 1
     compression: Literal["fp16", "bf16", "powersgd"] | None = None
     shard_optimizer: bool = False
+    commit_every: int | None = None
     find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
@@ -78,6 +81,7 @@ class GradientAllReduce(Strategy):
             raise ConfigError(
                 f"compression must be None, 'fp16', 'bf16' or 'powersgd', got {self.compression!r}"
             )
+        require_steps("commit_every", self.commit_every)
         for name in ("shard_optimizer", "find_unused_parameters"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
@@ -98,6 +102,11 @@ class GradientAllReduce(Strategy):
         return not self.shard_optimizer and self.compression != "powersgd"
 
     @property
+    def minibatches_a_step(self) -> int:
+        """As accumulated."""
+        return self.accumulate
+
+    @property
     def needs_collective(self) -> bool:
         """Gradients go from worker to worker."""
         return True
@@ -107,7 +116,7 @@ class GradientAllReduce(Strategy):
         if self.shard_optimizer:
             run.replica.rebuild_optimizer(_sharded)
         rows_a_step = run.batch_size * self.accumulate
-        run.memory = _Reducer(_wrap(self, run.replica), Together(run), rows_a_step)
+        run.memory = _Reducer(_wrap(self, run.replica), Together(run, rows_a_step))
 
     def finish(self, run: Run) -> None:
         """Let go of the group, which is about to end."""
@@ -116,17 +125,25 @@ class GradientAllReduce(Strategy):
     def train_epoch(self, run: Run, batches: Iterable[Batch]) -> None:
         """Take as many optimizer steps as the worker with the most rows, then tell the driver."""
         reducer: _Reducer = run.memory
+        together = reducer.together
         remaining = iter(batches)
-        for total in reducer.examples_by_step():
+        while not together.done:
+            total = sum(together.examples_of(range(together.steps, together.steps + 1)))
             run.count_step()
             mine = itertools.islice(remaining, self.accumulate)
             for batch, loss in reducer.step(run.replica, mine, total):
                 run.count(batch, loss)
-            reducer.together.give_sign_of_life(run)
+            together.steps += 1
+            together.give_sign_of_life(run)
+            together.hand_over_if_due(run, self.commit_every, lambda: self._agreed_state(run))
         self.end_epoch(run)
 
     def end_epoch(self, run: Run) -> None:
-        """Average the buffers, and hand the driver a copy of it all."""
+        """Hand the driver a copy of it all."""
+        run.memory.together.hand_over(run, self._agreed_state(run), last=True)
+
+    def _agreed_state(self, run: Run) -> list[Tensor]:
+        """The replica's state, after averaging what gradients do not keep equal: the buffers."""
         together: Together = run.memory.together
         layout = run.replica.layout(with_optimizer=self.exchanges_optimizer_state)
         segments = run.replica.segments(with_optimizer=self.exchanges_optimizer_state)
@@ -136,7 +153,7 @@ class GradientAllReduce(Strategy):
             if segment.kind == "buffers"
         ]
         together.average(buffers, together.shares)
-        together.hand_over(run, segments)
+        return segments
 
 
 class _Reducer:
@@ -145,20 +162,11 @@ class _Reducer:
     Args:
         model: its model, wrapped.
         together: this worker among the others.
-        rows_a_step: rows of one worker in an optimizer step, but for its last.
     """
 
-    def __init__(
-        self, model: DistributedDataParallel, together: Together, rows_a_step: int
-    ) -> None:
+    def __init__(self, model: DistributedDataParallel, together: Together) -> None:
         self.model = model
         self.together = together
-        self._rows_a_step = rows_a_step
-
-    def examples_by_step(self) -> Iterator[int]:
-        """Examples of all workers together in each optimizer step of an epoch."""
-        for start in range(0, max(self.together.shares), self._rows_a_step):
-            yield sum(self.together.examples_of(range(start, start + self._rows_a_step)))
 
     def step(
         self, replica: Replica, batches: Iterator[Batch], total: int

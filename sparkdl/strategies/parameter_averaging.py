@@ -14,7 +14,6 @@ With p = 1 and plain SGD this is synchronous SGD on the union of the workers' ba
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from sparkdl.averager.codec import CODECS, Codec
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
-from sparkdl.strategies.base import Run, Strategy
+from sparkdl.strategies.base import Run, Strategy, require_steps
 from sparkdl.strategies.together import Together
 
 
@@ -41,7 +40,10 @@ class ParameterAveraging(Strategy):
         aggregation: ``driver`` averages in the driver; a lost worker is only that worker's loss.
             ``executors`` averages among the workers over NCCL (gloo on CPUs), and the driver
             receives one copy at the end of each epoch: for many workers or large models. All
-            workers then have to run at once, in Spark's barrier mode.
+            workers then have to run at once, in Spark's barrier mode; if one is lost, all are
+            started again from the driver's last copy.
+        commit_every: with ``executors``, steps after which the driver takes a copy between, rounded
+            up to whole periods; so the most that are repeated after the loss of a worker.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -51,6 +53,7 @@ class ParameterAveraging(Strategy):
     average_optimizer_state: bool = True
     wire_dtype: Literal["float32", "bfloat16"] = "float32"
     aggregation: Literal["driver", "executors"] = "driver"
+    commit_every: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.period, bool) or not isinstance(self.period, int) or self.period < 1:
@@ -66,6 +69,11 @@ class ParameterAveraging(Strategy):
         if self.aggregation not in ("driver", "executors"):
             raise ConfigError(
                 f"aggregation must be 'driver' or 'executors', got {self.aggregation!r}"
+            )
+        require_steps("commit_every", self.commit_every)
+        if self.aggregation == "driver" and self.commit_every is not None:
+            raise ConfigError(
+                "commit_every is for aggregation='executors'; the driver has every round's center"
             )
         if self.aggregation == "executors" and self.wire_dtype != "float32":
             raise ConfigError(
@@ -91,13 +99,7 @@ class ParameterAveraging(Strategy):
     def start(self, run: Run) -> None:
         """Learn how many windows all workers have."""
         if self.needs_collective:
-            run.memory = _Windows(Together(run), self.period * run.batch_size)
-
-    def train_epoch(self, run: Run, batches: Iterable[Batch]) -> None:
-        """Train on an epoch's minibatches, averaging on the way and at the end."""
-        if self.needs_collective:
-            run.memory.start_epoch()
-        super().train_epoch(run, batches)
+            run.memory = _Windows(Together(run, run.batch_size), self)
 
     def after_step(self, run: Run, batch: Batch) -> None:
         """Average after every ``period`` steps; the epoch's last window is ``end_epoch``'s."""
@@ -123,27 +125,25 @@ class _Windows:
 
     Args:
         together: this worker among the others.
-        rows_a_window: rows of one worker between two rounds, but for its last.
+        strategy: theirs.
     """
 
-    def __init__(self, together: Together, rows_a_window: int) -> None:
+    def __init__(self, together: Together, strategy: ParameterAveraging) -> None:
         self._together = together
-        self._rows_a_window = rows_a_window
-        self._start = 0
-
-    def start_epoch(self) -> None:
-        """Begin with the first window."""
-        self._start = 0
+        self._period = strategy.period
+        self._commit_every = strategy.commit_every
 
     def average(self, run: Run, state: list[Tensor]) -> None:
         """Take part in the next round."""
-        window = range(self._start, self._start + self._rows_a_window)
-        self._together.average(state, self._together.examples_of(window))
-        self._start = window.stop
-        self._together.give_sign_of_life(run)
+        together = self._together
+        window = range(together.steps, together.steps + self._period)
+        together.average(state, together.examples_of(window))
+        together.steps = window.stop
+        together.give_sign_of_life(run)
+        together.hand_over_if_due(run, self._commit_every, lambda: state)
 
     def finish(self, run: Run, state: list[Tensor]) -> None:
         """Take part in all rounds that are left, and hand the driver a copy."""
-        while self._start < max(self._together.shares):
+        while not self._together.done:
             self.average(run, state)
-        self._together.hand_over(run, state)
+        self._together.hand_over(run, state, last=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,23 +24,33 @@ class Together:
 
     Args:
         run: this worker's, with its group; every worker has to make one at the same time.
+        rows_a_step: rows of one worker in an optimizer step, but for its last of an epoch.
 
     Attributes:
         collective: the group.
         shares: rows an epoch of each worker, by rank.
+        rows_a_step: as given.
+        steps: optimizer steps of the epoch that all have taken; not 0 at first for workers that go
+            on in the middle of one.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, rows_a_step: int) -> None:
         assert run.collective is not None
         self.collective: Collective = run.collective
-        self.shares = [int(share["rows"]) for share in run.averager.gather({"rows": run.rows})]
+        told = run.averager.gather({"rows": run.rows, "steps": run.step_of_epoch})
+        self.shares = [int(one["rows"]) for one in told]
+        self.rows_a_step = rows_a_step
+        # Who has no rows left may have stopped counting.
+        self.steps = max(int(one["steps"]) for one in told)
+        self._steps_handed_over = self.steps
         self._turns = 0
         self._next_sign = 1
         self._last_sign = time.monotonic()
 
-    def examples_of(self, rows: range) -> list[int]:
-        """How many of their ``rows``, counted from the start of an epoch, the ranks have."""
-        return [max(0, min(share, rows.stop) - rows.start) for share in self.shares]
+    def examples_of(self, steps: range) -> list[int]:
+        """How many rows the ranks have in some ``steps``, counted from the start of an epoch."""
+        start, stop = steps.start * self.rows_a_step, steps.stop * self.rows_a_step
+        return [max(0, min(share, stop) - start) for share in self.shares]
 
     def average(self, segments: Sequence[Tensor], examples: Sequence[int]) -> None:
         """Overwrite every rank's values with the mean weighted by examples.
@@ -84,21 +95,48 @@ class Together:
         self._turns = 0
         self._last_sign = time.monotonic()
 
-    def hand_over(self, run: Run, segments: Sequence[Tensor]) -> None:
-        """End an epoch: equal replicas need one contribution, with everybody's examples.
+    @property
+    def steps_an_epoch(self) -> int:
+        """Optimizer steps of the worker with the most rows."""
+        return math.ceil(max(self.shares) / self.rows_a_step)
+
+    @property
+    def done(self) -> bool:
+        """Whether the epoch's last step has been taken."""
+        return self.steps >= self.steps_an_epoch
+
+    def hand_over_if_due(
+        self, run: Run, every: int | None, segments: Callable[[], Sequence[Tensor]]
+    ) -> None:
+        """Let the driver have a copy, to go on from there, ``every`` so many steps.
+
+        The epoch's end has one in any case, and is not this one's.
+        """
+        if every is not None and self.steps - self._steps_handed_over >= every and not self.done:
+            self.hand_over(run, segments(), last=False)
+
+    def hand_over(self, run: Run, segments: Sequence[Tensor], *, last: bool) -> None:
+        """Let the driver have a copy: equal replicas need one contribution, of all examples.
+
+        Args:
+            run: this worker's.
+            segments: the replica's state, equal on all workers.
+            last: whether the epoch ends here.
 
         Raises:
             TrainingError: this worker did not train on the rows that it had announced, by which
                 its contributions were weighed.
         """
-        if run.examples != run.rows:
+        announced = self.examples_of(range(self._steps_handed_over, self.steps))[run.rank]
+        if run.examples != announced:
             raise TrainingError(
                 f"rank {run.rank} trained on {run.examples} rows in epoch {run.epoch}, but had "
-                f"announced {run.rows} to the others, who weighed its contributions by that"
+                f"announced {announced} to the others, who weighed its contributions by that"
             )
+        self.steps = self._steps_handed_over = 0 if last else self.steps
         sums = torch.stack([run.loss_sum.double(), torch.tensor(run.examples).double()])
         loss_sum, examples = self.collective.all_reduce(sums.to(self.collective.device)).tolist()
         first = self.collective.rank == 0
         run.loss_sum = torch.tensor(loss_sum if first else 0.0, dtype=torch.float64)
         run.examples = round(examples) if first else 0
-        run.averager.exchange(segments, run.close_window(last=True))
+        run.averager.hand_over(segments, run.close_window(last=last))

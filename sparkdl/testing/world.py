@@ -17,7 +17,7 @@ import cloudpickle
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.averager.meeting import Event
+from sparkdl.averager.attendance import Event
 from sparkdl.averager.server import Averager, AveragerAddress
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Launch, Outcome, run

@@ -9,16 +9,30 @@ from frames import estimator, frame
 from models import DiesOnce, Saboteur, lines
 from pyspark.sql import SparkSession
 
+from sparkdl import GradientAllReduce, ParameterAveraging
 from sparkdl.errors import ConfigError, TrainingError
+from sparkdl.strategies import Strategy
 
 
 @pytest.mark.parametrize("executor", [False, True], ids=["process", "executor"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ParameterAveraging(),
+        GradientAllReduce(commit_every=2),
+        ParameterAveraging(2, aggregation="executors"),
+    ],
+    ids=["alone", "all-reduce", "executors"],
+)
 def test_a_worker_that_is_killed_is_started_again_and_no_row_is_lost(
-    spark: SparkSession, tmp_path: Path, executor: bool
+    spark: SparkSession, tmp_path: Path, strategy: Strategy, executor: bool
 ) -> None:
+    """Alone, or with all others where they need each other."""
     died = tmp_path / "died"
     model = DiesOnce(str(died), executor=executor)
-    fitted = estimator(model=model, numWorkers=3, epochs=4, batchSize=5).fit(frame(spark, rows=90))
+    fitted = estimator(
+        model=model, strategy=strategy, numWorkers=3, epochs=4, batchSize=5, timeout=60.0
+    ).fit(frame(spark, rows=90))
     assert len(lines(died)) == 1
     assert [epoch.examples for epoch in fitted.history] == [90] * 4
 

@@ -126,7 +126,7 @@ def test_a_rank_killed_in_training_ends_the_fit_and_is_named(
 ) -> None:
     started = time.monotonic()
     with pytest.raises(TrainingError, match="rank 1"):
-        sabotage(spark, tmp_path / "passes", "die", timeout=120.0)
+        sabotage(spark, tmp_path / "passes", "die", timeout=120.0, maxFailures=1)
     assert time.monotonic() - started < 90
     assert_next_fit_works(spark)
 
@@ -136,7 +136,7 @@ def test_a_rank_that_hangs_ends_the_fit_after_the_timeout_and_is_named(
 ) -> None:
     started = time.monotonic()
     with pytest.raises(TrainingError, match=r"rank 1 on .* did not take part"):
-        sabotage(spark, tmp_path / "passes", "sleep", timeout=8.0)
+        sabotage(spark, tmp_path / "passes", "sleep", timeout=8.0, maxFailures=0)
     assert time.monotonic() - started < 50
     assert_next_fit_works(spark)
 

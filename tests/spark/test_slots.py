@@ -7,8 +7,9 @@ from frames import estimator, frame
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError
+from sparkdl.spark import slots
 from sparkdl.spark.partitions import known_partitions
-from sparkdl.spark.slots import choose_num_workers, count_slots
+from sparkdl.spark.slots import choose_num_workers, count_slots, require_free_slots
 
 
 def test_slots_are_the_cores_of_all_executors(spark: SparkSession) -> None:
@@ -26,6 +27,14 @@ def test_a_wish_within_the_slots_is_granted(spark: SparkSession) -> None:
 def test_a_wish_beyond_the_slots_is_refused_at_once_with_both_numbers(spark: SparkSession) -> None:
     with pytest.raises(ConfigError, match=r"numWorkers is 9, but the cluster has 3 slots"):
         choose_num_workers(spark, 9)
+
+
+def test_executors_that_were_lost_and_not_replaced_are_an_error_with_numbers(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "EXECUTORS_START_S", 0.2)
+    with pytest.raises(ConfigError, match=r"4 workers .* the cluster has 3 slots left, .* lost"):
+        require_free_slots(spark, 4)
 
 
 def test_a_fit_without_num_workers_trains_on_every_slot(spark: SparkSession) -> None:

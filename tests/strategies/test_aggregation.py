@@ -108,3 +108,8 @@ def test_what_does_not_fit_together_is_refused() -> None:
         ParameterAveraging(aggregation="everywhere")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="is for aggregation='driver'"):
         ParameterAveraging(aggregation="executors", wire_dtype="bfloat16")
+
+
+def test_commits_between_are_for_workers_that_average_among_themselves() -> None:
+    with pytest.raises(ConfigError, match="commit_every is for aggregation='executors'"):
+        ParameterAveraging(commit_every=5)

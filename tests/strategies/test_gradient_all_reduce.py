@@ -26,6 +26,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
         ("bucket_mb", [0, -1, True, "25", float("nan")]),
         ("accumulate", [0, -1, 1.5, True, "2"]),
         ("compression", ["fp8", True, ""]),
+        ("commit_every", [0, -1, 1.5, True, "2"]),
         ("shard_optimizer", [1, None, "yes"]),
         ("find_unused_parameters", [1, None, "yes"]),
     ],

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 Event = DataFacts | WindowReport | EpochSummary
 
 
-class Meeting(ABC):
+class Attendance(ABC):
     """The workers of a run and one lock for all that they share; ``Rounds`` is what they do there.
 
     Args:

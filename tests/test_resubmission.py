@@ -1,0 +1,201 @@
+"""Workers that need each other are all started again when one is lost, from the last commit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from toys import Data, classification, make_job, mlp
+
+from sparkdl.averager import Averager
+from sparkdl.driver import Launch, Outcome, run
+from sparkdl.errors import ConfigError, DataError, WorkerError, WorkerLostError
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.facts import DataFacts
+from sparkdl.feed.feed import FeedOptions
+from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
+from sparkdl.testing import run_world
+from sparkdl.testing.world import _processes
+from sparkdl.worker import Job
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+SIZES = [42, 22]
+"""Of minibatches of 4: 11 and 6 steps an epoch."""
+
+
+class Misbehaves(nn.Module):
+    """Does ``deed`` in a pass of rank 1 behind the ``after``-th, forwards or in backward.
+
+    Only ``times`` in all; passes are counted over all processes of the rank.
+    """
+
+    def __init__(
+        self, folder: Path, deed: Callable[[], None], after: int, times: int, backward: bool
+    ) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.folder, self.deed, self.backward = str(folder), deed, backward
+        self.due = range(after, after + times)
+
+    def forward(self, features: Tensor) -> Tensor:
+        inner = self.net[0](features)
+        if self.training and "rank 1" in multiprocessing.current_process().name:
+            passes = len(os.listdir(self.folder))
+            Path(self.folder, f"{passes:05d}").touch()
+            if passes in self.due and not self.backward:
+                self.deed()
+            elif passes in self.due:
+                # The gradients of the last layer are on their way by then.
+                inner.register_hook(lambda _: self.deed())
+        return self.net[2](self.net[1](inner))
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def explode() -> None:
+    raise ZeroDivisionError("the user's own mistake")
+
+
+def misbehaving(
+    folder: Path,
+    strategy: Strategy,
+    *,
+    deed: Callable[[], None] = kill,
+    after: int = 8,
+    times: int = 1,
+    backward: bool = False,
+    **changes: Any,
+) -> Job:
+    folder.mkdir()
+    settings: dict[str, Any] = {"optimizer": ADAM, "epochs": 3, "max_failures": 3, **changes}
+    model = Misbehaves(folder, deed, after, times, backward)
+    return make_job(model, strategy=strategy, **settings)
+
+
+def same_bits(first: Outcome, second: Outcome) -> bool:
+    pairs = zip(first.module.parameters(), second.module.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def passes(folder: Path) -> int:
+    return len(os.listdir(folder))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "after", "backward", "repeated"),
+    [
+        # 6 passes of rank 1 an epoch; what is behind the last commit is done again.
+        (GradientAllReduce(bucket_mb=0.0001, commit_every=3), 10, True, 2),
+        (GradientAllReduce(), 10, False, 5),
+        (GradientAllReduce(commit_every=1, accumulate=2), 9, False, 2),
+        (ParameterAveraging(2, aggregation="executors", commit_every=3), 11, True, 2),
+        (ParameterAveraging(2, aggregation="executors"), 0, False, 1),
+    ],
+    ids=["all-reduce", "epochs", "accumulating", "averaging", "first-step"],
+)
+def test_a_worker_killed_in_the_middle_costs_the_steps_since_the_last_commit_and_no_bits(
+    tmp_path: Path, strategy: Strategy, after: int, backward: bool, repeated: int
+) -> None:
+    data = classification(SIZES)
+    calm = misbehaving(tmp_path / "calm", strategy, times=0)
+    whole = run_world(calm, data.shards(), ranks_as="processes")
+    events: list[object] = []
+    job = misbehaving(tmp_path / "wild", strategy, after=after, backward=backward)
+    outcome = run_world(job, data.shards(), ranks_as="processes", on_event=events.append)
+    assert same_bits(outcome, whole)
+    assert passes(tmp_path / "wild") == passes(tmp_path / "calm") + repeated
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    assert [row.loss for row in outcome.history] == [row.loss for row in whole.history]
+    assert_told_once(events, data, epochs=3)
+
+
+def assert_told_once(events: list[object], data: Data, epochs: int) -> None:
+    windows = [event for event in events if isinstance(event, WindowReport)]
+    assert sum(window.examples for window in windows) == epochs * sum(data.sizes)
+    ended = [event.epoch for event in events if isinstance(event, EpochSummary)]
+    assert ended == list(range(1, epochs + 1))
+    assert sum(isinstance(event, DataFacts) for event in events) == 1
+
+
+def test_rows_that_are_dealt_anew_are_dealt_again_and_counted_once(tmp_path: Path) -> None:
+    """Without a collective; workers who gave their rows away cannot be replaced one by one."""
+    data, events = classification(SIZES), list[object]()
+    job = misbehaving(
+        tmp_path / "wild", ParameterAveraging(2), after=13, feed=FeedOptions(reshuffle_every=1)
+    )
+    outcome = run_world(job, data.shards(), ranks_as="processes", on_event=events.append)
+    assert passes(tmp_path / "wild") > 13
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    assert_told_once(events, data, epochs=3)
+
+
+def test_one_loss_too_many_ends_the_run_and_names_the_last(tmp_path: Path) -> None:
+    job = misbehaving(tmp_path / "wild", GradientAllReduce(), times=99, max_failures=2)
+    with pytest.raises(
+        WorkerLostError, match=r"3 workers were lost, .*maxFailures .*\(2\): .*rank 1"
+    ):
+        run_world(job, classification(SIZES).shards(), ranks_as="processes")
+    assert passes(tmp_path / "wild") == 6 + 3 + 1 + 1
+
+
+@pytest.mark.parametrize("kept", [{"shard_optimizer": True}, {"compression": "powersgd"}])
+def test_what_no_commit_holds_is_not_started_again(tmp_path: Path, kept: Any) -> None:
+    job = misbehaving(tmp_path / "wild", GradientAllReduce(**kept))
+    with pytest.raises(WorkerLostError, match="rank 1"):
+        run_world(job, classification(SIZES).shards(), ranks_as="processes")
+    assert passes(tmp_path / "wild") == 9
+
+
+def test_the_users_error_is_not_tried_again(tmp_path: Path) -> None:
+    job = misbehaving(tmp_path / "wild", GradientAllReduce(), deed=explode)
+    with pytest.raises(WorkerError, match=r"rank 1, epoch 2, step 14: .*the user's own mistake"):
+        run_world(job, classification(SIZES).shards(), ranks_as="processes")
+    assert passes(tmp_path / "wild") == 9
+
+
+def another_way_the_second_time(first: Launch, second: Launch) -> Launch:
+    launches = [first, second]
+
+    @contextmanager
+    def launch(averager: Averager) -> Any:
+        with launches.pop(0)(averager):
+            yield
+
+    return launch
+
+
+def test_other_rows_than_before_are_refused(tmp_path: Path) -> None:
+    job = misbehaving(tmp_path / "wild", GradientAllReduce(), after=3)
+    launch = another_way_the_second_time(
+        _processes(job, classification([12, 8]).shards(), tmp_path),
+        _processes(job, classification([12, 9]).shards(), tmp_path),
+    )
+    with pytest.raises(DataError, match=r"read other rows than before \(21 rows now, 20 then"):
+        run(job, 2, launch)
+
+
+def test_workers_that_cannot_start_again_say_why_they_had_to(tmp_path: Path) -> None:
+    def refuse(averager: Averager) -> Any:
+        raise ConfigError("2 workers have to start at once, but there is 1 slot")
+
+    job = misbehaving(tmp_path / "wild", GradientAllReduce(), after=3)
+    launch = another_way_the_second_time(
+        _processes(job, classification([12, 8]).shards(), tmp_path), refuse
+    )
+    with pytest.raises(WorkerLostError, match=r"rank 1 .*could not be started again: .* 1 slot"):
+        run(job, 2, launch)
