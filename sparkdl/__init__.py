@@ -14,11 +14,12 @@ from sparkdl.version import __version__
 if TYPE_CHECKING:
     from sparkdl.checkpoint.module_files import load_module
     from sparkdl.checkpoint.recipe import trusted_pickles
+    from sparkdl.checkpoint.state_files import load_checkpoint
     from sparkdl.estimator import TorchEstimator, TorchModel
     from sparkdl.events import EpochSummary
     from sparkdl.protocols import Batch
     from sparkdl.spark.function_run import run
-    from sparkdl.spark.function_task import FunctionWorker, current_worker
+    from sparkdl.spark.function_worker import FunctionWorker, current_worker
     from sparkdl.spark.session import create_session
     from sparkdl.spark.torch_distributor import TorchDistributor
     from sparkdl.strategies import GradientAllReduce, ParameterAveraging
@@ -35,6 +36,7 @@ __all__ = [
     "__version__",
     "create_session",
     "current_worker",
+    "load_checkpoint",
     "load_module",
     "run",
     "trusted_pickles",
@@ -43,14 +45,15 @@ __all__ = [
 _HOMES = {
     "Batch": "sparkdl.protocols",
     "EpochSummary": "sparkdl.events",
-    "FunctionWorker": "sparkdl.spark.function_task",
+    "FunctionWorker": "sparkdl.spark.function_worker",
     "GradientAllReduce": "sparkdl.strategies",
     "ParameterAveraging": "sparkdl.strategies",
     "TorchDistributor": "sparkdl.spark.torch_distributor",
     "TorchEstimator": "sparkdl.estimator",
     "TorchModel": "sparkdl.estimator",
     "create_session": "sparkdl.spark.session",
-    "current_worker": "sparkdl.spark.function_task",
+    "current_worker": "sparkdl.spark.function_worker",
+    "load_checkpoint": "sparkdl.checkpoint.state_files",
     "load_module": "sparkdl.checkpoint.module_files",
     "run": "sparkdl.spark.function_run",
     "trusted_pickles": "sparkdl.checkpoint.recipe",

@@ -25,61 +25,10 @@ from sparkdl.estimator.converters import (
 )
 from sparkdl.estimator.recovery_params import RecoveryParams
 from sparkdl.estimator.security_params import SecurityParams
+from sparkdl.spark.declared import dtypes, names, shapes
 from sparkdl.strategies import Strategy
 
 OUTPUT_TYPES = ("auto", "class", "probability", "raw")
-DTYPES = (
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "uint8",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "bool",
-)
-"""What ``columnDtypes`` knows, by torch's names."""
-
-
-def _names(param: str) -> Any:
-    def convert(value: Any) -> list[str] | None:
-        if value is None:
-            return None
-        names = list(value) if isinstance(value, (list, tuple)) else []
-        if not names or not all(isinstance(name, str) for name in names):
-            raise ConfigError(f"{param} must be a list of column names, got {value!r}")
-        return names
-
-    return convert
-
-
-def _shapes(value: Any) -> dict[str, list[int]] | None:
-    if value is None:
-        return None
-
-    def sound(shape: Any) -> bool:
-        return isinstance(shape, (list, tuple)) and all(
-            isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in shape
-        )
-
-    if not isinstance(value, dict) or not all(map(sound, value.values())):
-        raise ConfigError(
-            "columnShapes must say for each column the shape of one row in whole numbers > 0, for "
-            f"example {{'image': [3, 32, 32]}}; got {value!r}"
-        )
-    return {str(name): list(shape) for name, shape in value.items()}
-
-
-def _dtypes(value: Any) -> dict[str, str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict) or not all(name in DTYPES for name in value.values()):
-        raise ConfigError(
-            f"columnDtypes must say for each column one of {', '.join(DTYPES)}; got {value!r}"
-        )
-    return {str(name): str(dtype) for name, dtype in value.items()}
 
 
 def _device(value: Any) -> str:
@@ -118,7 +67,7 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
         Params._dummy(),
         "featuresCols",
         "several feature columns, passed to the model as separate arguments; wins over featuresCol",
-        typeConverter=_names("featuresCols"),
+        typeConverter=names("featuresCols"),
     )
     featuresAsDict: Param[bool] = Param(
         Params._dummy(),
@@ -190,27 +139,27 @@ class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, HasValidationIndi
         Params._dummy(),
         "labelCols",
         "several label columns, passed to the loss as a tuple; wins over labelCol",
-        typeConverter=_names("labelCols"),
+        typeConverter=names("labelCols"),
     )
     columnShapes: Param[dict[str, list[int]] | None] = Param(
         Params._dummy(),
         "columnShapes",
         "the shape of one row by column, where the type does not say; images have [channels, "
         "height, width]",
-        typeConverter=_shapes,
+        typeConverter=shapes,
     )
     columnDtypes: Param[dict[str, str] | None] = Param(
         Params._dummy(),
         "columnDtypes",
         "the tensor's dtype by column, for example 'bfloat16'; of a binary column also that of its "
         "bytes",
-        typeConverter=_dtypes,
+        typeConverter=dtypes,
     )
     imageCols: Param[list[str] | None] = Param(
         Params._dummy(),
         "imageCols",
         "binary columns that hold encoded images (PNG, JPEG, ...), decoded on the workers",
-        typeConverter=_names("imageCols"),
+        typeConverter=names("imageCols"),
     )
     handleInvalid: Param[str] = Param(
         Params._dummy(),

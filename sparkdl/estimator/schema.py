@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.errors import ConfigError, DataError
+from sparkdl.errors import DataError
 from sparkdl.estimator.head import Head
 from sparkdl.estimator.params import DataParams
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.protocols import ColumnSpec, LossFunction
+from sparkdl.protocols import LossFunction
 from sparkdl.spark.columns import InputColumn, input_column
+from sparkdl.spark.declared import Declared
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def fed_columns(
         input_column(frame, name, "labelCols" if several else "labelCol")
         for name in params.label_columns()
     ]
-    declared = _Declared(params)
+    declared = Declared(params.getColumnShapes(), params.getColumnDtypes(), params.getImageCols())
     label_specs = tuple(
         declared.spec(column, _target_dtype(column, loss, head, fractions)) for column in labels
     )
@@ -68,7 +68,7 @@ def fed_columns(
         frame, params.optional_column("validationIndicatorCol"), "validationIndicatorCol"
     )
     schema = FeedSchema(
-        tuple(declared.spec(c, _default_dtype(c, fractions)) for c in features),
+        tuple(declared.spec(c, c.default_dtype(fractions)) for c in features),
         label_specs if several else label_specs[0],
         weight=None if weight is None else weight.spec(torch.float32),
         validation=None if indicator is None else indicator.spec(torch.bool),
@@ -82,44 +82,6 @@ def fed_columns(
     return FedColumns(schema, columns)
 
 
-class _Declared:
-    """What the user said about columns whose types do not say it."""
-
-    def __init__(self, params: DataParams) -> None:
-        self._shapes = params.getColumnShapes() or {}
-        self._dtypes = params.getColumnDtypes() or {}
-        self._images = params.getImageCols() or []
-
-    def spec(self, column: InputColumn, default: torch.dtype) -> ColumnSpec:
-        name, image = column.name, column.name in self._images
-        if image and column.encoding != "bytes":
-            raise ConfigError(
-                f"imageCols names column '{name}', which has type {column.type_name}; encoded "
-                "images are binary"
-            )
-        if column.encoding == "bytes" and not image and name not in self._dtypes:
-            raise ConfigError(
-                f"column '{name}' is binary: say what its bytes are with columnDtypes="
-                f"{{'{name}': 'float32'}} and columnShapes={{'{name}': [...]}}, or imageCols="
-                f"['{name}'] if they are encoded images"
-            )
-        dtype = getattr(torch, self._dtypes[name]) if name in self._dtypes else default
-        return column.spec(dtype, self._shapes.get(name), image=image)
-
-    def require_known(self, names: Iterable[str]) -> None:
-        """Refuse what was declared of columns that are not fed."""
-        for param, declared in (
-            ("columnShapes", self._shapes),
-            ("columnDtypes", self._dtypes),
-            ("imageCols", self._images),
-        ):
-            unknown = sorted(set(declared) - set(names))
-            if unknown:
-                raise ConfigError(
-                    f"{param} speaks of '{unknown[0]}', which is neither a feature nor a label"
-                )
-
-
 def _scalar(frame: DataFrame, name: str | None, param: str) -> InputColumn | None:
     if name is None:
         return None
@@ -131,12 +93,6 @@ def _scalar(frame: DataFrame, name: str | None, param: str) -> InputColumn | Non
             f"column '{name}' ({param}) has type {column.type_name}; it must be {wanted}"
         )
     return column
-
-
-def _default_dtype(column: InputColumn, fractions: torch.dtype) -> torch.dtype:
-    if column.encoding in ("bytes", "pixels"):
-        return torch.uint8
-    return column.tensor_dtype(fractions)
 
 
 def _target_dtype(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from sparkdl.feed.decode import Decoded, decode, decoded_elements, to_tensor
 from sparkdl.feed.device import DeviceChunk, to_device
 from sparkdl.feed.facts import ColumnFacts, ShardFacts, look_at
 from sparkdl.feed.prefetch import prefetched
-from sparkdl.feed.shuffle import permutation, stream_seed
+from sparkdl.feed.shuffle import even_sizes, permutation, stream_seed
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import Batch, ColumnSpec
 
@@ -205,21 +205,37 @@ class Feed:
             epoch: counted from 1.
             first_step: minibatches that were trained on already, before an interruption.
         """
-        order = self._order(self._training)
-        if epoch > 1:
-            order = order[permutation(self.rows, seed=self._seed, epoch=epoch, rank=self._rank)]
-        batches = self._batches(
-            self._training, order[first_step * self._batch_size : self.used_rows]
-        )
+        order = self._epoch_order(epoch)[first_step * self._batch_size : self.used_rows]
+        batches = self._batches(self._training, order, _sizes(len(order), self._batch_size))
         if self._options.transform is None:
             yield from batches
             return
         for index, batch in enumerate(batches, start=first_step):
             yield self._transformed(batch, epoch, index)
 
+    def even_epoch(self, epoch: int, steps: int) -> Generator[Batch, None, None]:
+        """Yield every row to train on once, in a given number of minibatches of ``even_sizes``.
+
+        Args:
+            epoch: counted from 1; its order is that of ``epoch``.
+            steps: how many minibatches; more than there are rows leave some of them empty.
+        """
+        sizes = (even_sizes(self.rows, step, steps) for step in range(steps))
+        yield from self._batches(self._training, self._epoch_order(epoch), sizes)
+
+    def settle(self, lengths: Sequence[int | None]) -> None:
+        """Learn from other workers how long arrays are; a worker without rows cannot know.
+
+        Args:
+            lengths: elements of every column's arrays, None for numbers.
+        """
+        if not self._training.specs:
+            self._training.create(self._schema.of_lengths(lengths).stored, 0)
+
     def held_out(self) -> Iterator[Batch]:
         """Yield every row to validate with once, always in the same order."""
-        yield from self._batches(self._held_out, self._order(self._held_out))
+        order = self._order(self._held_out)
+        yield from self._batches(self._held_out, order, _sizes(len(order), self._batch_size))
 
     @property
     def used_rows(self) -> int:
@@ -270,29 +286,35 @@ class Feed:
             )
         return self._orders[store]
 
-    def _batches(self, store: PartitionStore, order: Tensor) -> Iterator[Batch]:
-        rows, size = len(order), self._batch_size
-        if not rows:
-            return
-        chunk_rows = size * max(1, CHUNK_BYTES // max(1, store.row_bytes * size))
+    def _epoch_order(self, epoch: int) -> Tensor:
+        order = self._order(self._training)
+        if epoch == 1:
+            return order
+        return order[permutation(self.rows, seed=self._seed, epoch=epoch, rank=self._rank)]
+
+    def _batches(
+        self, store: PartitionStore, order: Tensor, sizes: Iterable[int]
+    ) -> Iterator[Batch]:
+        """Yield minibatches of these sizes, which add up to the length of the order."""
+        chunks = list(_chunked(sizes, CHUNK_BYTES // max(1, store.row_bytes)))
         on_gpu = self._device.type == "cuda"
 
-        def chunks() -> Generator[DeviceChunk, None, None]:
-            for start in range(0, rows, chunk_rows):
-                taken = store.take(order[start : start + chunk_rows], pinned=on_gpu)
-                yield to_device(taken, self._device)
+        def gathered() -> Generator[DeviceChunk, None, None]:
+            rows = torch.split(order, [sum(chunk) for chunk in chunks]) if chunks else ()
+            for chosen in rows:
+                yield to_device(store.take(chosen, pinned=on_gpu), self._device)
 
         # On a CPU the cores that would gather are those that compute, and the two threads would
         # wait for Python's lock in turns.
-        with closing(prefetched(chunks()) if on_gpu else chunks()) as ready:
-            for start, chunk in zip(range(0, rows, chunk_rows), ready, strict=True):
-                columns = chunk.ready()
+        with closing(prefetched(gathered()) if on_gpu else gathered()) as ready:
+            left = len(chunks)
+            for chunk, gathering in zip(chunks, ready, strict=True):
+                columns, left = gathering.ready(), left - 1
                 if self._schema.weight is not None:
                     columns[-1] = columns[-1] * self._weight_scale
-                cuts = (torch.split(column, size) for column in columns)
-                pieces = zip(*cuts, strict=True)
-                for number, piece in enumerate(pieces, start=1):
-                    yield self._schema.batch(piece, last=start + number * size >= rows)
+                cuts = (torch.split(column, chunk) for column in columns)
+                for number, piece in enumerate(zip(*cuts, strict=True), start=1):
+                    yield self._schema.batch(piece, last=not left and number == len(chunk))
 
     def _transformed(self, batch: Batch, epoch: int, index: int) -> Batch:
         assert self._options.transform is not None
@@ -306,6 +328,25 @@ class Feed:
                 "for example dataclasses.replace(batch, features=...)"
             )
         return replace(changed, last=batch.last)
+
+
+def _sizes(rows: int, batch_size: int) -> Iterator[int]:
+    """Full minibatches, the last one with what is left."""
+    return (min(batch_size, rows - start) for start in range(0, rows, batch_size))
+
+
+def _chunked(sizes: Iterable[int], rows: int) -> Iterator[list[int]]:
+    """Put minibatches together that have at most so many rows in all, or are one."""
+    chunk: list[int] = []
+    total = 0
+    for size in sizes:
+        if chunk and total + size > rows:
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(size)
+        total += size
+    if chunk:
+        yield chunk
 
 
 def _parts(record_batch: pa.RecordBatch, specs: tuple[ColumnSpec, ...]) -> Iterator[pa.RecordBatch]:

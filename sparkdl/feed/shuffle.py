@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Rows = TypeVar("Rows", int, np.ndarray)
 
 
 def permutation(rows: int, *, seed: int, epoch: int, rank: int) -> Tensor:
@@ -41,6 +44,19 @@ def stream_seed(*key: int) -> int:
     factors = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93)
     mixed = sum(part * factor for part, factor in zip(key, factors, strict=False))
     return mixed % (1 << 63)
+
+
+def even_sizes(rows: Rows, step: int, steps: int) -> Rows:
+    """Rows of one of ``steps`` minibatches that share ``rows`` among them, give or take one.
+
+    Args:
+        rows: of all minibatches together, of one worker or, shape (workers,), of several.
+        step: which minibatch, counted from 0.
+        steps: how many there are.
+    """
+    before, after = rows * step // steps, rows * (step + 1) // steps
+    size: Rows = after - before
+    return size
 
 
 def exchange_plan(rows: Sequence[int], *, seed: int, epoch: int) -> np.ndarray:

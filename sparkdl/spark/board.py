@@ -5,6 +5,7 @@
     {"gather": object}          ------> wait for all ranks
                                 <------ {"gathered": [object of rank 0, ...]}
     {"lines": [...], "left_out": n} --> shown in the driver
+    {"report": {name: number}}  ------> handed to the caller
     {"failure": {...}}          ------> the run ends, with the worker's traceback
     {"finish": true}            ------>
 
@@ -26,7 +27,14 @@ from typing import Any
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.averager.local import connect
 from sparkdl.averager.port import Port
-from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerError, WorkerLostError
+from sparkdl.errors import (
+    DataError,
+    SparkDLError,
+    StoppedError,
+    TrainingError,
+    WorkerError,
+    WorkerLostError,
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,14 @@ class Lines:
     """Lines before the next that were too many to send."""
 
 
+@dataclass(frozen=True)
+class Report:
+    """Numbers that a rank's function has reported."""
+
+    rank: int
+    metrics: dict[str, float]
+
+
 class Board:
     """The driver's end; a context manager that opens and closes the port.
 
@@ -63,7 +79,7 @@ class Board:
         self, world_size: int, host: str, advertised_host: str, *, tls: bool = False
     ) -> None:
         self.world_size = world_size
-        self.events: queue.SimpleQueue[Lines | None] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[Lines | Report | None] = queue.SimpleQueue()
         self.failure: SparkDLError | None = None
         self._condition = threading.Condition()
         self._hosts: dict[int, str] = {}
@@ -141,8 +157,13 @@ class Board:
         elif "lines" in header:
             lines = tuple(map(str, header["lines"]))
             self.events.put(Lines(rank, lines, int(header["left_out"])))
+        elif "report" in header:
+            metrics = {str(name): float(value) for name, value in header["report"].items()}
+            self.events.put(Report(rank, metrics))
         elif "failure" in header:
             told = header["failure"]
+            if told["of_data"]:
+                raise DataError(str(told["message"]))
             raise WorkerError(
                 str(told["message"]),
                 rank=rank,
@@ -226,9 +247,24 @@ class BoardClient:
         except StoppedError as error:
             raise BrokenPipeError(str(error)) from error
 
-    def report_failure(self, message: str, traceback: str) -> None:
-        """End the run for everyone."""
-        self._send({"failure": {"message": message, "traceback": traceback}})
+    def send_report(self, metrics: Mapping[str, float]) -> None:
+        """Hand numbers to the caller of ``run``.
+
+        Raises:
+            StoppedError: the run ended.
+        """
+        self._send({"report": dict(metrics)})
+
+    def report_failure(self, message: str, traceback: str, *, of_data: bool = False) -> None:
+        """End the run for everyone.
+
+        Args:
+            message: what happened, on which rank.
+            traceback: the worker's own.
+            of_data: whether the rows cannot be fed, which is nobody's fault here.
+        """
+        failure = {"message": message, "traceback": traceback, "of_data": of_data}
+        self._send({"failure": failure})
 
     def finish(self) -> None:
         """Leave as one should."""

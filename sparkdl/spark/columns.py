@@ -53,6 +53,12 @@ class InputColumn:
         """int64 for integers and booleans, as embeddings take them; else ``fractions``."""
         return torch.int64 if self.integral else fractions
 
+    def default_dtype(self, fractions: torch.dtype) -> torch.dtype:
+        """The same, but uint8 for bytes and images."""
+        if self.encoding in ("bytes", "pixels"):
+            return torch.uint8
+        return self.tensor_dtype(fractions)
+
     def spec(
         self, dtype: torch.dtype, shape: Sequence[int] | None = None, *, image: bool = False
     ) -> ColumnSpec:

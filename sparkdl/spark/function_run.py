@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import astuple
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
 from pyspark import InheritableThread
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl.errors import ConfigError, DeadlineError, SparkDLError, TrainingError
+from sparkdl.errors import ConfigError, DataError, DeadlineError, SparkDLError, TrainingError
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.facts import NO_ROWS
 from sparkdl.spark import bootstrap
-from sparkdl.spark.board import Board
+from sparkdl.spark.board import Board, Lines, Report
+from sparkdl.spark.columns import input_column
 from sparkdl.spark.console import driver_hosts, echoes, show
-from sparkdl.spark.encryption import encrypts_connections, require_no_plaintext
+from sparkdl.spark.declared import Declared, dtypes, names, shapes
+from sparkdl.spark.encryption import (
+    encrypts_connections,
+    encrypts_disks,
+    require_no_plaintext,
+)
 from sparkdl.spark.function_task import OUTPUT_DDL, Call, Script
-from sparkdl.spark.launcher import JOB_END_S, LEAVE_S, as_training_error
+from sparkdl.spark.launcher import JOB_END_S, LEAVE_S, Workers, as_training_error, run_on_rows
 from sparkdl.spark.network import network_of
+from sparkdl.spark.partitions import known_partitions
 from sparkdl.spark.session import require_classic_session
 from sparkdl.spark.slots import (
     choose_num_workers,
@@ -31,6 +41,13 @@ from sparkdl.spark.slots import (
 )
 from sparkdl.version import __version__
 
+logger = logging.getLogger(__name__)
+
+OnReport = Callable[[int, Mapping[str, float]], None]
+"""(rank, numbers by name)."""
+
+ORDER_SEED = 0
+"""Of the order in which the rows come."""
 JOIN_S = 120.0
 """Seconds for all workers to start, once there are slots for them."""
 
@@ -40,6 +57,11 @@ def run(
     *args: Any,
     num_workers: int = 2,
     device: str = "auto",
+    df: DataFrame | None = None,
+    columnShapes: dict[str, list[int]] | None = None,
+    columnDtypes: dict[str, str] | None = None,
+    imageCols: list[str] | None = None,
+    on_report: OnReport | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Run a function on several workers at once, each in a Spark task, as ranks of one group.
@@ -54,6 +76,15 @@ def run(
         num_workers: how many.
         device: ``auto`` (a GPU where Spark assigns or torch sees one), ``cpu``, ``cuda`` or
             ``cuda:N``; what ``sparkdl.current_worker().device`` says.
+        df: rows for the workers; ``sparkdl.current_worker().batches(size)`` gives each its part as
+            tensors, one for each column: integers as int64, fractions as float32. The rows are
+            spread evenly, unless there are as many partitions as workers: those stay as they are.
+        columnShapes: as the estimator's Param: the shape of one row by column, for nested arrays,
+            matrices, binary columns and images.
+        columnDtypes: as the estimator's Param: the tensor's dtype by column.
+        imageCols: as the estimator's Param: binary columns that hold encoded images.
+        on_report: called in the driver with rank and numbers of each
+            ``sparkdl.current_worker().report(...)``; by default they are printed.
         **kwargs: the function's arguments by name.
 
     Returns:
@@ -63,26 +94,29 @@ def run(
     Raises:
         ConfigError: there is no session, too few slots, the script is not there, or Spark is to
             encrypt connections.
+        DataError: a column of ``df`` cannot become a tensor, or a row cannot.
         WorkerError: the function raised on a worker; the message has the rank and its traceback.
         WorkerLostError: a worker's process ended.
         DeadlineError: the workers did not start.
     """
-    spark = SparkSession.getActiveSession()
+    spark = df.sparkSession if df is not None else SparkSession.getActiveSession()
     if spark is None:
         raise ConfigError("there is no active Spark session; make one with sparkdl.create_session")
     require_classic_session(spark)
     if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
         raise ConfigError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
     call = Call(_function(train_fn, kwargs), args, kwargs)
+    declared = Declared(shapes(columnShapes), dtypes(columnDtypes), names("imageCols")(imageCols))
+    rows = None if df is None else _rows_of(df, declared, num_workers, device)
     require_static_allocation(spark)
     choose_num_workers(spark, num_workers)
     require_free_slots(spark, num_workers)
     require_no_plaintext(spark, False, "what sparkdl.run calls")
     tls = encrypts_connections(spark, False)
     with Board(num_workers, *driver_hosts(spark), tls=tls) as board:
-        job = _Job(spark, board, call, device)
+        job = _Job(spark, board, call, device, rows)
         try:
-            _watch(board, job)
+            _watch(board, job, on_report or _show_report)
         except SparkDLError:
             job.end(patience_s=LEAVE_S)
             raise
@@ -92,11 +126,41 @@ def run(
         return job.results()
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """A DataFrame for the workers, and what its columns become."""
+
+    workers: Workers
+    schema: FeedSchema
+
+
+def _rows_of(df: DataFrame, declared: Declared, num_workers: int, device: str) -> _Rows:
+    columns = tuple(input_column(df, name, "df") for name in df.columns)
+    if not columns:
+        raise DataError("df has no columns: there is nothing to feed")
+    declared.require_known(df.columns)
+    specs = tuple(declared.spec(c, c.default_dtype(torch.float32)) for c in columns)
+    for column, spec in zip(columns, specs, strict=True):
+        logger.info("column '%s' (%s) becomes %s", column.name, column.type_name, spec.dtype)
+    workers = Workers(
+        frame=df,
+        columns=columns,
+        num_workers=num_workers,
+        repartition=known_partitions(df) != num_workers,
+        device=device,
+        description="",
+    )
+    return _Rows(workers, FeedSchema(specs, label=(), by_name=True))
+
+
 class _Job:
     """The Spark job that runs the workers, in a thread of its own."""
 
-    def __init__(self, spark: SparkSession, board: Board, call: Call, device: str) -> None:
+    def __init__(
+        self, spark: SparkSession, board: Board, call: Call, device: str, rows: _Rows | None
+    ) -> None:
         self._spark = spark
+        self._input = rows
         self._board = board
         self._group = f"sparkdl-{uuid.uuid4().hex[:12]}"
         self._rows: list[Any] = []
@@ -104,7 +168,8 @@ class _Job:
         self._description = f"sparkdl: run {name} on {board.world_size} workers"
         # The call is pickled by itself: what it imports may be missing on a worker, which is
         # the user's to see.
-        payload = cloudpickle.dumps((network_of(spark), cloudpickle.dumps(call)))
+        feed = None if rows is None else (rows.schema, encrypts_disks(spark))
+        payload = cloudpickle.dumps((network_of(spark), feed, cloudpickle.dumps(call)))
         self._task = bootstrap.make_task(
             "sparkdl.spark.function_task:run_function_task",
             (payload, astuple(board.address), device, echoes(spark)),
@@ -117,6 +182,16 @@ class _Job:
     def ended(self) -> bool:
         """Whether Spark has ended it."""
         return not self._thread.is_alive()
+
+    @property
+    def makes_rows(self) -> bool:
+        """Whether Spark plans or computes the rows, which may take any time."""
+        if self._input is None:
+            return False
+        tracker = self._spark.sparkContext.statusTracker()
+        jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(self._group)]
+        stages = [tracker.getStageInfo(stage) for job in jobs if job for stage in job.stageIds]
+        return not jobs or any(stage.numActiveTasks for stage in stages if stage)
 
     def end(self, *, patience_s: float) -> None:
         """Let the workers leave by themselves, then kill them."""
@@ -134,8 +209,16 @@ class _Job:
         workers = self._board.world_size
         self._spark.sparkContext.setJobGroup(self._group, self._description, interruptOnCancel=True)
         try:
-            tasks = self._spark.range(0, workers, 1, workers)
-            self._rows = tasks.mapInArrow(self._task, OUTPUT_DDL, barrier=True).collect()
+            if self._input is None:
+                tasks = self._spark.range(0, workers, 1, workers)
+                self._rows = tasks.mapInArrow(self._task, OUTPUT_DDL, barrier=True).collect()
+            else:
+                self._rows = run_on_rows(
+                    self._input.workers, ORDER_SEED, self._task, OUTPUT_DDL, barrier=True
+                )
+                if not self._rows:
+                    # Spark starts no task for what it finds to be empty while it plans.
+                    self._board.fail(DataError(NO_ROWS))
             self._board.fail(
                 TrainingError("the Spark job ended before its workers did: one left without a word")
             )
@@ -143,27 +226,34 @@ class _Job:
             self._board.fail(as_training_error(error))
 
 
-def _watch(board: Board, job: _Job) -> None:
-    """Show what the workers print until all have finished, or one has failed."""
+def _watch(board: Board, job: _Job, on_report: OnReport) -> None:
+    """Show what the workers print and report until all have finished, or one has failed."""
     deadline = time.monotonic() + JOIN_S
     while True:
         try:
             event = board.events.get(timeout=0.2)
         except queue.Empty:
             event = None
-        if event is not None:
+        if isinstance(event, Lines):
             show(event.rank, event.lines, event.left_out)
-            continue
-        if board.failure is not None:
+        elif isinstance(event, Report):
+            on_report(event.rank, event.metrics)
+        elif board.failure is not None:
             raise board.failure
-        if board.finished and job.ended:
+        elif board.finished and job.ended:
             return
-        if board.missing and time.monotonic() > deadline:
+        elif board.missing and job.makes_rows:
+            deadline = time.monotonic() + JOIN_S
+        elif board.missing and time.monotonic() > deadline:
             raise DeadlineError(
                 f"rank {', '.join(map(str, board.missing))} of {board.world_size} workers did not "
                 f"start within {JOIN_S:g} s; all have to run at once: are other jobs using the "
                 "cluster?"
             )
+
+
+def _show_report(rank: int, metrics: Mapping[str, float]) -> None:
+    show(rank, [", ".join(f"{name} {value:g}" for name, value in metrics.items())], 0)
 
 
 def _function(

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from pyspark import TaskContext
 
+from sparkdl.averager.headers import read_shard, shard_header
 from sparkdl.collective import Network
 from sparkdl.collective.group import (
     ROLL_CALL_S,
@@ -33,10 +34,16 @@ from sparkdl.collective.group import (
 )
 from sparkdl.collective.rendezvous import Meeting, interface_settings, meet
 from sparkdl.eager import defer_compiler
-from sparkdl.errors import ConfigError, StoppedError
+from sparkdl.errors import DataError, StoppedError
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.facts import DataFacts, check_facts
+from sparkdl.feed.feed import Feed
 from sparkdl.spark.board import BoardAddress, BoardClient
 from sparkdl.spark.devices import choose_device
+from sparkdl.spark.encryption import directory_in_memory
+from sparkdl.spark.function_worker import FedRows, FunctionWorker, working_as
 from sparkdl.spark.output import Output
+from sparkdl.spark.scratch import local_directory
 
 logger = logging.getLogger(__name__)
 
@@ -67,42 +74,6 @@ class Call:
     kwargs: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class FunctionWorker:
-    """Where a function run by ``sparkdl.run`` finds itself.
-
-    Attributes:
-        rank: from 0 to ``world_size - 1``.
-        world_size: number of workers.
-        local_rank: this worker's position among those of its host.
-        local_world_size: number of workers on its host.
-        device: the torch device to use, for example ``cpu`` or ``cuda:0``.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    device: str
-
-
-_current: FunctionWorker | None = None
-
-
-def current_worker() -> FunctionWorker:
-    """The worker that runs the calling function.
-
-    Raises:
-        ConfigError: the caller does not run under ``sparkdl.run``.
-    """
-    if _current is None:
-        raise ConfigError(
-            "there is no worker here: current_worker() is for functions that sparkdl.run calls "
-            "on the executors"
-        )
-    return _current
-
-
 def run_function_task(
     payload: bytes,
     address: tuple[str, int, str, str | None],
@@ -113,17 +84,16 @@ def run_function_task(
     """Call the user's function as one of several ranks.
 
     Args:
-        payload: the pickled ``Network`` and, pickled by itself, the ``Call``.
+        payload: the pickled ``Network``, the rows' ``FeedSchema`` and whether they may be kept in
+            memory only, or None, and, pickled by itself, the ``Call``.
         address: the fields of the board's ``BoardAddress``.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         echo: whether what is printed is also written to this process's own streams.
-        batches: the task's rows, which say nothing.
+        batches: the task's rows; without a schema they say nothing.
 
     Yields:
         The rank with the pickled result, or without if the run has failed; the driver knows why.
     """
-    for _ in batches:  # a Python process whose input was not read to its end is not used again
-        pass
     context = TaskContext.get()
     assert context is not None
     rank = context.partitionId()
@@ -133,7 +103,7 @@ def run_function_task(
         with BoardClient(BoardAddress(*address), rank) as board:
             groups: list[Any] = []
             result = _report_errors(
-                board, rank, lambda: _serve(payload, board, rank, device, echo, groups)
+                board, rank, lambda: _serve(payload, board, rank, device, echo, groups, batches)
             )
             groups.clear()  # now that an error's traceback is gone too
     except StoppedError as error:
@@ -142,26 +112,57 @@ def run_function_task(
 
 
 def _serve(
-    payload: bytes, board: BoardClient, rank: int, device: str, echo: bool, groups: list[Any]
+    payload: bytes,
+    board: BoardClient,
+    rank: int,
+    device: str,
+    echo: bool,
+    groups: list[Any],
+    batches: Iterator[pa.RecordBatch],
 ) -> bytes:
     context = TaskContext.get()
     assert context is not None
-    network, pickled_call = cloudpickle.loads(payload)
-    call: Call = cloudpickle.loads(pickled_call)
+    network, fed, pickled_call = cloudpickle.loads(payload)
     chosen = choose_device(device, context)
     defer_compiler()
     leave_group()
     with (
-        _surroundings(network, board, rank, chosen, context.cpus()),
+        _rows(fed, batches, board, rank, chosen) as rows,
+        _surroundings(network, board, rank, chosen, context.cpus(), rows),
         Output(board.send_lines) as output,
         output.capture(echo=echo),
     ):
+        call: Call = cloudpickle.loads(pickled_call)
         with _groups_held(groups):
             result = cloudpickle.dumps(_call(call))
             leave_group()
         board.gather({})  # rank 0 keeps the store, which the others may still need
     board.finish()
     return bytes(result)
+
+
+@contextmanager
+def _rows(
+    fed: tuple[FeedSchema, bool] | None,
+    batches: Iterator[pa.RecordBatch],
+    board: BoardClient,
+    rank: int,
+    device: str,
+) -> Iterator[FedRows | None]:
+    """Read the worker's rows, and learn of the others' whether all can be fed."""
+    if fed is None:
+        for _ in batches:  # a Python process whose input was not read to its end is not used again
+            pass
+        yield None
+        return
+    schema, in_memory = fed
+    directory = directory_in_memory() if in_memory else local_directory()
+    with Feed(schema, batch_size=1, seed=0, rank=rank, directory=directory, device=device) as feed:
+        shards = board.gather(shard_header(feed.fill(batches)))
+        facts = DataFacts.of([read_shard(shard, sender) for sender, shard in enumerate(shards)])
+        check_facts(facts, schema.columns)
+        feed.settle([column.longest for column in facts.columns])
+        yield FedRows(feed, facts.shard_rows)
 
 
 def _report_errors(board: BoardClient, rank: int, body: Callable[[], bytes]) -> bytes | None:
@@ -175,36 +176,32 @@ def _report_errors(board: BoardClient, rank: int, body: Callable[[], bytes]) -> 
             time.sleep(ROLL_CALL_S)
         text = "".join(traceback.format_exception(error)).rstrip()
         what = f"rank {rank} on {socket.gethostname()}: {type(error).__name__}: {error}"
-        board.report_failure(f"{what}\n\n{text}", text)
+        if isinstance(error, DataError):
+            board.report_failure(str(error), text, of_data=True)
+        else:
+            board.report_failure(f"{what}\n\n{text}", text)
         leave_group()
         return None
 
 
 @contextmanager
 def _surroundings(
-    network: Network, board: BoardClient, rank: int, device: str, threads: int
+    network: Network,
+    board: BoardClient,
+    rank: int,
+    device: str,
+    threads: int,
+    rows: FedRows | None,
 ) -> Iterator[None]:
     """The variables that torchrun sets, a store behind them, and ``current_worker``."""
-    global _current
     met = meet(rank, board.gather, device=device, network=network, timeout=STORE_TIMEOUT)
-    worker = FunctionWorker(
-        rank=rank,
-        world_size=met.world_size,
-        local_rank=met.local_rank,
-        local_world_size=met.local_world_size,
-        device=device,
-    )
     settings = {
         **_torchrun_variables(met),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         **interface_settings(torch.device(device), met.address),
     }
-    _current = worker
-    try:
-        with environment(settings):
-            yield
-    finally:
-        _current = None
+    with environment(settings), working_as(FunctionWorker(met, device, board, rows)):
+        yield
 
 
 def _torchrun_variables(met: Meeting) -> dict[str, str]:

@@ -109,7 +109,7 @@ def launch(workers: Workers, job: Job) -> Launch:
         def run_job() -> None:
             context.setJobGroup(group, workers.description, interruptOnCancel=True)
             try:
-                if not _collect(workers, job.seed, task, barrier=barrier):
+                if not run_on_rows(workers, job.seed, task, OUTPUT_DDL, barrier=barrier):
                     # Spark starts no task for what it finds to be empty while it plans or shuffles.
                     averager.fail(DataError(NO_ROWS))
                 # Dropped if every worker has finished, as it should be.
@@ -170,16 +170,29 @@ def worker_frame(workers: Workers, seed: int) -> DataFrame:
     return selected.select(*names, F.xxhash64(F.lit(seed), *identity).alias(ORDER_COLUMN))
 
 
-def _collect(workers: Workers, seed: int, task: Task, *, barrier: bool) -> list[Row]:
-    """Run the tasks; after a shuffle where barrier mode refuses what is upstream in their stage."""
+def run_on_rows(
+    workers: Workers, seed: int, task: Task, output: str, *, barrier: bool
+) -> list[Row]:
+    """Run the tasks; after a shuffle where barrier mode refuses what is upstream in their stage.
+
+    Args:
+        workers: whose rows, and how many tasks.
+        seed: of the rows' order.
+        task: what to run on each partition.
+        output: the schema of what it yields, as DDL.
+        barrier: whether all have to run at once.
+
+    Returns:
+        What the tasks have yielded.
+    """
     try:
-        return worker_frame(workers, seed).mapInArrow(task, OUTPUT_DDL, barrier=barrier).collect()
+        return worker_frame(workers, seed).mapInArrow(task, output, barrier=barrier).collect()
     except Exception as error:
         if _FORBIDDEN_LINEAGE not in str(error):
             raise
         logger.info("a shuffle is put before the workers: %s", _FORBIDDEN_LINEAGE)
     spread = worker_frame(replace(workers, repartition=True), seed)
-    return spread.mapInArrow(task, OUTPUT_DDL, barrier=barrier).collect()
+    return spread.mapInArrow(task, output, barrier=barrier).collect()
 
 
 def as_training_error(error: Exception) -> SetupError | TrainingError:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import cloudpickle
 import pyarrow as pa
@@ -17,6 +14,7 @@ from sparkdl.spark.board import BoardAddress
 from sparkdl.spark.console import forwarded
 from sparkdl.spark.devices import choose_device
 from sparkdl.spark.encryption import directory_in_memory
+from sparkdl.spark.scratch import local_directory
 from sparkdl.worker import Job, Place, report_failure, train
 
 OUTPUT_SCHEMA = pa.schema([pa.field("rank", pa.int64(), nullable=False)])
@@ -56,7 +54,7 @@ def run_worker_task(
             rank=rank,
             device=choose_device(device, context),
             threads=context.cpus(),
-            directory=directory_in_memory() if in_memory else _local_directory(),
+            directory=directory_in_memory() if in_memory else local_directory(),
             attempt=context.taskAttemptId(),
             network=network,
         )
@@ -66,11 +64,3 @@ def run_worker_task(
         with forwarded(BoardAddress(*console), rank, echo=echo):
             train(job, place, averager, batches)
     yield pa.record_batch([pa.array([rank])], schema=OUTPUT_SCHEMA)
-
-
-def _local_directory() -> Path:
-    """Spark's scratch directory on this host, which Spark empties when the executor ends."""
-    for directory in os.environ.get("SPARK_LOCAL_DIRS", "").split(","):
-        if directory and os.path.isdir(directory):
-            return Path(directory)
-    return Path(tempfile.gettempdir())

@@ -20,7 +20,7 @@ from toys import Data, classification, enough_rows, make_job, mlp
 from sparkdl.feed.columns import ORDER_COLUMN, FeedSchema
 from sparkdl.feed.facts import ColumnFacts, ShardFacts
 from sparkdl.feed.feed import Feed
-from sparkdl.feed.shuffle import permutation
+from sparkdl.feed.shuffle import even_sizes, permutation
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec
 from sparkdl.testing import batches_of, run_world
@@ -473,3 +473,29 @@ def test_batches_of_cuts_arrays_into_record_batches(kind: type) -> None:
     assert [batch.num_rows for batch in shard] == [3, 3, 2]
     assert shard[0].column(0).type == pa.list_(pa.from_numpy_dtype(kind))
     assert [i for batch in shard for i in batch.column(1).to_pylist()] == list(range(8))
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=record_batch_sizes, steps=st.integers(1, 12), epoch=st.integers(1, 3))
+def test_an_even_epoch_has_every_row_once_in_so_many_batches_of_one_size_give_or_take_one(
+    sizes: list[int], steps: int, epoch: int
+) -> None:
+    with tempfile.TemporaryDirectory() as name, open_feed(Path(name)) as feed:
+        feed.fill(record_batches(sizes))
+        feed.settle([2, None])
+        batches = list(feed.even_epoch(epoch, steps))
+        plain = [i for batch in feed.epoch(epoch) for i in batch.targets.tolist()]
+    assert [i for batch in batches for i in batch.targets.tolist()] == plain
+    counts = [batch.examples for batch in batches]
+    assert counts == [even_sizes(sum(sizes), step, steps) for step in range(steps)]
+    assert max(counts) - min(counts) <= 1
+    assert [batch.last for batch in batches] == [False] * (steps - 1) + [True]
+    assert {batch.features[0].shape[1:] for batch in batches} == {(2,)}
+
+
+@given(rows=st.lists(st.integers(0, 50), min_size=1, max_size=5), steps=st.integers(1, 20))
+def test_even_sizes_of_several_workers_are_those_of_each(rows: list[int], steps: int) -> None:
+    together = np.array([even_sizes(np.array(rows), step, steps) for step in range(steps)])
+    alone = [[even_sizes(count, step, steps) for count in rows] for step in range(steps)]
+    assert together.tolist() == alone
+    assert together.sum(axis=0).tolist() == rows

@@ -1,0 +1,89 @@
+"""Checkpoints of a user's own training loop: a dict of state dicts, numbers and tensors.
+
+They are files of ``torch.save`` that ``torch.load(weights_only=True)`` reads: no code in them.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from sparkdl.checkpoint.storage import CheckpointStore
+from sparkdl.errors import ConfigError
+
+STATE_FILE = "state.pt"
+_KIND = {"kind": "state of a training function"}
+
+
+def save_state(path: str, state: Mapping[str, Any], *, keep_last: int) -> None:
+    """Publish a checkpoint, all of it or nothing.
+
+    Args:
+        path: a directory: a path on this machine, or a URI that pyarrow.fs takes.
+        state: by name: modules, optimizers and whatever else has a ``state_dict``, tensors,
+            numbers, texts, and lists and dicts of those.
+        keep_last: how many checkpoints to keep there, >= 1.
+
+    Raises:
+        ConfigError: the directory cannot be used, or a value could only be read back by running
+            code that the file says.
+        CheckpointError: the file system refuses.
+    """
+    octets = io.BytesIO()
+    torch.save({name: _state_of(value) for name, value in state.items()}, octets)
+    octets.seek(0)
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(octets)
+    if unsafe:
+        raise ConfigError(
+            f"a checkpoint cannot hold {', '.join(sorted(unsafe))}: reading it back would run "
+            "code. Give its state_dict(), or plain numbers and tensors"
+        )
+    store = CheckpointStore(path, keep_last=keep_last)
+    pending = store.begin()
+    try:
+        with pending.create(STATE_FILE) as file:
+            file.write(octets.getbuffer())
+        pending.publish(_KIND)
+    except BaseException:
+        pending.abandon()
+        raise
+    store.prune()
+
+
+def load_checkpoint(path: str) -> dict[str, Any] | None:
+    """The newest state that ``save_checkpoint`` has written there, tensors on the CPU.
+
+    Works in the driver and in a training function alike.
+
+    Args:
+        path: the directory that was given to ``save_checkpoint``.
+
+    Returns:
+        What was saved, of modules and optimizers the ``state_dict``; None if there is nothing.
+
+    Raises:
+        ConfigError: the directory cannot be used, or holds checkpoints of another kind.
+        CheckpointError: it cannot be read.
+    """
+    saved = CheckpointStore(path, keep_last=1).newest()
+    if saved is None:
+        return None
+    if not saved.has(STATE_FILE):
+        raise ConfigError(
+            f"{saved.directory} is no checkpoint of a training function: it says it is of "
+            f"{saved.description}"
+        )
+    with saved.open(STATE_FILE) as file:
+        octets = io.BytesIO(file.read())
+    state: dict[str, Any] = torch.load(octets, map_location="cpu", weights_only=True)
+    return state
+
+
+def _state_of(value: Any) -> Any:
+    if isinstance(value, DistributedDataParallel):
+        value = value.module  # so that its names are those of the user's own module
+    return value.state_dict() if hasattr(value, "state_dict") else value

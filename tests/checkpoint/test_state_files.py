@@ -1,0 +1,78 @@
+"""What a training function saves comes back, whole or not at all, and without running code."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.checkpoint.state_files import STATE_FILE, load_checkpoint, save_state
+from sparkdl.checkpoint.storage import CheckpointStore
+from sparkdl.errors import CheckpointError, ConfigError
+
+
+def test_modules_optimizers_and_plain_values_come_back(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    path = str(tmp_path / "run")
+
+    save_state(
+        path, {"model": model, "optimizer": optimizer, "epoch": 3, "best": [0.5]}, keep_last=1
+    )
+
+    state = load_checkpoint(path)
+    assert state is not None
+    assert (state["epoch"], state["best"]) == (3, [0.5])
+    again = nn.Linear(3, 2)
+    again.load_state_dict(state["model"])
+    assert torch.equal(again.weight, model.weight)
+    moments = state["optimizer"]["state"][0]["exp_avg"]
+    assert torch.equal(moments, optimizer.state[model.weight]["exp_avg"])
+
+
+def test_there_is_nothing_before_the_first(tmp_path: Path) -> None:
+    assert load_checkpoint(str(tmp_path)) is None
+
+
+def test_the_newest_undamaged_one_is_loaded_and_old_ones_are_deleted(tmp_path: Path) -> None:
+    for epoch in range(1, 5):
+        save_state(str(tmp_path), {"epoch": epoch}, keep_last=2)
+    directories = sorted(entry.name for entry in tmp_path.iterdir())
+    assert directories == ["checkpoint-000003", "checkpoint-000004"]
+    assert load_checkpoint(str(tmp_path)) == {"epoch": 4}
+    (tmp_path / "checkpoint-000004" / STATE_FILE).write_bytes(b"damaged")
+    assert load_checkpoint(str(tmp_path)) == {"epoch": 3}
+
+
+def test_what_could_only_be_read_by_running_code_is_refused_when_it_is_saved(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match=r"fractions\.Fraction.*state_dict"):
+        save_state(str(tmp_path), {"loss": Fraction(1, 3)}, keep_last=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
+    pending = CheckpointStore(str(tmp_path), keep_last=1).begin()
+    pending.publish({"kind": "other"})
+    with pytest.raises(ConfigError, match=r"no checkpoint of a training function.*other"):
+        load_checkpoint(str(tmp_path))
+
+
+def test_a_full_disk_leaves_no_half_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_state(str(tmp_path), {"epoch": 1}, keep_last=1)
+    monkeypatch.setattr("sparkdl.checkpoint.storage._Checksummed.write", _full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        save_state(str(tmp_path), {"epoch": 2}, keep_last=1)
+    assert load_checkpoint(str(tmp_path)) == {"epoch": 1}
+
+
+def _full(*_: object) -> int:
+    raise OSError(28, "No space left on device")
