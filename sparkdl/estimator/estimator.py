@@ -23,7 +23,9 @@ from sparkdl.estimator.preflight import Preflight, UnbalancedError
 from sparkdl.estimator.progress import ProgressBar
 from sparkdl.feed.columns import BatchTransform
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder
+from sparkdl.spark.console import driver_hosts
 from sparkdl.spark.launcher import launch
+from sparkdl.spark.turns import in_turn
 from sparkdl.strategies import ParameterAveraging, Strategy
 
 logger = logging.getLogger(__name__)
@@ -236,7 +238,10 @@ class TorchEstimator(
     def _fit(self, dataset: DataFrame) -> TorchModel:
         """Called by ``fit``; see the class."""
         ready = Preflight(self, dataset)
-        with ProgressBar(self.getEpochs(), visible=self.getProgress()) as progress:
+        with (
+            in_turn(dataset.sparkSession, ready.workers.num_workers),
+            ProgressBar(self.getEpochs(), visible=self.getProgress()) as progress,
+        ):
             model = self._try_as_it_is(ready, progress)
             if model is None:
                 ready.spread()
@@ -252,14 +257,13 @@ class TorchEstimator(
             return None
 
     def _train(self, ready: Preflight, progress: ProgressBar) -> TorchModel:
-        conf = ready.workers.frame.sparkSession.sparkContext.getConf()
-        host = conf.get("spark.driver.host", "127.0.0.1")
+        host, advertised_host = driver_hosts(ready.workers.frame.sparkSession)
         outcome = run(
             ready.job,
             ready.workers.num_workers,
             launch(ready.workers, ready.job),
-            host=conf.get("spark.driver.bindAddress", host) or "127.0.0.1",
-            advertised_host=host,
+            host=host,
+            advertised_host=advertised_host,
             checkpoints=self.checkpoint_policy(),
             check=ready.check,
             on_event=progress,

@@ -39,6 +39,7 @@ from sparkdl.spark.slots import (
     require_free_slots,
     require_static_allocation,
 )
+from sparkdl.spark.turns import in_turn
 from sparkdl.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -110,10 +111,13 @@ def run(
     rows = None if df is None else _rows_of(df, declared, num_workers, device)
     require_static_allocation(spark)
     choose_num_workers(spark, num_workers)
-    require_free_slots(spark, num_workers)
     require_no_plaintext(spark, False, "what sparkdl.run calls")
     tls = encrypts_connections(spark, False)
-    with Board(num_workers, *driver_hosts(spark), tls=tls) as board:
+    with (
+        in_turn(spark, num_workers),
+        Board(num_workers, *driver_hosts(spark), tls=tls) as board,
+    ):
+        require_free_slots(spark, num_workers)
         job = _Job(spark, board, call, device, rows)
         try:
             _watch(board, job, on_report or _show_report)

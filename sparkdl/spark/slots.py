@@ -23,6 +23,11 @@ def count_slots(spark: SparkSession) -> int:
     return int(context.maxNumConcurrentTasks(profile))
 
 
+def most_slots(spark: SparkSession) -> float:
+    """Slots that there are, or that dynamic allocation would start for tasks that wait."""
+    return max(count_slots(spark), _slots_on_demand(spark))
+
+
 def choose_num_workers(spark: SparkSession, wanted: int | None) -> int:
     """The number of workers: as wanted if there are slots for them, else as many as slots.
 
@@ -50,7 +55,7 @@ def choose_num_workers(spark: SparkSession, wanted: int | None) -> int:
                 "can start. Check the cluster's resources in the Spark UI"
             )
         return slots
-    if wanted > max(slots, _slots_on_demand(spark)):
+    if wanted > most_slots(spark):
         raise ConfigError(
             f"numWorkers is {wanted}, but the cluster has {slots} slots (tasks that run at the "
             f"same time), and all workers must run at once. Set numWorkers to at most {slots}, "

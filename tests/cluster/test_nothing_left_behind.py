@@ -202,6 +202,22 @@ def test_two_concurrent_fits_leave_nothing_behind_and_do_not_mix(
     assert same_bits(together[1], fit(2))
 
 
+def test_concurrent_fits_that_need_more_slots_than_there_are_take_turns(
+    spark: SparkSession, warm: Traces
+) -> None:
+    rows = frame(spark)
+
+    def fit(seed: int) -> TorchModel:
+        return estimator(numWorkers=2, seed=seed).fit(rows)
+
+    with ThreadPoolExecutor(3) as pool:
+        together = [pool.submit(fit, seed) for seed in (1, 2, 3)]
+        models = [fitted.result(timeout=120) for fitted in together]
+
+    assert_no_more_than(warm)
+    assert same_bits(models[2], fit(3))
+
+
 def test_a_failed_fit_leaves_nothing_behind(
     spark: SparkSession, warm: Traces, tmp_path: Path
 ) -> None:
