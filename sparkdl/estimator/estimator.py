@@ -97,6 +97,8 @@ class TorchEstimator(
         batchTransform: Batch -> Batch, called on each minibatch to train on, for example to augment
             images; torch's random numbers are seeded by epoch, rank and minibatch around it.
         memoryBudget: MiB of its stored rows that a worker keeps mapped; None for no limit.
+        storeIn: where each worker keeps its rows: ``disk``, in Spark's local directory, which the
+            system caches in memory as it has room; or ``memory``, in /dev/shm of its host.
         numWorkers: replicas to train; None for as many as the cluster has slots.
         device: where replicas live: ``auto`` (a GPU where Spark assigns or torch sees one),
             ``cpu``, ``cuda`` or ``cuda:N``.
@@ -153,6 +155,7 @@ class TorchEstimator(
         reshuffleEvery: int = 0,
         batchTransform: BatchTransform | None = None,
         memoryBudget: int | None = None,
+        storeIn: str = "disk",
         numWorkers: int | None = None,
         device: str = "auto",
         seed: int = 0,
@@ -191,6 +194,7 @@ class TorchEstimator(
             reshuffleEvery=reshuffleEvery,
             batchTransform=batchTransform,
             memoryBudget=memoryBudget,
+            storeIn=storeIn,
             numWorkers=numWorkers,
             device=device,
             seed=seed,

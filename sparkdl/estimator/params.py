@@ -192,6 +192,13 @@ class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, HasValidationIndi
         typeConverter=optional_whole("memoryBudget", 1),
     )
 
+    storeIn: Param[str] = Param(
+        Params._dummy(),
+        "storeIn",
+        "where each worker keeps its rows: 'disk' (Spark's local directory) or 'memory' (/dev/shm)",
+        typeConverter=one_of("storeIn", ("disk", "memory")),
+    )
+
     def getLabelCols(self) -> list[str] | None:
         """Gets the value of labelCols or its default value."""
         return self.getOrDefault(self.labelCols)
@@ -286,6 +293,15 @@ class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, HasValidationIndi
     def setMemoryBudget(self, value: int | None) -> Self:
         """Sets the value of memoryBudget."""
         self._set(memoryBudget=value)
+        return self
+
+    def getStoreIn(self) -> str:
+        """Gets the value of storeIn or its default value."""
+        return self.getOrDefault(self.storeIn)
+
+    def setStoreIn(self, value: str) -> Self:
+        """Sets the value of storeIn."""
+        self._set(storeIn=value)
         return self
 
     def label_columns(self) -> list[str]:

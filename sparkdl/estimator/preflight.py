@@ -107,6 +107,7 @@ class Preflight:
             repartition=known_partitions(frame) != num_workers,
             device=params.getDevice(),
             description=_describe(params, num_workers),
+            store_in=params.getStoreIn(),
         )
         self._output_type = params.getOutputType()
         self._refuse_not_finite = params.getHandleInvalid() == "error"

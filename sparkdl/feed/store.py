@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from sparkdl.errors import TrainingError
 from sparkdl.protocols import ColumnSpec
 
 PAGE_BYTES = 2 << 20
@@ -162,6 +164,7 @@ class _Group:
         self.dtype = first.dtype
         self.row_shape = first.row_shape if len(columns) == 1 else (len(columns),)
         self.row_bytes = self.dtype.itemsize * len(columns) * (first.elements or 0)
+        self._directory = directory
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - closed in close()
         self._mapped: mmap.mmap | None = None
         self._tensor: Tensor | None = None
@@ -177,11 +180,28 @@ class _Group:
         return list(apart.copy_(packed.t()).unbind(0))
 
     def write(self, values: Tensor, first: int) -> None:
+        """Write rows.
+
+        Raises:
+            TrainingError: there is no room for them.
+        """
         remaining = values.contiguous().view(-1).view(torch.uint8).numpy().data
         position = first * self.row_bytes
         while remaining:
-            written = os.pwrite(self._file.fileno(), remaining, position)
+            try:
+                written = os.pwrite(self._file.fileno(), remaining, position)
+            except OSError as error:
+                raise self._no_room(remaining.nbytes, error) from error
             remaining, position = remaining[written:], position + written
+
+    def _no_room(self, missing: int, error: OSError) -> TrainingError:
+        system = os.statvfs(self._directory)
+        return TrainingError(
+            f"a worker's rows do not fit into {self._directory} on {socket.gethostname()}: "
+            f"{os.fstat(self._file.fileno()).st_size >> 20} MiB of them are there, {missing} bytes "
+            f"could not be written, {system.f_bavail * system.f_frsize >> 20} MiB are free "
+            f"({error.strerror}). Give it more room, use more hosts, or change storeIn"
+        )
 
     def take(self, rows: Tensor, stored: int, step: int, *, pinned: bool) -> Tensor:
         tensor = self._map(stored)

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError
@@ -22,8 +19,6 @@ NETWORK_SETTINGS = (
 )
 """Any of them, if true, makes Spark encrypt connections."""
 DISK_SETTING = "spark.io.encryption.enabled"
-MEMORY = Path("/dev/shm")
-"""Linux's file system in memory."""
 
 
 def encrypts_connections(spark: SparkSession, tls: bool) -> bool:
@@ -53,23 +48,16 @@ def require_no_plaintext(spark: SparkSession, tls: bool, who: str) -> None:
     )
 
 
-def encrypts_disks(spark: SparkSession) -> bool:
-    """Whether nothing of the rows may be written to a disk as it is."""
-    return _is_true(spark, DISK_SETTING)
+def keeps_rows_in_memory(spark: SparkSession, store_in: str = "disk") -> str | None:
+    """Who demands that rows are never on a disk, in words; None if nobody does.
 
-
-def directory_in_memory() -> Path:
-    """Where a worker keeps its rows if they must not be on a disk.
-
-    Raises:
-        ConfigError: there is no such place on this host.
+    Args:
+        spark: the session, whose setting says that disks are to be encrypted.
+        store_in: the user's wish, ``disk`` or ``memory``.
     """
-    if not os.path.ismount(MEMORY) or not os.access(MEMORY, os.W_OK):
-        raise ConfigError(
-            f"{DISK_SETTING} is true, so that rows may be kept in memory only, but {MEMORY} is no "
-            "file system that this process can write to. Mount one there, or set it to false"
-        )
-    return MEMORY
+    if _is_true(spark, DISK_SETTING):
+        return f"{DISK_SETTING} is true"
+    return "storeIn is 'memory'" if store_in == "memory" else None
 
 
 def _first_enabled(spark: SparkSession) -> str | None:

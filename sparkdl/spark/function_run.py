@@ -26,7 +26,7 @@ from sparkdl.spark.console import driver_hosts, echoes, show
 from sparkdl.spark.declared import Declared, dtypes, names, shapes
 from sparkdl.spark.encryption import (
     encrypts_connections,
-    encrypts_disks,
+    keeps_rows_in_memory,
     require_no_plaintext,
 )
 from sparkdl.spark.function_task import OUTPUT_DDL, Call, Script
@@ -172,7 +172,7 @@ class _Job:
         self._description = f"sparkdl: run {name} on {board.world_size} workers"
         # The call is pickled by itself: what it imports may be missing on a worker, which is
         # the user's to see.
-        feed = None if rows is None else (rows.schema, encrypts_disks(spark))
+        feed = None if rows is None else (rows.schema, keeps_rows_in_memory(spark))
         payload = cloudpickle.dumps((network_of(spark), feed, cloudpickle.dumps(call)))
         self._task = bootstrap.make_task(
             "sparkdl.spark.function_task:run_function_task",

@@ -40,10 +40,9 @@ from sparkdl.feed.facts import DataFacts, check_facts
 from sparkdl.feed.feed import Feed
 from sparkdl.spark.board import BoardAddress, BoardClient
 from sparkdl.spark.devices import choose_device
-from sparkdl.spark.encryption import directory_in_memory
 from sparkdl.spark.function_worker import FedRows, FunctionWorker, working_as
 from sparkdl.spark.output import Output
-from sparkdl.spark.scratch import local_directory
+from sparkdl.spark.scratch import row_directory
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +83,8 @@ def run_function_task(
     """Call the user's function as one of several ranks.
 
     Args:
-        payload: the pickled ``Network``, the rows' ``FeedSchema`` and whether they may be kept in
-            memory only, or None, and, pickled by itself, the ``Call``.
+        payload: the pickled ``Network``, the rows' ``FeedSchema`` and who demands that they are in
+            memory, or None, and, pickled by itself, the ``Call``.
         address: the fields of the board's ``BoardAddress``.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         echo: whether what is printed is also written to this process's own streams.
@@ -143,7 +142,7 @@ def _serve(
 
 @contextmanager
 def _rows(
-    fed: tuple[FeedSchema, bool] | None,
+    fed: tuple[FeedSchema, str | None] | None,
     batches: Iterator[pa.RecordBatch],
     board: BoardClient,
     rank: int,
@@ -156,7 +155,7 @@ def _rows(
         yield None
         return
     schema, in_memory = fed
-    directory = directory_in_memory() if in_memory else local_directory()
+    directory = row_directory(in_memory)
     with Feed(schema, batch_size=1, seed=0, rank=rank, directory=directory, device=device) as feed:
         shards = board.gather(shard_header(feed.fill(batches)))
         facts = DataFacts.of([read_shard(shard, sender) for sender, shard in enumerate(shards)])

@@ -25,7 +25,7 @@ from sparkdl.spark import bootstrap
 from sparkdl.spark.board import BoardAddress
 from sparkdl.spark.columns import InputColumn
 from sparkdl.spark.console import Console, driver_hosts, echoes
-from sparkdl.spark.encryption import encrypts_disks
+from sparkdl.spark.encryption import keeps_rows_in_memory
 from sparkdl.spark.network import network_of
 from sparkdl.spark.partitions import has_stable_order
 from sparkdl.spark.slots import require_free_slots
@@ -62,6 +62,7 @@ class Workers:
         repartition: whether the rows have to be spread anew.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         description: shown in the Spark UI.
+        store_in: where they keep their rows: ``disk`` or ``memory``.
     """
 
     frame: DataFrame
@@ -70,6 +71,7 @@ class Workers:
     repartition: bool
     device: str
     description: str
+    store_in: str = "disk"
 
 
 def launch(workers: Workers, job: Job) -> Launch:
@@ -78,7 +80,9 @@ def launch(workers: Workers, job: Job) -> Launch:
     context = spark.sparkContext
     group = f"sparkdl-{uuid.uuid4().hex[:12]}"
     barrier = job.strategy.needs_collective
-    payload = cloudpickle.dumps((job, network_of(spark), encrypts_disks(spark)))
+    payload = cloudpickle.dumps(
+        (job, network_of(spark), keeps_rows_in_memory(spark, workers.store_in))
+    )
 
     @contextmanager
     def start(averager: Averager) -> Iterator[None]:

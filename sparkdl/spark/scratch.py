@@ -1,4 +1,4 @@
-"""Where a worker may write on its own host."""
+"""Where a worker may write its rows on its own host."""
 
 from __future__ import annotations
 
@@ -6,8 +6,33 @@ import os
 import tempfile
 from pathlib import Path
 
+from sparkdl.errors import ConfigError
 
-def local_directory() -> Path:
+MEMORY = Path("/dev/shm")
+"""Linux's file system in memory."""
+
+
+def row_directory(in_memory: str | None) -> Path:
+    """Where a worker keeps its rows.
+
+    Args:
+        in_memory: who demands that they are in memory, for the message; None if they may be on a
+            disk.
+
+    Raises:
+        ConfigError: there is no such place on this host.
+    """
+    if in_memory is None:
+        return _local_directory()
+    if not os.path.ismount(MEMORY) or not os.access(MEMORY, os.W_OK):
+        raise ConfigError(
+            f"{in_memory}, so that rows are to be kept in memory, but {MEMORY} is no file system "
+            "that this process can write to. Mount one there, or let them be on a disk"
+        )
+    return MEMORY
+
+
+def _local_directory() -> Path:
     """Spark's scratch directory on this host, which Spark empties when the executor ends."""
     for directory in os.environ.get("SPARK_LOCAL_DIRS", "").split(","):
         if directory and os.path.isdir(directory):

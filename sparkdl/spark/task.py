@@ -13,8 +13,7 @@ from sparkdl.collective import Network
 from sparkdl.spark.board import BoardAddress
 from sparkdl.spark.console import forwarded
 from sparkdl.spark.devices import choose_device
-from sparkdl.spark.encryption import directory_in_memory
-from sparkdl.spark.scratch import local_directory
+from sparkdl.spark.scratch import row_directory
 from sparkdl.worker import Job, Place, report_failure, train
 
 OUTPUT_SCHEMA = pa.schema([pa.field("rank", pa.int64(), nullable=False)])
@@ -32,7 +31,8 @@ def run_worker_task(
     """Train one replica on this task's partition.
 
     Args:
-        payload: the pickled ``Job``, ``Network`` and whether rows may be kept in memory only.
+        payload: the pickled ``Job``, ``Network`` and who demands that rows
+            are in memory.
         address: the fields of the ``AveragerAddress``.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         console: the fields of the console's ``BoardAddress``.
@@ -48,13 +48,13 @@ def run_worker_task(
     try:
         job: Job
         network: Network
-        in_memory: bool
+        in_memory: str | None
         job, network, in_memory = cloudpickle.loads(payload)
         place = Place(
             rank=rank,
             device=choose_device(device, context),
             threads=context.cpus(),
-            directory=directory_in_memory() if in_memory else local_directory(),
+            directory=row_directory(in_memory),
             attempt=context.taskAttemptId(),
             network=network,
         )

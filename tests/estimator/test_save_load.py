@@ -216,6 +216,7 @@ def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
         reshuffleEvery=3,
         batchTransform=dataclasses.replace,
         memoryBudget=12,
+        storeIn="memory",
         predictionCol="guess",
         outputType="probability",
         epochs=9,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import sparkdl
 from sparkdl import GradientAllReduce, ParameterAveraging
 from sparkdl.errors import ConfigError
-from sparkdl.spark import encryption
+from sparkdl.spark import encryption, scratch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -67,9 +67,9 @@ def test_a_user_may_declare_the_network_among_executors_safe() -> None:
 def test_a_host_without_a_file_system_in_memory_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(encryption, "MEMORY", tmp_path)
-    with pytest.raises(ConfigError, match=f"kept in memory only, but {tmp_path}"):
-        encryption.directory_in_memory()
+    monkeypatch.setattr(scratch, "MEMORY", tmp_path)
+    with pytest.raises(ConfigError, match=f"this is so, so that rows .* in memory, but {tmp_path}"):
+        scratch.row_directory("this is so")
 
 
 class Watches(nn.Module):
@@ -115,15 +115,16 @@ def test_functions_of_ones_own_are_refused_where_spark_has_to_encrypt(
     assert sparkdl.run(task_rank, num_workers=2) == [0, 1]
 
 
-def test_rows_stay_in_memory_where_spark_has_to_encrypt_disks(
+def test_rows_stay_in_memory_where_the_user_or_spark_wants_no_plain_disks(
     spark: SparkSession, setting: Setting, tmp_path: Path
 ) -> None:
-    def rows_are_in() -> set[str]:
+    def rows_are_in(**changes: Any) -> set[str]:
         trace = tmp_path / f"files-{len(list(tmp_path.iterdir()))}"
-        estimator(model=Watches(str(trace))).fit(frame(spark))
+        estimator(model=Watches(str(trace)), **changes).fit(frame(spark))
         deleted = (Path(line) for line in lines(trace) if line.endswith("(deleted)"))
-        return {"memory" if encryption.MEMORY in path.parents else "disk" for path in deleted}
+        return {"memory" if scratch.MEMORY in path.parents else "disk" for path in deleted}
 
     assert "disk" in rows_are_in()
+    assert rows_are_in(storeIn="memory") == {"memory"}
     setting(encryption.DISK_SETTING, "true")
     assert rows_are_in() == {"memory"}
