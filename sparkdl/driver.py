@@ -332,6 +332,7 @@ def _plan(
     return CheckpointPlan(
         store=CheckpointStore(policy.path, keep_last=policy.keep_last),
         every=policy.every,
+        every_rounds=policy.every_rounds,
         last_epoch=job.epochs,
         config=config,
     )

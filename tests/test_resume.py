@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from toys import Data, classification, make_job, mlp
 
 from sparkdl.averager import Averager
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.checkpoint.storage import CheckpointStore
+from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint
 from sparkdl.driver import Outcome, run
 from sparkdl.errors import CheckpointError, ConfigError, TrainingError
 from sparkdl.events import WindowReport
@@ -56,7 +57,9 @@ def same_bits(first: Outcome, second: Outcome) -> bool:
     return all(torch.equal(a, b) for a, b in zip(bits(first), bits(second), strict=True))
 
 
-def die_after(job: Job, data: Data, path: Path, windows: int, launch: Any = _threads) -> bool:
+def die_after(
+    job: Job, data: Data, path: Path, windows: int, launch: Any = _threads, **changes: Any
+) -> bool:
     """Run until so many windows were committed; returns whether it came that far."""
     seen = 0
 
@@ -72,7 +75,7 @@ def die_after(job: Job, data: Data, path: Path, windows: int, launch: Any = _thr
             job,
             len(shards),
             launch(job, shards, path.parent),
-            checkpoints=policy(path),
+            checkpoints=policy(path, **changes),
             on_event=on_event,
         )
     except Interrupted:
@@ -80,7 +83,9 @@ def die_after(job: Job, data: Data, path: Path, windows: int, launch: Any = _thr
     return False
 
 
-def save_and_stop(job: Job, data: Data, path: Path, windows: int, launch: Any = _threads) -> bool:
+def save_and_stop(
+    job: Job, data: Data, path: Path, windows: int, launch: Any = _threads, **changes: Any
+) -> bool:
     """Run until so many windows were committed, then ask for a checkpoint behind the next."""
     seen = 0
     averagers: list[Averager] = []
@@ -98,7 +103,7 @@ def save_and_stop(job: Job, data: Data, path: Path, windows: int, launch: Any = 
             averagers[0].save_and_fail(AskedToStop())
 
     try:
-        run(job, len(shards), noting, checkpoints=policy(path), on_event=on_event)
+        run(job, len(shards), noting, checkpoints=policy(path, **changes), on_event=on_event)
     except AskedToStop:
         return True
     return False
@@ -123,20 +128,64 @@ def test_a_resumed_training_ends_in_the_same_bits(
 
 
 @settings(max_examples=20, deadline=None)
-@given(windows=st.integers(0, 23), stop=st.sampled_from([die_after, save_and_stop]))
+@given(
+    windows=st.integers(0, 23),
+    stop=st.sampled_from([die_after, save_and_stop]),
+    every_rounds=st.sampled_from([None, 1, 2]),
+)
 def test_at_whatever_commit_it_was_interrupted(
-    tmp_path_factory: pytest.TempPathFactory, windows: int, stop: Any
+    tmp_path_factory: pytest.TempPathFactory, windows: int, stop: Any, every_rounds: int | None
 ) -> None:
     path = tmp_path_factory.mktemp("checkpoints") / "c"
     job = make_job(mlp(), optimizer=OPTIMIZERS["Adam"], epochs=4)
     data = classification(SIZES)
     whole = run_world(job, data.shards())
-    stop(job, data, path, windows)
+    stop(job, data, path, windows, every_rounds=every_rounds)
+    if every_rounds and stop is die_after:
+        assert_saved_at_least(path, windows - len(SIZES) * (1 + every_rounds))
     resumed = run_world(job, data.shards(), checkpoints=policy(path))
     assert same_bits(resumed, whole)
     assert [row.examples for row in resumed.history] == [41] * 4
     assert [row.loss for row in resumed.history] == [row.loss for row in whole.history]
     assert [row.rounds for row in resumed.history] == [row.rounds for row in whole.history]
+
+
+def assert_saved_at_least(path: Path, windows: int) -> None:
+    """The newest checkpoint holds at least so many windows, of 12 an epoch."""
+    saved = CheckpointStore(str(path), keep_last=2).newest()
+    if saved is None:
+        assert windows <= 0
+        return
+    progress = saved.description["progress"]
+    assert 12 * len(progress["history"]) + len(progress["reports"]) >= windows
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, data = make_job(mlp(), epochs=3), classification([40, 40])
+    whole = run_world(job, data.shards())
+    published, windows_before = threading.Event(), list[bool]()
+    publish = PendingCheckpoint.publish
+
+    def wait_for_the_next_epoch(self: PendingCheckpoint, description: dict[str, Any]) -> None:
+        if description["progress"]["epoch"] == 2:
+            assert published.wait(20)
+        publish(self, description)
+
+    def on_event(event: object) -> None:
+        if isinstance(event, WindowReport) and (event.epoch, event.step) == (2, 15):
+            saved = CheckpointStore(str(tmp_path), keep_last=2).newest()
+            windows_before.append(saved is None)
+            published.set()
+
+    monkeypatch.setattr(PendingCheckpoint, "publish", wait_for_the_next_epoch)
+    outcome = run_world(job, data.shards(), checkpoints=policy(tmp_path), on_event=on_event)
+    assert windows_before[0]
+    assert same_bits(outcome, whole)
+    saved = CheckpointStore(str(tmp_path), keep_last=2).newest()
+    assert saved is not None
+    assert len(saved.description["progress"]["history"]) == 3
 
 
 @pytest.mark.slow
@@ -350,8 +399,12 @@ def test_without_the_workers_own_states_the_center_is_saved_all_the_same(tmp_pat
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize(
     "strategy",
-    [GradientAllReduce(), ParameterAveraging(period=2, aggregation="executors")],
-    ids=["all-reduce", "executors"],
+    [
+        GradientAllReduce(),
+        GradientAllReduce(accumulate=2, commit_every=2),
+        ParameterAveraging(period=2, aggregation="executors", commit_every=2),
+    ],
+    ids=["all-reduce", "between", "executors"],
 )
 def test_workers_that_exchange_among_themselves_resume_with_the_same_bits(
     tmp_path: Path, strategy: Strategy, optimizer: Any
@@ -359,7 +412,7 @@ def test_workers_that_exchange_among_themselves_resume_with_the_same_bits(
     job = make_job(mlp(), optimizer=optimizer, strategy=strategy, epochs=4)
     data = classification([22, 14])
     whole = run_world(job, data.shards(), ranks_as="processes")
-    assert die_after(job, data, tmp_path / "c", 5, _processes)
+    assert die_after(job, data, tmp_path / "c", 5, _processes, every_rounds=1)
     resumed = run_world(
         job, data.shards(), ranks_as="processes", checkpoints=policy(tmp_path / "c")
     )

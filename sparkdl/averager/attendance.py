@@ -65,6 +65,8 @@ class Attendance(ABC):
         self._pending: set[int] = set()
         self._admitted: set[int] = set()
         self._knocking: set[int] = set()
+        # Who waits for no other worker, and so is not late.
+        self._held: set[int] = set()
         # Who has yet to take the center, and who has left for good.
         self._readers: set[int] = set()
         self._finished: set[int] = set()

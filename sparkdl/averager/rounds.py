@@ -14,22 +14,19 @@ that a worker who comes back goes on behind its last committed window and no row
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from sparkdl.averager.accumulator import Accumulator, Receive
-from sparkdl.averager.attendance import Attendance
+from sparkdl.averager.checkpoints import Checkpoints
 from sparkdl.averager.codec import Codec
 from sparkdl.averager.members import Member, Tolerance
 from sparkdl.averager.progress import Position, Progress
-from sparkdl.averager.saving import CheckpointPlan, Saving
-from sparkdl.averager.tally import Tally
+from sparkdl.averager.saving import CheckpointPlan
 from sparkdl.averager.wire import chunk_bytes, plan_chunks
-from sparkdl.errors import DeadlineError, SparkDLError, StoppedError, TrainingError
+from sparkdl.errors import StoppedError, TrainingError
 from sparkdl.events import EpochSummary, ValidationReport, WindowReport
 from sparkdl.protocols import Layout
 
@@ -38,7 +35,7 @@ class StartOverError(Exception):
     """A member of the round was lost: the same contribution is needed once more."""
 
 
-class Rounds(Attendance):
+class Rounds(Checkpoints):
     """The center and its rounds.
 
     Args:
@@ -64,26 +61,27 @@ class Rounds(Attendance):
         plan: CheckpointPlan | None = None,
         tolerance: Tolerance | None = None,
     ) -> None:
-        super().__init__(world_size, deadline_s, tolerance or Tolerance())
-        self.layout = layout
+        super().__init__(
+            world_size,
+            deadline_s,
+            tolerance or Tolerance(),
+            layout=layout,
+            center=center,
+            progress=progress or Progress.start(world_size),
+            plan=plan,
+        )
         self.chunk_bytes = chunk_bytes(world_size)
         self.chunks = plan_chunks(layout, self.chunk_bytes)
-        self.center = list(center)
         self._codec = codec
         self._wire_dtypes = [codec.wire_dtype(segment) for segment in layout]
         self._spare = [torch.empty_like(segment) for segment in center]
         self._reply = self.center
-        self._tally = Tally(progress or Progress.start(world_size))
         self._accumulator: Accumulator | None = None
         self._arrived: set[int] = set()
         self._complete: set[int] = set()
         self._adding: set[Member] = set()
         self._windows: list[WindowReport] = []
         self._restarts = 0
-        self._plan = plan
-        self._saving: Saving | None = None
-        self._save_asked = False
-        self._saved_round = 0
 
     def validated(self, report: ValidationReport) -> None:
         """Add to an epoch's summary what a rank found on its held-out rows."""
@@ -175,57 +173,12 @@ class Rounds(Attendance):
                 self._members.hear(self._admitted)
             self._condition.notify_all()
 
-    def saving_of(self, rank: int) -> Saving | None:
-        """The checkpoint that waits for a rank's own state, if there is one."""
-        with self._condition:
-            saving = self._saving
-            return saving if saving is not None and saving.awaits(rank) else None
-
-    def save(self, saving: Saving) -> None:
-        """Finish a checkpoint, now that every rank's own state has been written."""
-        # Without the lock: until it is done, nobody contributes to the next round.
-        saving.publish(self.layout, self.center)
-        with self._condition:
-            self._saving = None
-            self._saved_round = self._tally.round
-            self._members.hear(self._everyone)
-            self._condition.notify_all()
-            if self._told_to_end is not None:
-                self.fail(self._told_to_end)
-
-    def save_center(self) -> None:
-        """Write a checkpoint of the last commit after a failure, without the workers' own states.
-
-        Nothing if that commit has become a checkpoint already, or nothing was committed.
-        """
-        with self._condition:
-            # Nothing is committed after a failure, so the center stays as it is.
-            assert self.failure is not None
-            if self._plan is None or self._saved_round == self._tally.round:
-                return
-            saving = Saving(self._plan, self._tally.progress(), self._facts().lasting(), ())
-        saving.publish(self.layout, self.center)
-
-    def save_and_fail(self, reason: SparkDLError) -> None:
-        """End the run behind the next commit, when that has become a checkpoint."""
-        with self._condition:
-            self._save_asked = self._saving is None
-            self._told_to_end = reason
-
     def _enter(self, report: WindowReport, member: Member) -> tuple[Accumulator, int]:
         rank = report.rank
         with self._condition:
             self._members.measure_window(rank)
             self.hear(rank)
-            # What was being added when a round started over must not reach the new sum.
-            self._wait(
-                lambda: (
-                    not self._readers
-                    and self._saving is None
-                    and (self._accumulator is not None or not self._adding)
-                ),
-                member,
-            )
+            self._wait_to_enter(report, member)
             if rank not in self._active or rank in self._arrived:
                 raise TrainingError(
                     f"rank {rank} contributed out of turn in epoch {report.epoch}, "
@@ -243,6 +196,22 @@ class Rounds(Attendance):
             self._adding.add(member)
             self._accumulator.declare(rank, report.examples)
             return self._accumulator, self._restarts
+
+    def _wait_to_enter(self, report: WindowReport, member: Member) -> None:
+        self._held.add(report.rank)
+        try:
+            # What was being added when a round started over must not reach the new sum.
+            self._wait(
+                lambda: (
+                    not self._readers
+                    and not self._must_wait_for_saving(report)
+                    and (self._accumulator is not None or not self._adding)
+                ),
+                member,
+            )
+        finally:
+            self._held.discard(report.rank)
+            self.hear(report.rank)
 
     def _add(
         self,
@@ -315,9 +284,7 @@ class Rounds(Attendance):
         if not self._pending:
             self._end_epoch()
         self._admit()
-        if self._plan is not None and self._save_asked:
-            self._save_asked = False
-            self._begin_saving(self._plan)
+        self._save_if_due()
         self._members.hear(self._everyone)
         self._condition.notify_all()
 
@@ -335,20 +302,8 @@ class Rounds(Attendance):
         summary = self._tally.end_epoch()
         self.events.put(summary)
         self._readers = set(self._admitted)
-        if self._plan is not None and self._plan.due(summary.epoch):
-            self._save_asked = True
+        self._note_end_of_epoch(summary.epoch)
         self._await_everyone()
-
-    def _begin_saving(self, plan: CheckpointPlan) -> None:
-        self._saving = Saving(plan, self._tally.progress(), self._facts().lasting(), self._admitted)
-        if not self._admitted:
-            self._save_in_background(self._saving)
-
-    def _save_in_background(self, saving: Saving) -> None:
-        """Finish a checkpoint whose last missing worker will not send anything."""
-        threading.Thread(
-            target=self.save, args=(saving,), name="sparkdl-saving", daemon=True
-        ).start()
 
     def _raise_if_started_over(self, restarts: int) -> None:
         if self._restarts > restarts:
@@ -368,8 +323,7 @@ class Rounds(Attendance):
                 self._start_over()
             elif rank in self._accumulator.ranks:
                 self._accumulator.declare(rank, 0)
-        if self._saving is not None and self._saving.forgo(rank):
-            self._save_in_background(self._saving)
+        self._forgo_own_state(rank)
         self._commit_if_complete()
 
     def _on_failure(self) -> None:
@@ -379,9 +333,9 @@ class Rounds(Attendance):
     def _waited_for_in_round(self) -> set[int]:
         if self._readers:
             return self._readers
-        if self._saving is not None:
-            return {rank for rank in self._everyone if self._saving.awaits(rank)}
-        late = self._active - self._arrived
+        if self._saving is not None and self._saving.awaited:
+            return set(self._saving.awaited)
+        late = self._active - self._arrived - self._held
         # Who adds waits for its turn: only the first can always go on, if it is not late itself.
         first = min(late | (self._arrived - self._complete), default=None)
         missing = late if first is None else late | {first}
@@ -396,14 +350,6 @@ class Rounds(Attendance):
         if self._readers:
             return f"did not take the center of round {self._tally.round}"
         epoch = self._tally.epoch
-        if self._saving is not None:
+        if self._saving is not None and self._saving.awaited:
             return f"did not send its own state for the checkpoint before epoch {epoch}"
         return f"did not contribute to round {self._tally.round + 1} (epoch {epoch})"
-
-    def _check_saving(self) -> None:
-        saving = self._saving
-        if saving is not None and time.monotonic() - saving.started > self.deadline_s:
-            raise DeadlineError(
-                f"the checkpoint before epoch {self._tally.epoch} was not written within "
-                f"{self.deadline_s:g} s. Is the storage of checkpointPath slow or gone?"
-            )

@@ -1,8 +1,7 @@
 """One checkpoint being put together: the workers' own states arrive, then the center is written.
 
-It is made at a commit. Workers send their own states when they have taken that commit's center, and
-whoever is served last writes the rest; the next round's sums have to wait for that, because they
-would overwrite the center.
+It is made at a commit, of a copy of the center. Workers send their own states when they have taken
+that commit's center; the rest is written in the background while training goes on.
 """
 
 from __future__ import annotations
@@ -35,18 +34,24 @@ class CheckpointPlan:
     Attributes:
         store: where.
         every: epochs between two.
+        every_rounds: rounds between two; None for the ends of epochs only.
         last_epoch: after which there is one in any case.
         config: what the training is, for whoever resumes it; JSON.
     """
 
     store: CheckpointStore
     every: int
+    every_rounds: int | None
     last_epoch: int
     config: Mapping[str, Any]
 
     def due(self, epoch: int) -> bool:
         """Whether the end of an epoch is a checkpoint."""
         return epoch % self.every == 0 or epoch == self.last_epoch
+
+    def due_within(self, rounds: int) -> bool:
+        """Whether it is time for a checkpoint, so many rounds after the last."""
+        return self.every_rounds is not None and rounds >= self.every_rounds
 
 
 def own_state_file(rank: int) -> str:
@@ -64,20 +69,41 @@ class Saving:
         plan: where it goes.
         progress: what it is of.
         data: the facts about the rows, for whoever resumes; JSON.
+        layout: kinds and sizes of the center's segments.
+        center: its segments, not written to any more.
         ranks: whose own states belong to it.
     """
 
     def __init__(
-        self, plan: CheckpointPlan, progress: Progress, data: dict[str, Any], ranks: Iterable[int]
+        self,
+        plan: CheckpointPlan,
+        progress: Progress,
+        data: dict[str, Any],
+        layout: Layout,
+        center: Sequence[Tensor],
+        ranks: Iterable[int],
     ) -> None:
         self.started = time.monotonic()
         self.failed = False
         self._plan = plan
         self._progress = progress
         self._data = data
+        names = [f"{index}.{segment.kind}" for index, segment in enumerate(layout)]
+        self._center = dict(zip(names, center, strict=True))
         self._lock = threading.Lock()
         self._awaited = set(ranks)
         self._pending: PendingCheckpoint | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that was under way, counted from 1."""
+        return self._progress.epoch
+
+    @property
+    def awaited(self) -> frozenset[int]:
+        """Ranks whose own states have yet to come."""
+        with self._lock:
+            return frozenset(self._awaited)
 
     def awaits(self, rank: int) -> bool:
         """Whether a rank's own state has yet to come."""
@@ -104,12 +130,11 @@ class Saving:
             self._awaited.discard(rank)
             return was_awaited and not self._awaited
 
-    def publish(self, layout: Layout, center: Sequence[Tensor]) -> None:
+    def publish(self) -> None:
         """Write the center and make the checkpoint exist."""
-        names = [f"{index}.{segment.kind}" for index, segment in enumerate(layout)]
         with self._giving_up():
             with self._file(CENTER) as file:
-                write_tensors(file, dict(zip(names, center, strict=True)))
+                write_tensors(file, self._center)
             self._open().publish(
                 {
                     "config": dict(self._plan.config),

@@ -163,6 +163,7 @@ class Averager:
     ) -> None:
         self._rounds.fail(TrainingError("the driver closed the averager"))
         self._port.close()
+        self._rounds.close()
 
     @property
     def center(self) -> list[Tensor]:
@@ -350,7 +351,7 @@ class _Session:
             self._take_own_state(saving)
 
     def _take_own_state(self, saving: Saving) -> None:
-        """Write the worker's own state into a checkpoint; the last worker's thread finishes it."""
+        """Write the worker's own state into a checkpoint, which the last one completes."""
         size = read_own_state(self._next(), self._rank, MAX_OWN_STATE_BYTES)
         if saving.take(self._rank, self._blocks(size)):
             self._rounds.save(saving)

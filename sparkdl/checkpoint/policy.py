@@ -17,12 +17,14 @@ class CheckpointPolicy:
     Attributes:
         path: the directory; see ``storage.CheckpointStore``.
         every: epochs between two.
+        every_rounds: rounds between two, besides those at the ends of epochs; None for no others.
         keep_last: how many are kept.
         resume: ``auto`` goes on from the newest checkpoint if there is one; ``never`` starts anew.
     """
 
     path: str
     every: int = 1
+    every_rounds: int | None = None
     keep_last: int = 2
     resume: Literal["auto", "never"] = "auto"
 

@@ -118,6 +118,8 @@ class TorchEstimator(
         checkpointPath: a directory for checkpoints of the training: a path that the driver sees, or
             a URI that pyarrow.fs takes (``s3://bucket/directory``, ``hdfs://...``); None for none.
         checkpointEvery: epochs between two checkpoints; there is one after the last epoch too.
+        checkpointRounds: rounds between two checkpoints, for epochs that are long; a resumed fit
+            goes on in the middle of one. None for checkpoints at the ends of epochs only.
         keepLast: checkpoints to keep; with 2, one is left if the newest is found damaged.
         resume: ``auto`` goes on from the newest checkpoint in ``checkpointPath`` if there is one,
             and refuses one of another training; ``never`` starts anew.
@@ -167,6 +169,7 @@ class TorchEstimator(
         minWorkers: int = 1,
         checkpointPath: str | None = None,
         checkpointEvery: int = 1,
+        checkpointRounds: int | None = None,
         keepLast: int = 2,
         resume: str = "auto",
         tls: bool = False,
@@ -206,6 +209,7 @@ class TorchEstimator(
             minWorkers=minWorkers,
             checkpointPath=checkpointPath,
             checkpointEvery=checkpointEvery,
+            checkpointRounds=checkpointRounds,
             keepLast=keepLast,
             resume=resume,
             tls=tls,

@@ -8,7 +8,7 @@ from pyspark.ml.param import Param, Params
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.converters import one_of, whole
+from sparkdl.estimator.converters import one_of, optional_whole, whole
 
 
 def _path(value: Any) -> str | None:
@@ -31,6 +31,12 @@ class RecoveryParams(Params):
         "checkpointEvery",
         "epochs between two checkpoints (>= 1)",
         typeConverter=whole("checkpointEvery", 1),
+    )
+    checkpointRounds: Param[int | None] = Param(
+        Params._dummy(),
+        "checkpointRounds",
+        "rounds between two checkpoints within an epoch (>= 1); None for none there",
+        typeConverter=optional_whole("checkpointRounds", 1),
     )
     keepLast: Param[int] = Param(
         Params._dummy(),
@@ -94,6 +100,15 @@ class RecoveryParams(Params):
         self._set(checkpointEvery=value)
         return self
 
+    def getCheckpointRounds(self) -> int | None:
+        """Gets the value of checkpointRounds or its default value."""
+        return self.getOrDefault(self.checkpointRounds)
+
+    def setCheckpointRounds(self, value: int | None) -> Self:
+        """Sets the value of checkpointRounds."""
+        self._set(checkpointRounds=value)
+        return self
+
     def getKeepLast(self) -> int:
         """Gets the value of keepLast or its default value."""
         return self.getOrDefault(self.keepLast)
@@ -120,6 +135,7 @@ class RecoveryParams(Params):
         return CheckpointPolicy(
             path=path,
             every=self.getCheckpointEvery(),
+            every_rounds=self.getCheckpointRounds(),
             keep_last=self.getKeepLast(),
             resume="auto" if self.getResume() == "auto" else "never",
         )

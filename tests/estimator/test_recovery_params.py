@@ -21,6 +21,7 @@ from sparkdl.errors import ConfigError
         ({"checkpointPath": 3}, "checkpointPath must be a path or URI, got 3"),
         ({"checkpointEvery": 0}, "checkpointEvery must be a whole number >= 1, got 0"),
         ({"checkpointEvery": 1.5}, "checkpointEvery must be a whole number >= 1, got 1.5"),
+        ({"checkpointRounds": 0}, "checkpointRounds must be a whole number >= 1, got 0"),
         ({"keepLast": 0}, "keepLast must be a whole number >= 1, got 0"),
         ({"resume": "yes"}, "resume must be one of auto, never, got 'yes'"),
     ],
@@ -33,7 +34,8 @@ def test_a_wrong_value_is_named(changes: dict[str, Any], message: str) -> None:
 
 def test_getters_and_setters_agree() -> None:
     chosen = estimator().setCheckpointPath("a").setCheckpointEvery(3).setKeepLast(4)
-    chosen.setResume("never")
+    chosen.setResume("never").setCheckpointRounds(9)
+    assert chosen.getCheckpointRounds() == 9
     assert chosen.getCheckpointPath() == "a"
     assert (chosen.getCheckpointEvery(), chosen.getKeepLast()) == (3, 4)
     assert chosen.getResume() == "never"
@@ -44,11 +46,11 @@ def test_there_are_no_checkpoints_unless_asked_for() -> None:
 
 
 def test_saved_estimators_keep_them(spark: SparkSession, tmp_path: Path) -> None:
-    estimator(checkpointPath="a", keepLast=5).save(str(tmp_path / "saved"))
+    estimator(checkpointPath="a", checkpointRounds=7, keepLast=5).save(str(tmp_path / "saved"))
     loaded = TorchEstimator.load(str(tmp_path / "saved"), trust=True)
-    assert (
-        loaded.checkpoint_policy() == estimator(checkpointPath="a", keepLast=5).checkpoint_policy()
-    )
+    policy = loaded.checkpoint_policy()
+    assert policy is not None
+    assert (policy.path, policy.every, policy.every_rounds, policy.keep_last) == ("a", 1, 7, 5)
 
 
 def test_a_fit_goes_on_from_the_checkpoint_of_a_shorter_one(
