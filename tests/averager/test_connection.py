@@ -40,19 +40,38 @@ DTYPES = [
 SILENCE_S = 10.0
 
 
-@contextlib.contextmanager
-def tcp_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Two connected TCP sockets on this machine."""
+def tcp_sockets() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         left = socket.create_connection(listener.getsockname(), timeout=SILENCE_S)
         right, _ = listener.accept()
+    return left, right
+
+
+def local_sockets() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX)
+
+
+connected_sockets: Callable[[], tuple[socket.socket, socket.socket]] = tcp_sockets
+
+
+@pytest.fixture(autouse=True, params=[tcp_sockets, local_sockets])
+def every_test_is_of_both_kinds(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "connected_sockets", request.param)
+
+
+@contextlib.contextmanager
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two connected sockets on this machine."""
+    left, right = connected_sockets()
     with left, right:
         yield left, right
 
 
 @contextlib.contextmanager
 def connected(silence_s: float = SILENCE_S) -> Iterator[tuple[Connection, Connection]]:
-    with tcp_pair() as (left, right):
+    with pair() as (left, right):
         yield Connection(left, silence_s), Connection(right, silence_s)
 
 
@@ -89,7 +108,7 @@ class TestHandshake:
                 sink.sendall(octets)
             sink.shutdown(socket.SHUT_WR)
 
-        with tcp_pair() as (left, middle), tcp_pair() as (center, right):
+        with pair() as (left, middle), pair() as (center, right):
             worker, averager = Connection(left, SILENCE_S), Connection(right, SILENCE_S)
 
             def introduce() -> bool:
@@ -116,7 +135,7 @@ class TestHandshake:
         with connected() as (worker, averager):
             both(lambda: worker.introduce("t"), lambda: averager.accept("t"))
         recorded = bytearray()
-        with tcp_pair() as (left, right):
+        with pair() as (left, right):
             averager = Connection(right, SILENCE_S)
 
             def record() -> None:
@@ -134,13 +153,13 @@ class TestHandshake:
                 assert Connection(Spy(), SILENCE_S).introduce("t")  # type: ignore[arg-type]
 
             both(record, lambda: averager.accept("t"))
-        with tcp_pair() as (left, right):
+        with pair() as (left, right):
             averager = Connection(right, SILENCE_S)
             left.sendall(recorded)
             assert not averager.accept("t")
 
     def test_whoever_is_no_averager_is_recognised(self) -> None:
-        with tcp_pair() as (left, right):
+        with pair() as (left, right):
             right.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64))
             with pytest.raises(ConnectionLostError, match="not an averager"):
                 Connection(left, SILENCE_S).introduce("t")
@@ -202,21 +221,21 @@ def test_values_where_a_header_was_due_are_refused() -> None:
 
 @pytest.mark.parametrize("octets", [b"", b"{", b"[1]", b"3", b"null", b"\xff\xfe", b"[" * 100_000])
 def test_an_unreadable_header_is_refused(octets: bytes) -> None:
-    with tcp_pair() as (left, right):
+    with pair() as (left, right):
         left.sendall(struct.pack("!BI", 1, len(octets)) + octets)
         with pytest.raises(TrainingError, match="readable header"):
             Connection(right, SILENCE_S).receive_header()
 
 
 def test_a_header_that_says_it_is_huge_is_refused_before_it_is_read() -> None:
-    with tcp_pair() as (left, right):
+    with pair() as (left, right):
         left.sendall(struct.pack("!BI", 1, MAX_HEADER_BYTES + 1))
         with pytest.raises(TrainingError, match=f"a header of {MAX_HEADER_BYTES + 1} bytes"):
             Connection(right, SILENCE_S).receive_header()
 
 
 def test_a_message_of_unknown_kind_is_refused() -> None:
-    with tcp_pair() as (left, right):
+    with pair() as (left, right):
         left.sendall(struct.pack("!BI", 7, 2) + b"{}")
         with pytest.raises(TrainingError, match="unknown kind 7"):
             Connection(right, SILENCE_S).receive_header()
@@ -225,7 +244,7 @@ def test_a_message_of_unknown_kind_is_refused() -> None:
 @given(octets=st.binary(max_size=200))
 @settings(deadline=None)
 def test_any_bytes_end_in_a_header_or_an_error_of_ours(octets: bytes) -> None:
-    with tcp_pair() as (left, right):
+    with pair() as (left, right):
         left.sendall(octets)
         left.shutdown(socket.SHUT_WR)
         try:
@@ -236,7 +255,7 @@ def test_any_bytes_end_in_a_header_or_an_error_of_ours(octets: bytes) -> None:
 
 
 def test_an_end_that_leaves_in_the_middle_of_values_is_lost() -> None:
-    with tcp_pair() as (left, right):
+    with pair() as (left, right):
         left.sendall(struct.pack("!BI", 2, 16) + b"12345")
         left.close()
         with pytest.raises(ConnectionLostError, match="closed the connection"):
