@@ -59,6 +59,7 @@ HEADERS = [
             "loss_sum": 0.5,
             "last": False,
             "step_of_epoch": 1,
+            "stands_for": None,
         }
     },
     {"own_state": 10},

@@ -17,13 +17,21 @@ class WindowReport:
     step: int
     """The worker's optimizer steps since the start of training."""
     examples: int
-    """Rows trained on in this window; the weight of the contribution."""
+    """Rows trained on in this window."""
     loss_sum: float
     """Sum over those rows of the loss (the minibatch mean times its rows)."""
     last: bool
     """Whether this window was the worker's last of the epoch."""
     step_of_epoch: int = 0
     """The worker's optimizer steps since the start of the epoch."""
+    stands_for: int | None = None
+    """Rows of the workers that have formed this contribution together; 0 for those of them that do
+    not send it, None where each sends its own."""
+
+    @property
+    def weight(self) -> int:
+        """How much the contribution counts, in rows; without any there is none."""
+        return self.examples if self.stands_for is None else self.stands_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -240,7 +240,7 @@ class AveragerClient:
         takes_reply: bool,
     ) -> None:
         self._line.send_header(window_header(window, takes_reply=takes_reply))
-        if window.examples:
+        if window.weight:
             for chunk in chunks:
                 self._send(chunk, state, layout[chunk.segment], window)
 
@@ -293,8 +293,8 @@ class AveragerClient:
                 raise NonFiniteError(
                     f"rank {self.rank} has {bad} NaN or infinite values among its parameters, "
                     f"buffers or optimizer state after epoch {window.epoch}, step {window.step} "
-                    f"(mean loss of the window: {window.loss_sum / window.examples:.6g}). Lower "
-                    "the learning rate, clip gradients, or look for bad values in the features",
+                    f"(mean loss of the window: {window.loss_sum / max(1, window.examples):.6g}). "
+                    "Lower the learning rate, clip gradients, or look for bad feature values",
                     rank=self.rank,
                     epoch=window.epoch,
                     step=window.step,

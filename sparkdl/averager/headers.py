@@ -19,6 +19,7 @@ _WINDOW_TYPES: _Types = {
     "loss_sum": (float, int),
     "last": (bool,),
     "step_of_epoch": (int,),
+    "stands_for": (int, type(None)),
 }
 _VALIDATION_TYPES: _Types = {
     "rank": (int,),
@@ -117,7 +118,8 @@ def read_window(header: dict[str, Any], rank: int) -> WindowReport:
         TrainingError: the header is not one, or is of another rank.
     """
     fields = _checked(header.get("window"), _WINDOW_TYPES, rank)
-    if fields["examples"] < 0 or fields["rank"] != rank:
+    counts = fields["examples"], fields["stands_for"] or 0
+    if min(counts) < 0 or fields["rank"] != rank:
         raise TrainingError(f"rank {rank} sent a window that cannot be its own: {fields}")
     return WindowReport(**fields)
 

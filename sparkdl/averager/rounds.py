@@ -122,8 +122,8 @@ class Rounds(Checkpoints):
         """Add one worker's contribution and wait for the outcome.
 
         Args:
-            report: what was trained on; ``report.examples`` weigh the contribution.
-            receive: fetches its chunks in the order of ``chunks``; not called without examples.
+            report: what was trained on; ``report.weight`` is that of the contribution.
+            receive: fetches its chunks in the order of ``chunks``; not called without weight.
             scratch: ``chunk_bytes`` bytes to receive into, kept from round to round by the caller.
             on_progress: called for each round that ends while the outcome is still to come, which
                 happens to ranks that are done with the epoch.
@@ -194,7 +194,7 @@ class Rounds(Checkpoints):
                 )
             self._arrived.add(rank)
             self._adding.add(member)
-            self._accumulator.declare(rank, report.examples)
+            self._accumulator.declare(rank, report.weight)
             return self._accumulator, self._restarts
 
     def _wait_to_enter(self, report: WindowReport, member: Member) -> None:
@@ -230,7 +230,7 @@ class Rounds(Checkpoints):
             received += 1
 
         try:
-            for index in range(len(self.chunks) if report.examples else 0):
+            for index in range(len(self.chunks) if report.weight else 0):
                 accumulator.add(report.rank, index, counted, scratch, 2 * self.deadline_s)
                 self.hear(report.rank)
         except StoppedError:

@@ -19,6 +19,10 @@ from sparkdl.protocols import Batch, CenterExchange
 from sparkdl.replica import Replica
 
 
+def _nothing() -> Tensor:
+    return torch.zeros((), dtype=torch.float64)
+
+
 @dataclass
 class Run:
     """One worker's training in progress: its replica, its line to the averager, its counters."""
@@ -42,15 +46,15 @@ class Run:
     """Optimizer steps since the start of the epoch."""
     examples: int = 0
     """Rows trained on since the last round."""
-    loss_sum: Tensor = field(default_factory=lambda: torch.zeros(()))
-    """Sum of the loss over those rows."""
+    loss_sum: Tensor = field(default_factory=_nothing)
+    """Sum of the loss over those rows, a float64 scalar."""
 
     def start_at(self, position: Position) -> None:
         """Begin, or begin again, behind the last committed window."""
         self.step = position.step
         self.step_of_epoch = position.step_of_epoch
         self.examples = 0
-        self.loss_sum = torch.zeros(())
+        self.loss_sum = _nothing()
 
     def start_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Count a new epoch, of which some steps may have been taken already."""
@@ -70,11 +74,18 @@ class Run:
     def count(self, batch: Batch, loss: Tensor) -> None:
         """Count a minibatch that was trained on, with its mean loss."""
         self.examples += batch.examples
+        if self.loss_sum.device != loss.device:
+            self.loss_sum = self.loss_sum.to(loss.device)
         # A tensor, because reading a number from a GPU at every step would stall it.
-        self.loss_sum = self.loss_sum.to(loss.device) + loss * batch.examples
+        self.loss_sum.add_(loss, alpha=batch.examples)
 
-    def close_window(self, *, last: bool) -> WindowReport:
-        """Sum up the minibatches since the last round, and start counting anew."""
+    def close_window(self, *, last: bool, stands_for: int | None = None) -> WindowReport:
+        """Sum up the minibatches since the last round, and start counting anew.
+
+        Args:
+            last: whether it is the epoch's last window.
+            stands_for: rows of those who have formed the contribution together.
+        """
         report = WindowReport(
             rank=self.rank,
             epoch=self.epoch,
@@ -83,9 +94,10 @@ class Run:
             loss_sum=float(self.loss_sum),
             last=last,
             step_of_epoch=self.step_of_epoch,
+            stands_for=stands_for,
         )
         self.examples = 0
-        self.loss_sum = torch.zeros(())
+        self.loss_sum = _nothing()
         return report
 
 

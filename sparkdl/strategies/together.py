@@ -116,7 +116,7 @@ class Together:
             self.hand_over(run, segments(), last=False)
 
     def hand_over(self, run: Run, segments: Sequence[Tensor], *, last: bool) -> None:
-        """Let the driver have a copy: equal replicas need one contribution, of all examples.
+        """Let the driver have a copy: equal replicas need one contribution, for all.
 
         Args:
             run: this worker's.
@@ -127,16 +127,12 @@ class Together:
             TrainingError: this worker did not train on the rows that it had announced, by which
                 its contributions were weighed.
         """
-        announced = self.examples_of(range(self._steps_handed_over, self.steps))[run.rank]
-        if run.examples != announced:
+        announced = self.examples_of(range(self._steps_handed_over, self.steps))
+        if run.examples != announced[run.rank]:
             raise TrainingError(
                 f"rank {run.rank} trained on {run.examples} rows in epoch {run.epoch}, but had "
-                f"announced {announced} to the others, who weighed its contributions by that"
+                f"announced {announced[run.rank]} to the others, who weigh its values by that"
             )
         self.steps = self._steps_handed_over = 0 if last else self.steps
-        sums = torch.stack([run.loss_sum.double(), torch.tensor(run.examples).double()])
-        loss_sum, examples = self.collective.all_reduce(sums.to(self.collective.device)).tolist()
-        first = self.collective.rank == 0
-        run.loss_sum = torch.tensor(loss_sum if first else 0.0, dtype=torch.float64)
-        run.examples = round(examples) if first else 0
-        run.averager.hand_over(segments, run.close_window(last=last))
+        stands_for = sum(announced) if run.rank == 0 else 0
+        run.averager.hand_over(segments, run.close_window(last=last, stands_for=stands_for))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import multiprocessing.connection
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -168,6 +169,9 @@ def _processes(
 
 
 def _train_in_process(payload: bytes, place: Place, address: AveragerAddress, shard: Shard) -> None:
+    # As under torchrun: Linux shares the cores among sessions first, threads of several ranks in
+    # one session keep each other waiting.
+    os.setsid()
     train(cloudpickle.loads(payload), place, address, shard)
 
 

@@ -50,6 +50,7 @@ WINDOW = {
     "loss_sum": 0.5,
     "last": False,
     "step_of_epoch": 1,
+    "stands_for": None,
 }
 
 
@@ -307,6 +308,7 @@ WRONG_MESSAGES: dict[str, tuple[Message, ...]] = {
     "another-rank": (header(rank=1),),
     "examples-is-text": (header(examples="many"), torch.ones(5)),
     "examples-is-negative": (header(examples=-4), torch.ones(5)),
+    "stands-for-less-than-nothing": (header(stands_for=-1), torch.ones(5)),
     "loss-is-text": (header(loss_sum="low", last=True), torch.ones(5)),
     "failure-without-fields": (Raw(b'{"failure": {}}'),),
     "failure-no-object": (Raw(b'{"failure": 3}'),),

@@ -1,0 +1,87 @@
+"""What a contribution weighs, and whom it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from sparkdl.averager.client import AveragerClient
+from sparkdl.averager.codec import FullPrecision
+from sparkdl.averager.server import Averager
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.facts import DataFacts, ShardFacts
+from sparkdl.protocols import Segment
+
+LAYOUT = (Segment("parameters", torch.float32, 3),)
+DEADLINE_S = 10.0
+
+
+def window(rank: int, **fields: object) -> WindowReport:
+    given = {"examples": 2, "loss_sum": 1.0, "last": True, **fields}
+    return WindowReport(rank=rank, epoch=1, step=1, **given)  # type: ignore[arg-type]
+
+
+@contextmanager
+def three_workers() -> Iterator[tuple[Averager, list[AveragerClient]]]:
+    """An averager whose center is zero, and three workers that have started."""
+    with ExitStack() as stack:
+        averager = stack.enter_context(
+            Averager(LAYOUT, [torch.zeros(3)], 3, FullPrecision(), deadline_s=DEADLINE_S)
+        )
+        clients = [
+            stack.enter_context(AveragerClient(averager.address, rank, FullPrecision()))
+            for rank in range(3)
+        ]
+
+        def begin() -> None:
+            assert isinstance(next(averager.events()), DataFacts)
+            averager.start()
+
+        at_once(
+            begin,
+            *[
+                lambda client=client: client.start(ShardFacts(2, ()), [torch.zeros(3)], LAYOUT)
+                for client in clients
+            ],
+        )
+        yield averager, clients
+
+
+def at_once(*calls: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for future in [pool.submit(call) for call in calls]:
+            future.result(timeout=DEADLINE_S)
+
+
+def exchange(clients: list[AveragerClient], windows: list[WindowReport]) -> list[list[float]]:
+    """Rank r contributes r + 1 three times; what all have afterwards."""
+    states: list[Tensor] = [torch.full((3,), float(rank + 1)) for rank in range(3)]
+    at_once(
+        *[
+            lambda c=client, s=state, w=report: c.exchange([s], w)
+            for client, state, report in zip(clients, states, windows, strict=True)
+        ]
+    )
+    return [state.tolist() for state in states]
+
+
+def test_a_contribution_weighs_what_it_stands_for() -> None:
+    with three_workers() as (_, clients):
+        windows = [window(0, stands_for=6), window(1, stands_for=0), window(2)]
+        # (6 * 1 + 2 * 3) / 8
+        assert exchange(clients, windows) == [[1.5] * 3] * 3
+
+
+def test_examples_and_losses_are_counted_where_they_happened() -> None:
+    with three_workers() as (averager, clients):
+        exchange(clients, [window(0, stands_for=4, examples=1), window(1, stands_for=0), window(2)])
+        events = averager.events()
+        windows = [next(events) for _ in range(3)]
+        assert [event.examples for event in windows if isinstance(event, WindowReport)] == [1, 2, 2]
+        summary = next(events)
+        assert isinstance(summary, EpochSummary)
+        assert (summary.examples, summary.loss) == (5, 0.6)
