@@ -294,7 +294,8 @@ class AveragerClient:
                     f"rank {self.rank} has {bad} NaN or infinite values among its parameters, "
                     f"buffers or optimizer state after epoch {window.epoch}, step {window.step} "
                     f"(mean loss of the window: {window.loss_sum / max(1, window.examples):.6g}). "
-                    "Lower the learning rate, clip gradients, or look for bad feature values",
+                    "Lower the learning rate, clip gradients, or look for bad values in the "
+                    "features",
                     rank=self.rank,
                     epoch=window.epoch,
                     step=window.step,
