@@ -38,6 +38,7 @@ from sparkdl.events import EpochSummary
 from sparkdl.feed.facts import DataFacts, check_facts
 from sparkdl.protocols import ColumnSpec, Layout, LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.replica import Replica
+from sparkdl.schedule import Schedule
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
@@ -319,10 +320,12 @@ def _plan(
         {key: str(value) for key, value in group.items() if key != "params"}
         for group in replica.optimizer.param_groups
     ]
+    schedule = Schedule(replica.optimizer, job.scheduler, job.scheduler_every)
     config = {
         "state": [[segment.kind, str(segment.dtype), segment.numel] for segment in layout],
         "strategy": repr(job.strategy),
         "optimizer": [type(replica.optimizer).__name__, groups],
+        "scheduler": schedule.describe(),
         "batch size": job.batch_size,
         "drop last": job.feed.drop_last,
         "reshuffle every": job.feed.reshuffle_every,

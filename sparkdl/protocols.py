@@ -31,6 +31,9 @@ LossFunction = Callable[..., Tensor]
 OptimizerBuilder = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """parameters -> Optimizer, for example ``partial(torch.optim.SGD, lr=0.1)``."""
 
+SchedulerBuilder = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+"""optimizer -> LRScheduler, for example ``partial(CosineAnnealingLR, T_max=10)``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:

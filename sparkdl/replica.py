@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Literal
 
 import torch
@@ -21,9 +22,11 @@ from sparkdl.protocols import (
     Layout,
     LossFunction,
     OptimizerBuilder,
+    SchedulerBuilder,
     Segment,
     Targets,
 )
+from sparkdl.schedule import Schedule, Unit
 
 Precision = Literal["float32", "bf16"]
 """In which forward and loss are computed."""
@@ -71,6 +74,8 @@ class Replica:
             down before each optimizer step; None for no limit.
         precision: ``bf16`` runs forward and loss under torch's autocast to bfloat16, parameters
             and gradients staying what they are.
+        scheduler: builds the schedule of the optimizer's learning rate; None for none.
+        scheduler_every: after what the schedule takes a step, an optimizer step or an epoch.
     """
 
     def __init__(
@@ -82,6 +87,8 @@ class Replica:
         *,
         clip_norm: float | None = None,
         precision: Precision = "float32",
+        scheduler: SchedulerBuilder | None = None,
+        scheduler_every: Unit = "epoch",
     ) -> None:
         self._clip_norm = clip_norm
         self._precision = precision
@@ -94,6 +101,8 @@ class Replica:
         defer_compiler()
         self._build_optimizer = optimizer
         self.optimizer = optimizer(self.trainable())
+        self._build_schedule = partial(Schedule, build=scheduler, every=scheduler_every)
+        self.schedule = self._build_schedule(self.optimizer)
         self._stateless: set[Tensor] = set()
 
     def trainable(self) -> list[nn.Parameter]:
@@ -109,6 +118,7 @@ class Replica:
             build: given the builder of the first one, and the parameters.
         """
         self.optimizer = build(self._build_optimizer, self.trainable())
+        self.schedule = self._build_schedule(self.optimizer)
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one minibatch.
@@ -128,6 +138,7 @@ class Replica:
         if self._clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.trainable(), self._clip_norm)
         self.optimizer.step()
+        self.schedule.after_step()
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Compute the loss and leave its gradients on the parameters; returns the detached loss."""

@@ -14,8 +14,9 @@ of Spark. The algorithm, as a textbook has it:
 from __future__ import annotations
 
 import logging
+import math
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,9 +42,10 @@ from sparkdl.events import ValidationReport
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ShardFacts
 from sparkdl.feed.feed import Feed, FeedOptions
-from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder
+from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder, SchedulerBuilder
 from sparkdl.replica import Precision, Replica
 from sparkdl.reshuffle import Reshuffle
+from sparkdl.schedule import Unit
 from sparkdl.strategies.base import Run, Strategy
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,10 @@ class Job:
     """The largest norm of all gradients together; None for no limit."""
     precision: Precision = "float32"
     """In which forward and loss are computed."""
+    scheduler: SchedulerBuilder | None = None
+    """Builds the schedule of the learning rate; None for none."""
+    scheduler_every: Unit = "epoch"
+    """After what the schedule takes a step."""
     feed: FeedOptions = field(default_factory=FeedOptions)
     """How the rows are fed."""
     tls: bool = False
@@ -96,6 +102,14 @@ class Job:
         """
         alone = self.survivable_losses or not self.strategy.checkpointable
         return 0 if alone else self.max_failures
+
+    def steps_an_epoch(self, shard_rows: Sequence[int]) -> int:
+        """Optimizer steps of the worker with the most rows, given the rows of each."""
+        dealt = self.feed.reshuffle_every
+        rows = math.ceil(sum(shard_rows) / len(shard_rows)) if dealt else max(shard_rows)
+        if self.feed.drop_last:
+            rows -= rows % self.batch_size
+        return math.ceil(rows / (self.batch_size * self.strategy.minibatches_a_step))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +156,8 @@ def train(
             place.device,
             clip_norm=job.clip_norm,
             precision=job.precision,
+            scheduler=job.scheduler,
+            scheduler_every=job.scheduler_every,
         )
     except Exception as error:  # whatever the user's code raises has to reach the driver
         report_failure(address, place.rank, error)
@@ -194,7 +210,7 @@ def _train(
     token: str,
     batches: Iterable[pa.RecordBatch],
 ) -> None:
-    replica, strategy = run.replica, job.strategy
+    replica = run.replica
     replica.module.train()
     with Feed(
         job.schema,
@@ -211,11 +227,11 @@ def _train(
         torch.manual_seed(job.seed + 1 + place.rank)
         while True:
             try:
-                position = _take_center(shard, replica, strategy, averager)
+                position, steps_an_epoch = _take_center(job, shard, replica, averager)
                 feed.scale_weights(averager.mean_weight)
                 deal = _dealer(job, place, averager, token)
                 with _collective(job, place, averager) as run.collective:
-                    _train_from(position, job, run, feed, deal)
+                    _train_from(position, steps_an_epoch, job, run, feed, deal)
                 averager.finish()
                 return
             except DisconnectedError as error:
@@ -225,7 +241,9 @@ def _train(
                 averager.reconnect()
 
 
-def _train_from(position: Position, job: Job, run: Run, feed: Feed, deal: Reshuffle) -> None:
+def _train_from(
+    position: Position, steps_an_epoch: int, job: Job, run: Run, feed: Feed, deal: Reshuffle
+) -> None:
     """Train from a position to the end of the last epoch."""
     strategy = job.strategy
     run.start_at(position)
@@ -239,6 +257,7 @@ def _train_from(position: Position, job: Job, run: Run, feed: Feed, deal: Reshuf
         for epoch in range(position.epoch, job.epochs + 1):
             first_step = position.step_of_epoch if epoch == position.epoch else 0
             run.start_epoch(epoch, first_step)
+            run.replica.schedule.start_at(epoch, first_step, steps_an_epoch)
             if job.feed.reshuffles(epoch):
                 feed.reshuffle(epoch, deal)
             first_minibatch = first_step * strategy.minibatches_a_step
@@ -259,21 +278,28 @@ def own_state(replica: Replica, strategy: Strategy) -> bytes:
 
 
 def _take_center(
-    shard: ShardFacts, replica: Replica, strategy: Strategy, averager: AveragerClient
-) -> Position:
-    """Make the replica equal to the center, and with a checkpoint to the worker of that time."""
+    job: Job, shard: ShardFacts, replica: Replica, averager: AveragerClient
+) -> tuple[Position, int]:
+    """Make the replica equal to the center, and with a checkpoint to the worker of that time.
+
+    Returns where it goes on, and the optimizer steps of an epoch.
+    """
+    strategy = job.strategy
     position = averager.start(
         shard, replica.segments(with_optimizer=False), replica.layout(with_optimizer=False)
     )
+    # Before the worker's own state, which has hyperparameters too.
+    steps_an_epoch = job.steps_an_epoch(averager.shard_rows)
+    replica.schedule.start_at(position.epoch, position.step_of_epoch, steps_an_epoch)
     if not averager.resumes:
-        return position
+        return position, steps_an_epoch
     whole = strategy.exchanges_optimizer_state
     octets = averager.resume(
         replica.segments(with_optimizer=whole), replica.layout(with_optimizer=whole)
     )
     if octets:
         unpack_own_state(octets, replica.optimizer, replica.device)
-    return position
+    return position, steps_an_epoch
 
 
 def _collective(

@@ -22,6 +22,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("averager",),
     ("collective",),
     ("replica",),
+    ("schedule",),
     ("feed",),
     ("losses",),
     ("checkpoint",),

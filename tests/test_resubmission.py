@@ -96,6 +96,9 @@ def passes(folder: Path) -> int:
     return len(os.listdir(folder))
 
 
+DECAY = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)
+
+
 @pytest.mark.parametrize(
     ("strategy", "after", "backward", "repeated"),
     [
@@ -112,10 +115,11 @@ def test_a_worker_killed_in_the_middle_costs_the_steps_since_the_last_commit_and
     tmp_path: Path, strategy: Strategy, after: int, backward: bool, repeated: int
 ) -> None:
     data = classification(SIZES)
-    calm = misbehaving(tmp_path / "calm", strategy, times=0)
+    scheduled: dict[str, Any] = {"scheduler": DECAY, "scheduler_every": "step"}
+    calm = misbehaving(tmp_path / "calm", strategy, times=0, **scheduled)
     whole = run_world(calm, data.shards(), ranks_as="processes")
     events: list[object] = []
-    job = misbehaving(tmp_path / "wild", strategy, after=after, backward=backward)
+    job = misbehaving(tmp_path / "wild", strategy, after=after, backward=backward, **scheduled)
     outcome = run_world(job, data.shards(), ranks_as="processes", on_event=events.append)
     assert same_bits(outcome, whole)
     assert passes(tmp_path / "wild") == passes(tmp_path / "calm") + repeated

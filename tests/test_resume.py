@@ -127,6 +127,25 @@ def test_a_resumed_training_ends_in_the_same_bits(
     assert same_bits(resumed, whole)
 
 
+@pytest.mark.parametrize("every", ["step", "epoch"])
+@pytest.mark.parametrize("stop", [die_after, save_and_stop])
+def test_the_learning_rate_goes_on_where_it_was(tmp_path: Path, stop: Any, every: Any) -> None:
+    total = 4 * 6 if every == "step" else 4
+    scheduler = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.5, total_steps=total + 1)
+    job = make_job(
+        mlp(),
+        optimizer=OPTIMIZERS["momentum"],
+        epochs=4,
+        scheduler=scheduler,
+        scheduler_every=every,
+    )
+    data = classification(SIZES)
+    whole = run_world(job, data.shards())
+    assert stop(job, data, tmp_path / "c", 20, every_rounds=2)
+    resumed = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
+    assert same_bits(resumed, whole)
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     windows=st.integers(0, 23),
@@ -298,6 +317,10 @@ def test_checkpoints_are_of_every_so_many_epochs_and_of_the_last(
     [
         ({"seed": 3}, "seed 11, this one 3"),
         ({"batch_size": 2}, "batch size 4, this one 2"),
+        (
+            {"scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=2)},
+            'scheduler null, this one .*"StepLR", "epoch", .*"step_size": 2',
+        ),
         ({"optimizer": partial(torch.optim.SGD, lr=0.2)}, "optimizer .*0.1.*, this one .*0.2"),
         ({"strategy": ParameterAveraging(period=3)}, "strategy .*period=1.*period=3"),
         ({"model": mlp(classes=4)}, "state .*, 83.*, this one .*, 92"),

@@ -195,6 +195,12 @@ class Attendance(ABC):
             return self._facts().mean_weight
 
     @property
+    def shard_rows(self) -> list[int]:
+        """Rows to train on by rank; known once all were let start."""
+        with self._condition:
+            return list(self._facts().shard_rows)
+
+    @property
     def losses(self) -> list[str]:
         """Which workers were lost, and why."""
         with self._condition:

@@ -147,6 +147,7 @@ class AveragerClient:
         self._scratch = torch.empty(self._chunk_bytes, dtype=torch.uint8)
         self._own_state_bytes = header["own_state"]
         self.mean_weight = float(header["mean_weight"])
+        self.shard_rows = [int(rows) for rows in header["shard_rows"]]
         self._receive_center(state, layout, plan_chunks(layout, self._chunk_bytes))
         return Position(**header["position"])
 

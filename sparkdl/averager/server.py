@@ -10,7 +10,8 @@ One worker is one TCP connection, from joining to leaving (``connection.py`` has
                                  <------ {"waiting": true}, now and then
                                  <------ {"chunk_bytes": size of the largest message of values,
                                           "position": where to go on,
-                                          "own_state": bytes of it, or null at the very start}
+                                          "own_state": bytes of it, or null at the very start,
+                                          "mean_weight": of a row, "shard_rows": by rank}
                                  <------ the center's parameters and buffers, chunk by chunk
                                  <------ unless at the very start: the rest of the center, and the
                                          worker's own state from the checkpoint
@@ -318,6 +319,7 @@ class _Session:
                 "position": dataclasses.asdict(position),
                 "own_state": own_state_bytes,
                 "mean_weight": rounds.mean_weight,
+                "shard_rows": rounds.shard_rows,
             }
         )
         self._send(rounds.center, kinds={"parameters", "buffers"})

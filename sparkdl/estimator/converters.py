@@ -50,3 +50,20 @@ def one_of(name: str, allowed: tuple[str, ...]) -> Any:
         return str(value)
 
     return convert
+
+
+def function(name: str, what: str) -> Any:
+    """Something that can be called; ``what`` says what it should be."""
+
+    def convert(value: Any) -> Any:
+        if not callable(value):
+            raise ConfigError(f"{name} must be {what}, got {value!r}")
+        return value
+
+    return convert
+
+
+def optional_function(name: str, what: str) -> Any:
+    """The same, or None."""
+    convert = function(name, what)
+    return lambda value: None if value is None else convert(value)

@@ -22,7 +22,7 @@ from sparkdl.estimator.persistence import EstimatorReader, EstimatorWriter
 from sparkdl.estimator.preflight import Preflight, UnbalancedError
 from sparkdl.estimator.progress import ProgressBar
 from sparkdl.feed.columns import BatchTransform
-from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder
+from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder, SchedulerBuilder
 from sparkdl.spark.console import driver_hosts
 from sparkdl.spark.launcher import launch
 from sparkdl.spark.turns import in_turn
@@ -67,6 +67,12 @@ class TorchEstimator(
             without pickle.
         loss: (outputs, targets) -> scalar tensor, the mean over the minibatch.
         optimizer: parameters -> Optimizer, for example ``partial(torch.optim.SGD, lr=0.1)``.
+        scheduler: optimizer -> torch's LRScheduler, for example ``partial(CosineAnnealingLR,
+            T_max=10)``; None for a learning rate that stays. It has to follow from the number of
+            its steps alone.
+        schedulerEvery: after what the scheduler takes a step: ``epoch``, or ``step`` for every step
+            of the optimizer. Steps are then those of the worker with the most rows: workers that
+            have fewer catch up at the end of the epoch.
         strategy: how the replicas agree; ``ParameterAveraging(period=5)`` by default.
         featuresCol: the features column: a number, an array of numbers or a vector a row. The model
             receives shape (rows,) for numbers and (rows, k) for arrays and vectors.
@@ -137,6 +143,8 @@ class TorchEstimator(
         model: nn.Module | ModelBuilder,
         loss: LossFunction,
         optimizer: OptimizerBuilder,
+        scheduler: SchedulerBuilder | None = None,
+        schedulerEvery: str = "epoch",
         strategy: Strategy | None = None,
         featuresCol: str = "features",
         featuresCols: list[str] | None = None,
@@ -179,6 +187,8 @@ class TorchEstimator(
             model=model,
             loss=loss,
             optimizer=optimizer,
+            scheduler=scheduler,
+            schedulerEvery=schedulerEvery,
             strategy=ParameterAveraging() if strategy is None else strategy,
             featuresCol=featuresCol,
             featuresCols=featuresCols,

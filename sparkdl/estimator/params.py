@@ -17,13 +17,16 @@ from pyspark.ml.param.shared import (
 
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.converters import (
+    function,
     one_of,
+    optional_function,
     optional_positive,
     optional_whole,
     positive,
     whole,
 )
 from sparkdl.estimator.recovery_params import RecoveryParams
+from sparkdl.estimator.schedule_params import ScheduleParams
 from sparkdl.estimator.security_params import SecurityParams
 from sparkdl.spark.declared import dtypes, names, shapes
 from sparkdl.strategies import Strategy
@@ -36,20 +39,6 @@ def _device(value: Any) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {value!r}")
     return text
-
-
-def _callable(name: str, what: str) -> Any:
-    def convert(value: Any) -> Any:
-        if not callable(value):
-            raise ConfigError(f"{name} must be {what}, got {value!r}")
-        return value
-
-    return convert
-
-
-def _optional_callable(name: str, what: str) -> Any:
-    convert = _callable(name, what)
-    return lambda value: None if value is None else convert(value)
 
 
 def _strategy(value: Any) -> Strategy:
@@ -183,7 +172,7 @@ class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, HasValidationIndi
         Params._dummy(),
         "batchTransform",
         "Batch -> Batch, called on each minibatch to train on; None for none",
-        typeConverter=_optional_callable("batchTransform", "a function of a Batch"),
+        typeConverter=optional_function("batchTransform", "a function of a Batch"),
     )
     memoryBudget: Param[int | None] = Param(
         Params._dummy(),
@@ -313,26 +302,26 @@ class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, HasValidationIndi
         return self.getOrDefault(param) if self.isDefined(param) else None
 
 
-class EstimatorParams(DataParams, RecoveryParams, SecurityParams, HasSeed):
+class EstimatorParams(DataParams, ScheduleParams, RecoveryParams, SecurityParams, HasSeed):
     """Params of ``TorchEstimator``; its docstring says what each is for."""
 
     model: Param[Any] = Param(
         Params._dummy(),
         "model",
         "an nn.Module, or a function or class without arguments that builds one",
-        typeConverter=_callable("model", "an nn.Module or a function that builds one"),
+        typeConverter=function("model", "an nn.Module or a function that builds one"),
     )
     loss: Param[Any] = Param(
         Params._dummy(),
         "loss",
         "(outputs, targets) -> scalar tensor, the mean over the minibatch",
-        typeConverter=_callable("loss", "a function of (outputs, targets)"),
+        typeConverter=function("loss", "a function of (outputs, targets)"),
     )
     optimizer: Param[Any] = Param(
         Params._dummy(),
         "optimizer",
         "parameters -> Optimizer, for example partial(torch.optim.SGD, lr=0.1)",
-        typeConverter=_callable("optimizer", "a function of the model's parameters"),
+        typeConverter=function("optimizer", "a function of the model's parameters"),
     )
     strategy: Param[Strategy] = Param(
         Params._dummy(), "strategy", "how the replicas agree", typeConverter=_strategy

@@ -74,7 +74,7 @@ class EstimatorWriter(DirectoryWriter):
     """Writes a ``TorchEstimator``: its objects by import path where they have one."""
 
     def _objects(self) -> dict[str, Any]:
-        names = ("model", "loss", "optimizer", "strategy", "batchTransform")
+        names = ("model", "loss", "optimizer", "scheduler", "strategy", "batchTransform")
         values = {name: self.instance.getOrDefault(name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 

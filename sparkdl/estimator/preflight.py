@@ -16,13 +16,14 @@ from sparkdl.driver import as_builder
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import head_of, output_function
 from sparkdl.estimator.params import EstimatorParams
-from sparkdl.estimator.probe import build, probe
+from sparkdl.estimator.probe import build, probe, require_schedule
 from sparkdl.estimator.schema import fed_columns
 from sparkdl.estimator.shipping import require_picklable
 from sparkdl.feed.facts import ColumnFacts, DataFacts
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import Precision
+from sparkdl.schedule import Unit
 from sparkdl.spark.columns import InputColumn
 from sparkdl.spark.encryption import encrypts_connections, require_no_plaintext
 from sparkdl.spark.launcher import Workers
@@ -55,10 +56,12 @@ class Preflight:
 
     def __init__(self, params: EstimatorParams, frame: DataFrame) -> None:
         require_classic_session(frame)
-        for name in ("model", "loss", "optimizer", "strategy", "batchTransform"):
+        for name in ("model", "loss", "optimizer", "scheduler", "strategy", "batchTransform"):
             require_picklable(name, params.getOrDefault(name))
         builder = as_builder(params.getModel())
         self._replica = build(builder, params.getOptimizer(), params.getLoss(), params.getSeed())
+        scheduler_every = cast(Unit, params.getSchedulerEvery())
+        require_schedule(self._replica.optimizer, params.getScheduler(), scheduler_every)
         fractions = _parameter_dtype(self._replica.module)
         self.head = head_of(params.getLoss())
         fed = fed_columns(params, frame, params.getLoss(), self.head, fractions)
@@ -68,6 +71,8 @@ class Preflight:
             model=builder,
             loss=params.getLoss(),
             optimizer=params.getOptimizer(),
+            scheduler=params.getScheduler(),
+            scheduler_every=scheduler_every,
             strategy=params.getStrategy(),
             schema=fed.schema,
             epochs=params.getEpochs(),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparkdl.driver import build_replica
-from sparkdl.errors import DataError, ModelError
+from sparkdl.errors import ConfigError, DataError, ModelError
 from sparkdl.estimator.head import Head
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ColumnFacts
@@ -25,9 +25,27 @@ from sparkdl.protocols import (
     LossFunction,
     ModelBuilder,
     OptimizerBuilder,
+    SchedulerBuilder,
     Targets,
 )
 from sparkdl.replica import Replica, align_targets, forward
+from sparkdl.schedule import Schedule, Unit
+
+
+def require_schedule(
+    optimizer: torch.optim.Optimizer, scheduler: SchedulerBuilder | None, every: Unit
+) -> None:
+    """Check that a scheduler can be built for an optimizer.
+
+    Raises:
+        ModelError: it cannot, or is none.
+    """
+    try:
+        Schedule(optimizer, scheduler, every)
+    except Exception as error:  # the user's function may raise anything
+        own = isinstance(error, ConfigError)
+        kind = "" if own else f"the scheduler cannot be built: {type(error).__name__}: "
+        raise ModelError(f"{kind}{error}") from error
 
 
 def build(

@@ -158,6 +158,13 @@ def test_an_optimizer_that_needs_a_closure_is_refused(spark: SparkSession, refus
     refuse(frame(spark), ModelError, "optimizer", "closure", optimizer=torch.optim.LBFGS)
 
 
+def test_a_scheduler_that_cannot_be_built_is_refused(spark: SparkSession, refuse: Refuse) -> None:
+    bad = partial(torch.optim.lr_scheduler.StepLR, step=3)
+    refuse(frame(spark), ModelError, "scheduler cannot be built: TypeError", scheduler=bad)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    refuse(frame(spark), ModelError, "ReduceLROnPlateau wants", "metric", scheduler=plateau)
+
+
 def test_an_optimizer_with_a_bad_setting_is_refused_with_its_own_error(
     spark: SparkSession, refuse: Refuse
 ) -> None:

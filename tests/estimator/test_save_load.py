@@ -197,11 +197,16 @@ def pipeline(model: object) -> Pipeline:
     return Pipeline(stages=[assembler, estimator(model=model)])
 
 
+RECIPES = ("model", "loss", "optimizer", "scheduler")
+
+
 def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
     original = estimator(
         model=partial(Net, outputs=5),
         loss=nn.CrossEntropyLoss(label_smoothing=0.1),
         optimizer=partial(torch.optim.AdamW, lr=0.01, betas=(0.8, 0.99)),
+        scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=3),
+        schedulerEvery="step",
         strategy=ParameterAveraging(period=4, average_optimizer_state=False, wire_dtype="bfloat16"),
         featuresCols=["a", "b"],
         featuresAsDict=True,
@@ -234,13 +239,13 @@ def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
 
     assert not list((tmp_path / "estimator").rglob("*.pkl"))
     assert loaded.uid == original.uid
-    plain = [p.name for p in original.params if p.name not in ("model", "loss", "optimizer")]
+    plain = [p.name for p in original.params if p.name not in RECIPES]
     assert {n: loaded.getOrDefault(n) for n in plain} == {
         n: original.getOrDefault(n) for n in plain
     }
     assert isinstance(loaded.getLoss(), nn.CrossEntropyLoss)
     assert loaded.getLoss().label_smoothing == 0.1
-    for name in ("model", "optimizer"):
+    for name in ("model", "optimizer", "scheduler"):
         mine, other = loaded.getOrDefault(name), original.getOrDefault(name)
         assert (mine.func, mine.args, mine.keywords) == (other.func, other.args, other.keywords)
 

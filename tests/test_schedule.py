@@ -1,0 +1,153 @@
+"""Learning rates that change: on every worker those that torch's scheduler alone would give."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+from torch.optim import lr_scheduler
+from toys import batches_by_hand, classification, make_job, mlp
+
+from sparkdl.errors import ConfigError, WorkerError
+from sparkdl.schedule import Schedule
+from sparkdl.strategies import GradientAllReduce, ParameterAveraging
+from sparkdl.testing import run_world
+
+
+def warmup_then_cosine(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5),
+            lr_scheduler.CosineAnnealingLR(optimizer, T_max=20),
+        ],
+        milestones=[5],
+    )
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
+    "StepLR": partial(lr_scheduler.StepLR, step_size=3),
+    "MultiStepLR": partial(lr_scheduler.MultiStepLR, milestones=[2, 9]),
+    "CosineAnnealingLR": partial(lr_scheduler.CosineAnnealingLR, T_max=7),
+    "OneCycleLR": partial(lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=40),
+    "LambdaLR": partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+    "warmup": warmup_then_cosine,
+}
+
+
+def momentum() -> torch.optim.Optimizer:
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
+    groups: list[dict[str, Any]] = [
+        {"params": [p], "lr": lr} for p, lr in zip(parameters, (0.1, 0.2), strict=True)
+    ]
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("build", SCHEDULERS.values(), ids=SCHEDULERS)
+@settings(max_examples=15, deadline=None)
+@given(places=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=4))
+def test_a_schedule_can_be_taken_to_any_place_to_the_bit(
+    build: Any, places: list[tuple[int, int]]
+) -> None:
+    optimizer, oracle = momentum(), momentum()
+    schedule, plain = Schedule(optimizer, build, "step"), build(oracle)
+    for epoch, step in places:
+        schedule.start_at(epoch, step, steps_an_epoch=9)
+    epoch, step = places[-1]
+    for _ in range(9 * (epoch - 1) + step):
+        oracle.step()
+        plain.step()
+    assert hyperparameters(optimizer) == hyperparameters(oracle)
+    optimizer.step()
+    schedule.after_step()
+    oracle.step()
+    plain.step()
+    assert hyperparameters(optimizer) == hyperparameters(oracle)
+
+
+# torch's own, on importing the sharded optimizer
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("every", ["step", "epoch"])
+@pytest.mark.parametrize(
+    "strategy",
+    [ParameterAveraging(1), GradientAllReduce(), GradientAllReduce(shard_optimizer=True)],
+    ids=["averaging", "all-reduce", "sharded"],
+)
+def test_one_worker_trains_as_plain_torch_would(strategy: Any, every: Any) -> None:
+    data, model = classification([22]), mlp()
+    oracle = mlp()
+    optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9)
+    scheduler = SCHEDULERS["warmup"](optimizer)
+    for epoch in range(1, 4):
+        for features, targets in batches_by_hand(data, 0, epoch, 4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(
+                oracle(torch.from_numpy(features)), torch.from_numpy(targets)
+            ).backward()
+            optimizer.step()
+            if every == "step":
+                scheduler.step()
+        if every == "epoch":
+            scheduler.step()
+    job = make_job(
+        model,
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        strategy=strategy,
+        scheduler=SCHEDULERS["warmup"],
+        scheduler_every=every,
+        epochs=3,
+    )
+    trained = run_world(job, data.shards()).module
+    for mine, other in zip(trained.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+class Recording(torch.optim.SGD):
+    """Notes the learning rate of each step that has gradients, by the thread that takes it."""
+
+    def __init__(self, parameters: Any, rates: dict[str, list[float]], lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.rates = rates
+
+    def step(self, closure: Any = None) -> Any:
+        if any(p.grad is not None and p.grad.any() for p in self.param_groups[0]["params"]):
+            rates = self.rates.setdefault(threading.current_thread().name, [])
+            rates.append(round(self.param_groups[0]["lr"], 9))
+        return super().step(closure)
+
+
+def test_workers_with_fewer_rows_catch_up_at_the_end_of_each_epoch() -> None:
+    rates: dict[str, list[float]] = {}
+    job = make_job(
+        mlp(),
+        optimizer=partial(Recording, rates=rates, lr=1.0),
+        scheduler=partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+        scheduler_every="step",
+        epochs=2,
+    )
+    run_world(job, classification([20, 9]).shards())
+    by_step = [round(1 / (1 + step), 9) for step in range(10)]
+    assert rates["sparkdl-rank-0"] == by_step
+    assert rates["sparkdl-rank-1"] == [*by_step[:3], *by_step[5:8]]
+
+
+def test_a_schedule_that_wants_a_metric_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau wants to be told a metric"):
+        Schedule(momentum(), lr_scheduler.ReduceLROnPlateau, "epoch")  # type: ignore[arg-type]
+
+
+def test_what_is_no_scheduler_is_named() -> None:
+    job = make_job(mlp(), scheduler=lambda optimizer: 3)
+    with pytest.raises((ConfigError, WorkerError), match="but it returned a int"):
+        run_world(job, classification([8]).shards())
