@@ -77,7 +77,7 @@ def test_a_schedule_can_be_taken_to_any_place_to_the_bit(
 
 
 # torch's own, on importing the sharded optimizer
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("every", ["step", "epoch"])
 @pytest.mark.parametrize(
     "strategy",
