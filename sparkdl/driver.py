@@ -144,7 +144,8 @@ def run(
         )
     except Exception as error:  # the user's optimizer may raise anything
         raise ModelError(
-            f"the optimizer's step fails on zero gradients: {type(error).__name__}: {error}"
+            f"the optimizer's step fails on zero gradients: {type(error).__name__}: {error}. "
+            "It has to be one that steps without a closure, such as SGD or Adam"
         ) from error
     plan, resumed = None, None
     if checkpoints is not None:

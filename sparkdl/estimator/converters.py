@@ -57,7 +57,8 @@ def function(name: str, what: str) -> Any:
 
     def convert(value: Any) -> Any:
         if not callable(value):
-            raise ConfigError(f"{name} must be {what}, got {value!r}")
+            got = repr(value) if isinstance(value, str) else f"one of type {type(value).__name__}"
+            raise ConfigError(f"{name} must be {what}, got {got}")
         return value
 
     return convert

@@ -43,8 +43,9 @@ def _device(value: Any) -> str:
 
 def _strategy(value: Any) -> Strategy:
     if not isinstance(value, Strategy):
+        got = f"the class {value.__name__} itself" if isinstance(value, type) else repr(value)
         raise ConfigError(
-            f"strategy must be a strategy such as ParameterAveraging(period=5), got {value!r}"
+            f"strategy must be a strategy such as ParameterAveraging(period=5), got {got}"
         )
     return value
 
@@ -321,7 +322,10 @@ class EstimatorParams(DataParams, ScheduleParams, RecoveryParams, SecurityParams
         Params._dummy(),
         "optimizer",
         "parameters -> Optimizer, for example partial(torch.optim.SGD, lr=0.1)",
-        typeConverter=function("optimizer", "a function of the model's parameters"),
+        typeConverter=function(
+            "optimizer",
+            "a function of the model's parameters, for example partial(torch.optim.SGD, lr=0.1)",
+        ),
     )
     strategy: Param[Strategy] = Param(
         Params._dummy(), "strategy", "how the replicas agree", typeConverter=_strategy

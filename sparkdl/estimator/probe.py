@@ -74,8 +74,10 @@ def build(
     except ModelError:
         raise
     except Exception as error:  # the user's constructors may raise anything
+        lazy = "uninitialized parameter" in str(error)
+        fix = ". Have the function given as model call it on a batch of zeros first" if lazy else ""
         raise ModelError(
-            f"the model or its optimizer cannot be built: {type(error).__name__}: {error}"
+            f"the model or its optimizer cannot be built: {type(error).__name__}: {error}{fix}"
         ) from error
 
 

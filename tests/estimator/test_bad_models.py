@@ -214,3 +214,12 @@ def test_an_optimizer_that_cannot_be_pickled_is_refused_by_its_argument(
         "optimizer.keywords['hook']",
         optimizer=optimizer,
     )
+
+
+def test_a_lazy_model_is_refused_with_what_makes_it_whole(
+    spark: SparkSession, refuse: Refuse
+) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+
+    refuse(frame(spark), ModelError, "LazyModule", "call it on a batch of zeros", model=model)

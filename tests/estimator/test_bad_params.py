@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from frames import Refuse, estimator, frame
 from pyspark.sql import SparkSession
 from torch import nn
@@ -128,3 +129,22 @@ def test_an_output_type_that_the_loss_cannot_give_is_refused(
         loss=nn.MSELoss(),
         outputType=output_type,
     )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "got"),
+    [
+        (torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), "one of type SGD"),
+        ("adam", "'adam'"),
+    ],
+)
+def test_an_optimizer_that_is_no_function_is_answered_with_an_example(
+    optimizer: Any, got: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"partial\(torch.optim.SGD, lr=0.1\), got {got}"):
+        estimator(optimizer=optimizer)
+
+
+def test_a_strategy_whose_parentheses_were_forgotten_is_named_as_a_class() -> None:
+    with pytest.raises(ConfigError, match="got the class GradientAllReduce itself"):
+        estimator(strategy=GradientAllReduce)
