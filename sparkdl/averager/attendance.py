@@ -206,6 +206,23 @@ class Attendance(ABC):
         with self._condition:
             return list(self._members.losses)
 
+    @property
+    def lost_ranks(self) -> list[int]:
+        """The rank of each worker that was lost, in the order of ``losses``."""
+        with self._condition:
+            return list(self._members.lost_ranks)
+
+    @property
+    def anyone_joined(self) -> bool:
+        """Whether a worker has ever joined."""
+        with self._condition:
+            return bool(self._members.joined)
+
+    def postpone_deadline(self) -> None:
+        """Take note that what workers wait for before they can start makes progress."""
+        with self._condition:
+            self._members.hear(self._everyone - self._members.joined)
+
     def hear(self, rank: int) -> None:
         """Take note that a rank is alive: something of it arrived, or it took something."""
         self._members.hear([rank])

@@ -22,6 +22,7 @@ import json
 import secrets
 import socket
 import struct
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +58,9 @@ class SilenceError(Exception):
 
 
 class Connection:
-    """Messages over a connected socket; used by one thread at a time.
+    """Messages over a connected socket.
+
+    Used by one thread at a time; but headers may be sent by any thread while another receives.
 
     Args:
         connected: the socket, owned from here on.
@@ -67,6 +70,7 @@ class Connection:
 
     def __init__(self, connected: socket.socket | Encrypted, silence_s: float | None) -> None:
         self._socket = connected
+        self._sending = threading.Lock()
         self._silence_s = silence_s
         if connected.family in (socket.AF_INET, socket.AF_INET6):
             _set_up_tcp(connected)
@@ -110,7 +114,8 @@ class Connection:
             SilenceError: it does not take what is sent.
         """
         octets = json.dumps(fields).encode()
-        self._send(_PREFIX.pack(_HEADER, len(octets)) + octets)
+        with self._sending:
+            self._send(_PREFIX.pack(_HEADER, len(octets)) + octets)
 
     def send_values(self, values: Tensor) -> None:
         """Send a contiguous 1-D tensor on the CPU, as it lies in memory.
@@ -167,6 +172,11 @@ class Connection:
         self._receive_into(octets)
         return None
 
+    def end_sending(self) -> None:
+        """Let the other end see an end behind what was sent; it may still be received from."""
+        with contextlib.suppress(OSError):  # the other end was faster
+            self._socket.shutdown(socket.SHUT_WR)
+
     def interrupt(self) -> None:
         """End the connection from any thread; whoever waits on it at either end is woken."""
         with contextlib.suppress(OSError):  # the other end was faster
@@ -179,8 +189,8 @@ class Connection:
             seconds: how long to wait for it.
         """
         scratch = bytearray(1 << 16)
+        self.end_sending()
         with contextlib.suppress(OSError):  # gone, or silent: either way this end is done
-            self._socket.shutdown(socket.SHUT_WR)
             self._limit_silence(seconds)
             while self._socket.recv_into(scratch):
                 pass

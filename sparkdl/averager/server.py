@@ -186,6 +186,23 @@ class Averager:
         """Which workers were lost so far, and why."""
         return self._rounds.losses
 
+    @property
+    def lost_ranks(self) -> list[int]:
+        """The rank of each worker that was lost so far, in the order of ``losses``."""
+        return self._rounds.lost_ranks
+
+    @property
+    def anyone_joined(self) -> bool:
+        """Whether a worker has ever joined."""
+        return self._rounds.anyone_joined
+
+    def postpone_deadline(self) -> None:
+        """Begin anew to count the time in which workers have to join.
+
+        For whoever starts them and knows that they are about to be started.
+        """
+        self._rounds.postpone_deadline()
+
     def start(self) -> None:
         """Let the workers train, now that the facts about their rows were found good."""
         self._rounds.start()

@@ -6,6 +6,8 @@
                                 <------ {"gathered": [object of rank 0, ...]}
     {"lines": [...], "left_out": n} --> shown in the driver
     {"report": {name: number}}  ------> handed to the caller
+                                <------ {"stacks": true}, at any time; see ``stacks.py``
+    {"stacks": text}            ------>
     {"failure": {...}}          ------> the run ends, with the worker's traceback
     {"finish": true}            ------>
 
@@ -15,6 +17,8 @@ function may be silent; a worker whose process ends without a word breaks its co
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import secrets
 import socket
@@ -35,6 +39,10 @@ from sparkdl.errors import (
     WorkerError,
     WorkerLostError,
 )
+from sparkdl.spark.stacks import Stacks, describe_threads
+
+CLOSE_S = 5.0
+"""Seconds to wait for the driver to read what was sent last."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +89,11 @@ class Board:
         self.world_size = world_size
         self.events: queue.SimpleQueue[Lines | Report | None] = queue.SimpleQueue()
         self.failure: SparkDLError | None = None
-        self._condition = threading.Condition()
+        self._lock = threading.Lock()
         self._hosts: dict[int, str] = {}
         self._finished: set[int] = set()
-        self._giving: dict[int, Any] = {}
-        self._gathered: list[list[Any]] = []
+        self.stacks = Stacks()
+        self._giving: dict[int, tuple[Any, Connection]] = {}
         token = secrets.token_urlsafe(32)
         self._port = Port(host, token, self._serve, advertised_host=advertised_host, encrypted=tls)
         self.address = BoardAddress(
@@ -116,19 +124,22 @@ class Board:
 
     def fail(self, error: SparkDLError) -> None:
         """End the run; later failures are consequences of the first and are dropped."""
-        with self._condition:
+        with self._lock:
             if self.failure is None and not self.finished:
                 self.failure = error
                 self.events.put(None)
-            self._condition.notify_all()
+            for _, connection in self._giving.values():
+                connection.interrupt()  # it waits for others
 
     def _serve(self, connection: Connection) -> None:
         rank = -1
         try:
-            rank = self._join(connection.receive_header())
-            while not (header := connection.receive_header()).get("finish"):
-                self._answer(rank, header, connection)
-            with self._condition:
+            joined = connection.receive_header()
+            rank = self._join(joined)
+            with self.stacks.of(rank, joined, connection):
+                while not (header := connection.receive_header()).get("finish"):
+                    self._answer(rank, header, connection)
+            with self._lock:
                 self._finished.add(rank)
         except SparkDLError as error:
             self.fail(error)
@@ -145,7 +156,7 @@ class Board:
         rank, host = header.get("join"), header.get("host")
         if type(rank) is not int or not isinstance(host, str):
             raise TrainingError(f"a worker joins with a rank and a host, not with {header}")
-        with self._condition:
+        with self._lock:
             if rank not in self.missing:
                 raise TrainingError(f"rank {rank} on {host} is none of this run, or joined before")
             self._hosts[rank] = host
@@ -153,13 +164,15 @@ class Board:
 
     def _answer(self, rank: int, header: Mapping[str, Any], connection: Connection) -> None:
         if "gather" in header:
-            connection.send_header({"gathered": self._gather(rank, header["gather"])})
+            self._gather(rank, header["gather"], connection)
         elif "lines" in header:
             lines = tuple(map(str, header["lines"]))
             self.events.put(Lines(rank, lines, int(header["left_out"])))
         elif "report" in header:
             metrics = {str(name): float(value) for name, value in header["report"].items()}
             self.events.put(Report(rank, metrics))
+        elif "stacks" in header:
+            self.stacks.note(rank, str(header["stacks"]))
         elif "failure" in header:
             told = header["failure"]
             if told["of_data"]:
@@ -174,20 +187,19 @@ class Board:
         else:
             raise TrainingError(f"rank {rank} sent a header that no worker sends: {header}")
 
-    def _gather(self, rank: int, value: Any) -> list[Any]:
-        with self._condition:
-            number = len(self._gathered)
-            self._giving[rank] = value
-            if len(self._giving) == self.world_size:
-                self._gathered.append([self._giving[rank] for rank in sorted(self._giving)])
-                self._giving.clear()
-                self._condition.notify_all()
-            self._condition.wait_for(
-                lambda: self.failure is not None or len(self._gathered) > number
-            )
+    def _gather(self, rank: int, value: Any, connection: Connection) -> None:
+        """Take what a rank gives; the last one has everybody told."""
+        with self._lock:
             if self.failure is not None:
                 raise StoppedError(f"the run ended: {self.failure}")
-            return self._gathered[number]
+            self._giving[rank] = value, connection
+            if len(self._giving) < self.world_size:
+                return
+            given, self._giving = self._giving, {}
+        gathered = [given[each][0] for each in sorted(given)]
+        for _, other in given.values():
+            with contextlib.suppress(ConnectionLostError):  # its own thread will say so
+                other.send_header({"gathered": gathered})
 
 
 class BoardClient:
@@ -203,7 +215,7 @@ class BoardClient:
 
     def __init__(self, address: BoardAddress, rank: int) -> None:
         self._rank = rank
-        self._sending = threading.Lock()
+        self._gathered: queue.SimpleQueue[list[Any] | StoppedError] = queue.SimpleQueue()
         try:
             connected = connect(
                 (address.host, address.port), address.token, address.fingerprint, 60.0
@@ -216,13 +228,19 @@ class BoardClient:
             ) from error
         if not known:
             raise StoppedError(f"the driver of rank {rank} does not know it: it is another run's")
-        self._send({"join": rank, "host": socket.gethostname()})
+        self._send({"join": rank, "host": socket.gethostname(), "pid": os.getpid()})
+        self._listener = threading.Thread(target=self._listen, name="sparkdl-board", daemon=True)
+        self._listener.start()
 
     def __enter__(self) -> BoardClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._connection.close_after(5.0)
+        self._connection.end_sending()
+        self._listener.join(CLOSE_S)  # until the driver has read what was sent last
+        self._connection.interrupt()
+        self._listener.join(CLOSE_S)
+        self._connection.close()
 
     def gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Give an object and receive those of all ranks, in their order.
@@ -231,10 +249,10 @@ class BoardClient:
             StoppedError: the run ended.
         """
         self._send({"gather": value})
-        try:
-            return list(self._connection.receive_header()["gathered"])
-        except (ConnectionLostError, SilenceError) as error:
-            raise StoppedError(f"rank {self._rank} was stopped by the driver: {error}") from error
+        answer = self._gathered.get()
+        if isinstance(answer, StoppedError):
+            raise answer
+        return answer
 
     def send_lines(self, lines: list[str], left_out: int) -> None:
         """Send what was printed.
@@ -272,7 +290,19 @@ class BoardClient:
 
     def _send(self, header: dict[str, Any]) -> None:
         try:
-            with self._sending:
-                self._connection.send_header(header)
+            self._connection.send_header(header)
         except (ConnectionLostError, SilenceError) as error:
             raise StoppedError(f"rank {self._rank} was stopped by the driver: {error}") from error
+
+    def _listen(self) -> None:
+        """Hand on what is gathered and say what this process is doing, until the driver is gone."""
+        try:
+            while True:
+                header = self._connection.receive_header()
+                if "stacks" in header:
+                    self._send({"stacks": describe_threads()})
+                else:
+                    self._gathered.put(list(header["gathered"]))
+        except (ConnectionLostError, SilenceError, TrainingError) as error:
+            told = StoppedError(f"rank {self._rank} was stopped by the driver: {error}")
+            self._gathered.put(told)

@@ -6,9 +6,10 @@ import logging
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 from pyspark.sql import SparkSession
 
@@ -17,6 +18,7 @@ from sparkdl.averager.port import Port
 from sparkdl.errors import StoppedError, TrainingError
 from sparkdl.spark.board import BoardAddress, BoardClient
 from sparkdl.spark.output import Output
+from sparkdl.spark.stacks import Stacks
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class Console:
     ) -> None:
         token = secrets.token_urlsafe(32)
         self._on_lines = on_lines
+        self.stacks = Stacks()
         self._port = Port(host, token, self._serve, advertised_host=advertised_host, encrypted=tls)
         self.address = BoardAddress(
             advertised_host, self._port.number, token, self._port.fingerprint
@@ -83,11 +86,19 @@ class Console:
 
     def _serve(self, connection: Connection) -> None:
         try:
-            rank = int(connection.receive_header()["join"])
-            while "lines" in (header := connection.receive_header()):
-                self._on_lines(rank, list(map(str, header["lines"])), int(header["left_out"]))
+            joined = connection.receive_header()
+            rank = int(joined["join"])
+            with self.stacks.of(rank, joined, connection):
+                while not (header := connection.receive_header()).get("finish"):
+                    self._take(rank, header)
         except (ConnectionLostError, SilenceError, TrainingError, KeyError, ValueError) as error:
             logger.debug("what a worker prints is not shown any more: %s", error)
+
+    def _take(self, rank: int, header: Mapping[str, Any]) -> None:
+        if "stacks" in header:
+            self.stacks.note(rank, str(header["stacks"]))
+        else:
+            self._on_lines(rank, list(map(str, header["lines"])), int(header["left_out"]))
 
 
 @contextmanager

@@ -40,6 +40,7 @@ from sparkdl.spark.slots import (
     require_static_allocation,
 )
 from sparkdl.spark.turns import in_turn
+from sparkdl.spark.watchdog import stacks_on_signal
 from sparkdl.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,8 @@ def run(
         require_free_slots(spark, num_workers)
         job = _Job(spark, board, call, device, rows)
         try:
-            _watch(board, job, on_report or _show_report)
+            with stacks_on_signal(board.stacks):
+                _watch(board, job, on_report or _show_report)
         except SparkDLError:
             job.end(patience_s=LEAVE_S)
             raise

@@ -43,6 +43,7 @@ from sparkdl.spark.devices import choose_device
 from sparkdl.spark.function_worker import FedRows, FunctionWorker, working_as
 from sparkdl.spark.output import Output
 from sparkdl.spark.scratch import row_directory
+from sparkdl.spark.stacks import write_threads_on_signal
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ def run_function_task(
     context = TaskContext.get()
     assert context is not None
     rank = context.partitionId()
+    write_threads_on_signal()
     torch.set_num_threads(context.cpus())
     result: bytes | None = None
     try:

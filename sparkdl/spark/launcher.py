@@ -30,6 +30,7 @@ from sparkdl.spark.network import network_of
 from sparkdl.spark.partitions import has_stable_order
 from sparkdl.spark.slots import require_free_slots
 from sparkdl.spark.task import OUTPUT_DDL
+from sparkdl.spark.watchdog import watched
 from sparkdl.version import __version__
 from sparkdl.worker import Job
 
@@ -89,6 +90,7 @@ def launch(workers: Workers, job: Job) -> Launch:
         with (
             Console(*driver_hosts(spark), tls=job.tls) as console,
             run_workers(averager, console.address),
+            watched(averager, console.stacks, context, group),
         ):
             yield
 

@@ -14,6 +14,7 @@ from sparkdl.spark.board import BoardAddress
 from sparkdl.spark.console import forwarded
 from sparkdl.spark.devices import choose_device
 from sparkdl.spark.scratch import row_directory
+from sparkdl.spark.stacks import write_threads_on_signal
 from sparkdl.worker import Job, Place, report_failure, train
 
 OUTPUT_SCHEMA = pa.schema([pa.field("rank", pa.int64(), nullable=False)])
@@ -44,6 +45,7 @@ def run_worker_task(
     """
     context = TaskContext.get()
     assert context is not None
+    write_threads_on_signal()
     rank, averager = context.partitionId(), AveragerAddress(*address)
     try:
         job: Job

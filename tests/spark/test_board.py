@@ -72,7 +72,7 @@ def test_a_failure_ends_the_run_with_the_workers_traceback_and_wakes_who_waits(
 
 def test_a_connection_that_breaks_is_a_lost_worker(board: Board) -> None:
     client = BoardClient(board.address, 1)
-    client._connection.close()
+    client._connection.interrupt()
     assert isinstance(failure_of(board), WorkerLostError)
     assert "rank 1" in str(failure_of(board))
 

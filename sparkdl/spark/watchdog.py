@@ -1,0 +1,120 @@
+"""Looks after a run from the driver: is Spark on its way to the workers, and who is stuck."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from py4j.protocol import Py4JError
+from pyspark import SparkContext
+
+from sparkdl.averager.server import Averager
+from sparkdl.errors import CollectiveError, DeadlineError
+from sparkdl.spark.stacks import Stacks
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+"""Seconds between two looks."""
+LEAVE_S = 1.0
+"""Seconds for workers that are not stuck to leave."""
+
+
+@contextmanager
+def watched(
+    averager: Averager, stacks: Stacks, context: SparkContext, group: str
+) -> Iterator[None]:
+    """Look after the workers of a run while it lasts.
+
+    The time until workers count as not started begins anew whenever Spark has made progress with
+    what it has to compute before. The stacks of a worker that is dropped for its silence are
+    logged; an error that says who was waited for has them as a note.
+
+    Args:
+        averager: of the run.
+        stacks: asks the workers.
+        context: Spark's.
+        group: of the run's Spark jobs.
+    """
+    ended = threading.Event()
+    thread = threading.Thread(
+        target=_watch, args=(averager, stacks, context, group, ended), name="sparkdl-watchdog"
+    )
+    thread.daemon = True
+    thread.start()
+    try:
+        with stacks_on_signal(stacks):
+            yield
+    except (DeadlineError, CollectiveError) as error:
+        # The others were told to leave: who is still there is stuck.
+        time.sleep(LEAVE_S)
+        if told := stacks.ask():
+            error.add_note(f"Workers that have not left:\n{told}")
+        raise
+    finally:
+        ended.set()
+        thread.join(10 * INTERVAL_S)
+
+
+@contextmanager
+def stacks_on_signal(stacks: Stacks) -> Iterator[None]:
+    """At SIGUSR1 to this process write every worker's stacks to standard error.
+
+    A handler of the user's stays; outside of the main thread there can be none.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
+        yield
+        return
+
+    def write() -> None:
+        sys.stderr.write((stacks.ask() or "no worker is connected") + "\n")
+        sys.stderr.flush()
+
+    def on_signal(number: int, frame: object) -> None:
+        threading.Thread(target=write, name="sparkdl-stacks", daemon=True).start()
+
+    signal.signal(signal.SIGUSR1, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def _watch(
+    averager: Averager, stacks: Stacks, context: SparkContext, group: str, ended: threading.Event
+) -> None:
+    before: list[tuple[int, ...]] = []
+    seen = 0
+    while not ended.wait(INTERVAL_S):
+        if not averager.anyone_joined:
+            try:
+                now = progress(context, group)
+            except Py4JError as error:
+                logger.debug("Spark does not answer any more: %s", error)
+                return
+            if now != before:
+                before = now
+                averager.postpone_deadline()
+        lost = averager.lost_ranks
+        if told := stacks.ask(lost[seen:]) if len(lost) > seen else "":
+            logger.warning("a lost worker is still there:\n%s", told)
+        seen = len(lost)
+
+
+def progress(context: SparkContext, group: str) -> list[tuple[int, ...]]:
+    """How far Spark has come with the jobs of a group: tasks active and completed, by stage."""
+    tracker = context.statusTracker()
+    jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(group)]
+    stages = {stage for job in jobs if job is not None for stage in job.stageIds}
+    infos = [tracker.getStageInfo(stage) for stage in sorted(stages)]
+    return [
+        (info.stageId, info.currentAttemptId, info.numActiveTasks, info.numCompletedTasks)
+        for info in infos
+        if info is not None
+    ]
