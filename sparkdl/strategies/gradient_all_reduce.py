@@ -13,6 +13,7 @@ takes copies of the result, to go on from should a worker be lost.
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -29,6 +30,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run, Strategy, require_steps
+from sparkdl.strategies.synchronized_norm import Turn, synchronize
 from sparkdl.strategies.together import Together
 
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
@@ -55,6 +57,8 @@ class GradientAllReduce(Strategy):
             repeated after the loss of a worker; None for one at the end of each epoch only.
         find_unused_parameters: whether a parameter may take no part in the loss; costs a look at
             the graph in every step.
+        sync_batch_norm: whether BatchNorm layers normalize over the minibatches of all workers
+            together, also on CPUs; costs two messages a layer and step. Every worker needs rows.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -66,6 +70,7 @@ class GradientAllReduce(Strategy):
     shard_optimizer: bool = False
     commit_every: int | None = None
     find_unused_parameters: bool = False
+    sync_batch_norm: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.bucket_mb, bool) or not isinstance(self.bucket_mb, (int, float)):
@@ -82,7 +87,7 @@ class GradientAllReduce(Strategy):
                 f"compression must be None, 'fp16', 'bf16' or 'powersgd', got {self.compression!r}"
             )
         require_steps("commit_every", self.commit_every)
-        for name in ("shard_optimizer", "find_unused_parameters"):
+        for name in ("shard_optimizer", "find_unused_parameters", "sync_batch_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
 
@@ -115,8 +120,9 @@ class GradientAllReduce(Strategy):
         """Wrap the replica, and learn how many steps all workers have."""
         if self.shard_optimizer:
             run.replica.rebuild_optimizer(_sharded)
-        rows_a_step = run.batch_size * self.accumulate
-        run.memory = _Reducer(_wrap(self, run.replica), Together(run, rows_a_step))
+        together = Together(run, run.batch_size * self.accumulate)
+        turn = synchronize(run.replica.module) if self.sync_batch_norm else None
+        run.memory = _Reducer(_wrap(self, run.replica, turn), together, run.batch_size)
 
     def finish(self, run: Run) -> None:
         """Let go of the group, which is about to end."""
@@ -128,10 +134,9 @@ class GradientAllReduce(Strategy):
         together = reducer.together
         remaining = iter(batches)
         while not together.done:
-            total = sum(together.examples_of(range(together.steps, together.steps + 1)))
             run.count_step()
             mine = itertools.islice(remaining, self.accumulate)
-            for batch, loss in reducer.step(run.replica, mine, total):
+            for batch, loss in reducer.step(run.replica, mine, all_turns=self.sync_batch_norm):
                 run.count(batch, loss)
             together.steps += 1
             together.give_sign_of_life(run)
@@ -162,32 +167,36 @@ class _Reducer:
     Args:
         model: its model, wrapped.
         together: this worker among the others.
+        batch_size: rows a minibatch.
     """
 
-    def __init__(self, model: DistributedDataParallel, together: Together) -> None:
+    def __init__(self, model: DistributedDataParallel, together: Together, batch_size: int) -> None:
         self.model = model
         self.together = together
+        self._batch_size = batch_size
 
     def step(
-        self, replica: Replica, batches: Iterator[Batch], total: int
+        self, replica: Replica, batches: Iterator[Batch], *, all_turns: bool
     ) -> Iterator[tuple[Batch, Tensor]]:
         """Take one optimizer step with the other workers.
 
         Args:
             replica: this worker's.
             batches: its minibatches of this step; none if its rows are used up.
-            total: examples of all workers in this step.
+            all_turns: whether it runs the model as often as the worker with the most minibatches.
 
         Yields:
             Each minibatch with its mean loss.
         """
-        collective = self.together.collective
+        collective, step = self.together.collective, self.together.steps
+        rows = self.together.examples_of(range(step, step + 1))
+        total = sum(rows)
+        turns = math.ceil((max(rows) if all_turns else rows[collective.rank]) / self._batch_size)
         replica.optimizer.zero_grad()
-        batch = next(batches, None)
-        while True:
-            following = next(batches, None)
-            last = following is None
-            with collective.guarded("the reduction of gradients"), self._sync(now=last):
+        for turn in range(max(1, turns)):
+            batch = next(batches, None)
+            now = turn >= turns - 1
+            with collective.guarded("the reduction of gradients"), self._sync(now=now):
                 loss: Tensor = self.model(batch)
                 # DDP divides by the number of workers, whatever each has contributed.
                 examples = 0 if batch is None else batch.examples
@@ -195,9 +204,6 @@ class _Reducer:
                 (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
             if batch is not None:
                 yield batch, loss.detach()
-            if last:
-                break
-            batch = following
         with collective.guarded("the exchange of parameter shards"):
             replica.update()
 
@@ -207,20 +213,41 @@ class _Reducer:
 
 
 class _ModelAndLoss(nn.Module):
-    """From a minibatch to its loss: the whole graph is DDP's, also where there is no minibatch."""
+    """From a minibatch to its loss: the whole graph is DDP's, also where there is no minibatch.
 
-    def __init__(self, replica: Replica) -> None:
+    Args:
+        replica: the worker's.
+        turn: of its synchronized BatchNorm layers, if it has any.
+    """
+
+    def __init__(self, replica: Replica, turn: Turn | None) -> None:
         super().__init__()
         self.module = replica.module
         self._forward = replica.forward
-        self._trainable = [p for p in replica.module.parameters() if p.requires_grad]
+        self._trainable = replica.trainable()
+        self._turn = turn
+        self._earlier: Batch | None = None
 
     def forward(self, batch: Batch | None) -> Tensor:
         """The mean loss; without a batch a zero whose gradients are zero."""
+        if self._turn is not None:
+            return self._in_turn(batch, self._turn)
         if batch is None:
             loss: Tensor = _NoRows.apply(*self._trainable)  # type: ignore[no-untyped-call]
             return loss
         return self._forward(batch)
+
+    def _in_turn(self, batch: Batch | None, turn: Turn) -> Tensor:
+        """Run the model in any case: others wait for what its layers add."""
+        turn.counts = batch is not None
+        self._earlier = self._earlier if batch is None else batch
+        if self._earlier is None:
+            raise ConfigError(
+                "this worker has no rows left before its first step, and sync_batch_norm needs a "
+                "minibatch of every worker. Use fewer workers, or more rows"
+            )
+        loss = self._forward(self._earlier)
+        return loss if turn.counts else loss * 0.0
 
 
 class _NoRows(torch.autograd.Function):
@@ -238,12 +265,14 @@ class _NoRows(torch.autograd.Function):
         return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
 
 
-def _wrap(strategy: GradientAllReduce, replica: Replica) -> DistributedDataParallel:
+def _wrap(
+    strategy: GradientAllReduce, replica: Replica, turn: Turn | None
+) -> DistributedDataParallel:
     with warnings.catch_warnings():
         # torch renames the argument; what it is called next is not known to older versions.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
         model = DistributedDataParallel(
-            _ModelAndLoss(replica),
+            _ModelAndLoss(replica, turn),
             bucket_cap_mb=strategy.bucket_mb,
             find_unused_parameters=strategy.find_unused_parameters,
             gradient_as_bucket_view=True,

@@ -29,6 +29,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
         ("commit_every", [0, -1, 1.5, True, "2"]),
         ("shard_optimizer", [1, None, "yes"]),
         ("find_unused_parameters", [1, None, "yes"]),
+        ("sync_batch_norm", [1, None, "yes"]),
     ],
 )
 def test_an_argument_out_of_range_is_refused_by_name(name: str, values: list[Any]) -> None:
