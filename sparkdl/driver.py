@@ -317,15 +317,18 @@ def _plan(
     policy: CheckpointPolicy, job: Job, world_size: int, replica: Replica, layout: Layout
 ) -> CheckpointPlan:
     """When and where checkpoints are written, and what the training is that they are of."""
-    groups = [
-        {key: str(value) for key, value in group.items() if key != "params"}
-        for group in replica.optimizer.param_groups
-    ]
+    groups = {
+        f"{key} of parameter group {index}": str(value)
+        for index, group in enumerate(replica.optimizer.param_groups)
+        for key, value in group.items()
+        if key != "params"
+    }
     schedule = Schedule(replica.optimizer, job.scheduler, job.scheduler_every)
     config = {
         "state": [[segment.kind, str(segment.dtype), segment.numel] for segment in layout],
         "strategy": repr(job.strategy),
-        "optimizer": [type(replica.optimizer).__name__, groups],
+        "optimizer": type(replica.optimizer).__name__,
+        **groups,
         "scheduler": schedule.describe(),
         "batch size": job.batch_size,
         "drop last": job.feed.drop_last,

@@ -119,7 +119,7 @@ class FunctionWorker:
         optimizer.load_state_dict(optimizer.state_dict())  # moves it to the parameters
         return wrapped, optimizer
 
-    def report(self, **metrics: float) -> None:
+    def report(self, **metrics: float | Tensor) -> None:
         """Tell the driver some numbers: it prints them behind the rank, or calls ``on_report``.
 
         Args:
@@ -129,7 +129,10 @@ class FunctionWorker:
             ConfigError: a value is no number.
         """
         try:
-            numbers = {name: float(value) for name, value in metrics.items()}
+            numbers = {
+                name: float(value.detach() if isinstance(value, Tensor) else value)
+                for name, value in metrics.items()
+            }
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(f"report takes numbers, got {metrics!r}: {error}") from error
         self._board.send_report(numbers)
