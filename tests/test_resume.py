@@ -321,7 +321,7 @@ def test_checkpoints_are_of_every_so_many_epochs_and_of_the_last(
             {"scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=2)},
             'scheduler null, this one .*"StepLR", "epoch", .*"step_size": 2',
         ),
-        ({"optimizer": partial(torch.optim.SGD, lr=0.2)}, "lr of parameter group 0 .0.1., this one .0.2"),
+        ({"optimizer": partial(torch.optim.SGD, lr=0.2)}, "lr .* group 0 .0.1., this one .0.2"),
         ({"strategy": ParameterAveraging(period=3)}, "strategy .*period=1.*period=3"),
         ({"model": mlp(classes=4)}, "state .*, 83.*, this one .*, 92"),
     ],
