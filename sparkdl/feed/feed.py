@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -14,10 +13,11 @@ import torch
 from torch import Tensor
 
 from sparkdl.errors import ConfigError
+from sparkdl.feed.allocator import keep_freed_memory
 from sparkdl.feed.columns import ORDER_COLUMN, BatchTransform, FeedSchema
 from sparkdl.feed.decode import Decoded, decode, decoded_elements, to_tensor
 from sparkdl.feed.device import DeviceChunk, to_device
-from sparkdl.feed.facts import ColumnFacts, ShardFacts, look_at
+from sparkdl.feed.facts import ColumnFacts, ShardFacts, look_at, says_nothing_new
 from sparkdl.feed.prefetch import prefetched
 from sparkdl.feed.shuffle import even_sizes, permutation, stream_seed
 from sparkdl.feed.store import PartitionStore
@@ -101,6 +101,7 @@ class Feed:
         self._weight_scale = 1.0
 
     def __enter__(self) -> Feed:
+        keep_freed_memory()
         return self
 
     def __exit__(
@@ -153,8 +154,12 @@ class Feed:
                 columns = part.columns[: len(specs)]
                 decoded = [decode(*pair) for pair in zip(columns, specs, strict=True)]
                 place = (self._rank, rows)
-                found = [look_at(*pair, place) for pair in zip(decoded, specs, strict=True)]
-                facts = list(map(operator.add, facts, found))
+                facts = [
+                    known
+                    if says_nothing_new(column, spec, known)
+                    else known + look_at(column, spec, place)
+                    for known, column, spec in zip(facts, decoded, specs, strict=True)
+                ]
                 if all(column.sound for column in facts):
                     keys = part.columns[len(specs)] if part.num_columns > len(specs) else None
                     self._append(decoded, [column.longest for column in facts], keys)

@@ -14,12 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.errors import DataError
-from sparkdl.feed.facts import ColumnFacts, DataFacts, ShardFacts, check_facts, look_at
+from sparkdl.feed.decode import Decoded
+from sparkdl.feed.facts import (
+    ColumnFacts,
+    DataFacts,
+    ShardFacts,
+    check_facts,
+    look_at,
+    says_nothing_new,
+)
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
 WHOLE = ColumnSpec("x", torch.int64)
 REAL = ColumnSpec("x", torch.float32)
+SMALL = ColumnSpec("x", torch.float16)
 ARRAY = ColumnSpec("x", torch.float32, (UNKNOWN,))
+SMALL_ARRAY = ColumnSpec("x", torch.uint8, (UNKNOWN,))
 
 floats = st.sampled_from([math.nan, math.inf, -math.inf, -0.5, 3.0]) | st.floats(width=32)
 integers = st.integers(-(2**63), 2**63 - 1)
@@ -236,6 +246,38 @@ def test_the_facts_do_not_depend_on_how_the_rows_are_cut(spec: ColumnSpec, data:
 
     together = sum(found, ColumnFacts())
     assert numbers(together) == numbers(look_at(values, spec, (3, 0)))
+
+
+@pytest.mark.parametrize("spec", [WHOLE, REAL, SMALL, ARRAY, SMALL_ARRAY], ids=str)
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_what_is_said_to_be_nothing_new_changes_nothing(spec: ColumnSpec, data: Any) -> None:
+    value = st.sampled_from([0.0, 1.0, 2.0, 0.5, 7e4, 1e300, math.inf, math.nan, None])
+    kind = pa.float64()
+    if data.draw(st.booleans()):
+        value, kind = st.sampled_from([0, 1, 2, 300, 2**62, None]), pa.int64()
+    if spec.is_array:
+        value, kind = st.none() | st.lists(value, min_size=1, max_size=2), pa.list_(kind)
+    batches = data.draw(st.lists(st.lists(value, min_size=1, max_size=3), max_size=6))
+    known = ColumnFacts()
+    for position, batch in enumerate(batches):
+        column = Decoded(pa.array(batch, kind))
+        new = known + look_at(column, spec, (0, position))
+        if says_nothing_new(column, spec, known):
+            assert numbers(new) == numbers(known)
+        known = new
+
+
+def test_rows_like_those_before_are_nothing_new() -> None:
+    for first, spec in (
+        ([0.0, 2.5], REAL),
+        ([0, 2], WHOLE),
+        ([[0.0, 2.5]], ARRAY),
+        ([[0, 2]], SMALL_ARRAY),
+    ):
+        known = look_at(pa.array(first), spec)
+        assert says_nothing_new(Decoded(pa.array(first)), spec, known)
+        assert not says_nothing_new(Decoded(pa.array(first)), spec, ColumnFacts())
 
 
 def test_the_workers_rows_are_told_by_rank_and_their_columns_added() -> None:
