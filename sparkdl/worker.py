@@ -349,10 +349,26 @@ def _as_worker_error(error: Exception, rank: int, run: Run | None) -> WorkerErro
     where = _where(rank, run)
     own = isinstance(error, TrainingError)
     text = "" if own else "".join(traceback.format_exception(error)).rstrip()
-    message = f"{where}: {error}" if own else f"{where}: {type(error).__name__}: {error}\n\n{text}"
+    message = f"{where}: {error}" if own else f"{where}: {type(error).__name__}: {error}"
+    if not own:
+        message += f"{_memory_advice(error)}\n\n{text}"
     return WorkerError(message, rank=rank, epoch=epoch, step=step, worker_traceback=text)
 
 
 def _where(rank: int, run: Run | None) -> str:
     epoch, step = (run.epoch, run.step) if run is not None else (0, 0)
     return f"rank {rank}, epoch {epoch}, step {step}"
+
+
+def _memory_advice(error: Exception) -> str:
+    """What to do about an error for want of memory; empty for others."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "\nThe GPU's memory is full: lower batchSize, or set precision='bf16'"
+    # torch's allocator on CPUs has no error of its own.
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return (
+            "\nThe worker ran out of memory: raise spark.executor.memoryOverhead (and "
+            "spark.executor.pyspark.memory where that is set, for it is the limit), or lower "
+            "batchSize or memoryBudget"
+        )
+    return ""

@@ -110,6 +110,24 @@ def test_an_error_in_the_model_names_rank_epoch_and_step_and_shows_the_workers_t
     assert "test_worker.py" in error.worker_traceback
 
 
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ...")],
+    ids=["python", "torch"],
+)
+def test_want_of_memory_on_a_worker_names_the_settings(error: Exception) -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, features: Tensor) -> Tensor:
+            raise error
+
+    with pytest.raises(WorkerError, match=r"rank 0, .*\n.*raise spark.executor.memoryOverhead"):
+        run_world(make_job(Fails()), classification([8]).shards())
+
+
 def test_an_error_in_a_later_epoch_names_that_epoch() -> None:
     class SecondTime(Marked):
         seen = 0
@@ -498,6 +516,7 @@ class NoAverager:
 
     resumes = False
     mean_weight = 1.0
+    shard_rows = (1,)
     gather = None
 
     def start(self, *_: object) -> Position:

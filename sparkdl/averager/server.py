@@ -270,7 +270,7 @@ class Averager:
             self._rounds.lose(
                 member,
                 f"ended its connection in the middle of training ({error}). The executor's log "
-                "says why; a process killed for memory needs more spark.executor.memoryOverhead",
+                "says why",
             )
         except Exception as error:  # a mistake of ours must not leave the driver waiting
             name = "a worker" if member is None else f"rank {member.rank}"

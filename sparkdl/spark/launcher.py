@@ -18,7 +18,7 @@ from pyspark.sql import functions as F
 
 from sparkdl.averager.server import Averager
 from sparkdl.driver import Launch
-from sparkdl.errors import DataError, SetupError, SparkDLError, TrainingError
+from sparkdl.errors import DataError, SetupError, SparkDLError, TrainingError, WorkerLostError
 from sparkdl.feed.columns import ORDER_COLUMN
 from sparkdl.feed.facts import NO_ROWS
 from sparkdl.spark import bootstrap
@@ -26,6 +26,7 @@ from sparkdl.spark.board import BoardAddress
 from sparkdl.spark.columns import InputColumn
 from sparkdl.spark.console import Console, driver_hosts, echoes
 from sparkdl.spark.encryption import keeps_rows_in_memory
+from sparkdl.spark.lost import is_loss, memory_advice, with_sparks_reason
 from sparkdl.spark.network import network_of
 from sparkdl.spark.partitions import has_stable_order
 from sparkdl.spark.slots import require_free_slots
@@ -132,10 +133,14 @@ def launch(workers: Workers, job: Job) -> Launch:
         thread.start()
         try:
             yield
-        except SparkDLError:
+        except SparkDLError as error:
             # Workers that wait for a round learn of the failure and leave by themselves; killing
             # them would cost the session its warm Python processes.
             thread.join(LEAVE_S)
+            if isinstance(error, WorkerLostError):
+                known = with_sparks_reason(error, spark, group)
+                if known is not None:
+                    raise known from error
             raise
         except BaseException:
             context.cancelJobGroup(group)
@@ -207,4 +212,8 @@ def as_training_error(error: Exception) -> SetupError | TrainingError:
     start = text.find(bootstrap.MARKER)
     if start >= 0:
         return SetupError(text[start:].splitlines()[0])
-    return TrainingError(f"the Spark job that runs the workers failed: {text}")
+    message = f"the Spark job that runs the workers failed: {text}"
+    if is_loss(text):
+        advice = memory_advice(text)
+        return WorkerLostError(f"{message}\n{advice}" if advice else message)
+    return TrainingError(message)

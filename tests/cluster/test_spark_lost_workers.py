@@ -10,7 +10,7 @@ from models import DiesOnce, Saboteur, lines
 from pyspark.sql import SparkSession
 
 from sparkdl import GradientAllReduce, ParameterAveraging
-from sparkdl.errors import ConfigError, TrainingError
+from sparkdl.errors import ConfigError, TrainingError, WorkerLostError
 from sparkdl.strategies import Strategy
 
 
@@ -43,6 +43,24 @@ def test_a_worker_that_dies_again_and_again_ends_the_fit(
     model = Saboteur(str(tmp_path / "passes"), "die")
     with pytest.raises(TrainingError, match=r"maxFailures allows \(2\): rank 1|failed 4 times"):
         estimator(model=model, numWorkers=3, epochs=9, maxFailures=2).fit(frame(spark, rows=90))
+
+
+@pytest.mark.parametrize(
+    ("executor", "message"),
+    [
+        (False, r"rank 1 on .*Python process died without an error.*spark.executor.memoryOverhead"),
+        (True, r"rank 1 on .*exited with code 137.*killed.*spark.executor.memoryOverhead"),
+    ],
+    ids=["process", "executor"],
+)
+def test_who_may_have_been_killed_for_memory_is_told_with_the_setting_to_raise(
+    spark: SparkSession, tmp_path: Path, executor: bool, message: str
+) -> None:
+    model = DiesOnce(str(tmp_path / "died"), executor=executor)
+    with pytest.raises(WorkerLostError, match=message):
+        estimator(model=model, numWorkers=3, epochs=4, batchSize=5, maxFailures=0).fit(
+            frame(spark, rows=90)
+        )
 
 
 def test_more_min_workers_than_workers_are_refused(spark: SparkSession) -> None:

@@ -1,0 +1,87 @@
+"""Why Spark says that a worker is gone, and which setting helps if it was for want of memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from pyspark.sql import SparkSession
+
+from sparkdl.errors import WorkerLostError
+
+_PYTHON_DIED = "Python worker exited unexpectedly"
+_EXECUTOR_DIED = "ExecutorLostFailure"
+_HEAP = re.compile(r"java\.lang\.OutOfMemoryError|(?:code|status):? 52\b", re.IGNORECASE)
+_KILLED = re.compile(
+    r"(?:code|status):? 137\b|OOM|exceeding (?:physical |virtual )?memory limits", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class _FailedTask:
+    rank: int
+    host: str
+    reason: str
+
+
+def is_loss(text: str) -> bool:
+    """Whether Spark's words for a failed job mean that a process died, not that code raised."""
+    return _PYTHON_DIED in text or _EXECUTOR_DIED in text
+
+
+def memory_advice(text: str) -> str:
+    """What to do if a process died for want of memory.
+
+    Args:
+        text: Spark's words for its end.
+
+    Returns:
+        One sentence; empty if it ended otherwise.
+    """
+    if _HEAP.search(text):
+        return "The executor's JVM ran out of memory: raise spark.executor.memory"
+    if _KILLED.search(text):
+        return (
+            "The executor was killed, as the system and cluster managers do with one that takes "
+            "too much memory: raise spark.executor.memoryOverhead, from which Python and torch "
+            "live, or lower batchSize or memoryBudget"
+        )
+    if _PYTHON_DIED in text:
+        return (
+            "The Python process died without an error, as one does that the system kills for "
+            "memory (its log, dmesg, then says so): raise spark.executor.memoryOverhead, or lower "
+            "batchSize or memoryBudget"
+        )
+    return ""
+
+
+def with_sparks_reason(
+    error: WorkerLostError, spark: SparkSession, group: str
+) -> WorkerLostError | None:
+    """Add to an error what Spark knows of the tasks that failed in a job group.
+
+    Returns:
+        An error that says more; None if Spark knows nothing.
+    """
+    failed = _failed_tasks(spark, group)
+    if not failed:
+        return None
+    told = "; ".join(f"rank {task.rank} on {task.host}: {task.reason}" for task in failed[-3:])
+    advice = memory_advice(failed[-1].reason)
+    return WorkerLostError(f"{error}. Spark says of {told}" + (f". {advice}" if advice else ""))
+
+
+def _failed_tasks(spark: SparkSession, group: str) -> list[_FailedTask]:
+    """The tasks of the group's last job that failed, in the order of their ids."""
+    context = spark.sparkContext
+    tracker, store = context.statusTracker(), context._jsc.sc().statusStore()
+    jobs = sorted(tracker.getJobIdsForGroup(group))
+    info = tracker.getJobInfo(jobs[-1]) if jobs else None
+    found = {}
+    for stage in info.stageIds if info is not None else ():
+        tasks = store.taskList(stage, 0, 1 << 20)
+        for task in (tasks.apply(index) for index in range(tasks.size())):
+            if task.status() == "FAILED" and task.errorMessage().isDefined():
+                reason = task.errorMessage().get().splitlines()[0]
+                found[task.taskId()] = _FailedTask(task.index(), task.host(), reason)
+    return [found[number] for number in sorted(found)]
