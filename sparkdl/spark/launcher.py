@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,6 +46,11 @@ JOB_END_S = 30.0
 
 _FORBIDDEN_LINEAGE = "Barrier execution mode does not allow the following pattern of RDD chain"
 """How Spark words it, in every version that has barrier stages."""
+
+_NEEDED_BY_PYSPARK = re.compile(
+    r"No module named '(?:pyarrow|pandas|numpy)'|(?:PyArrow|Pandas) >= [\d.]+ must be installed"
+)
+"""Missing before our own code could look."""
 
 # Functions of that module must run on executors that cannot import it.
 spark_cloudpickle.register_pickle_by_value(bootstrap)  # type: ignore[no-untyped-call]
@@ -212,6 +219,12 @@ def as_training_error(error: Exception) -> SetupError | TrainingError:
     start = text.find(bootstrap.MARKER)
     if start >= 0:
         return SetupError(text[start:].splitlines()[0])
+    if lacking := _NEEDED_BY_PYSPARK.search(text):
+        return SetupError(
+            f"the Python on the executors lacks what PySpark itself needs: {lacking[0]}. The "
+            f"driver's Python is {sys.executable}: point PYSPARK_PYTHON at one like it before the "
+            "session is made (sparkdl.create_session does), or install the driver's packages there"
+        )
     message = f"the Spark job that runs the workers failed: {text}"
     if is_loss(text):
         advice = memory_advice(text)

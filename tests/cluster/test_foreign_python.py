@@ -18,6 +18,7 @@ import sparkdl
 
 FAKES = {
     "no-torch": ("torch", "raise ModuleNotFoundError(\"No module named 'torch'\")"),
+    "no-pyarrow": ("pyarrow", "raise ModuleNotFoundError(\"No module named 'pyarrow'\")"),
     "other-torch": ("torch", "__version__ = '1.2.3'"),
     "no-sparkdl": ("sparkdl", "raise ModuleNotFoundError(\"No module named 'sparkdl'\")"),
     "other-sparkdl": ("sparkdl", "__version__ = '0.0.1'"),
@@ -94,6 +95,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, st
 
 EXPECTED = {
     "no-torch": "the package 'torch' cannot be imported",
+    "no-pyarrow": "lacks what PySpark itself needs: No module named 'pyarrow'",
     "other-torch": f"'torch' is 1.2.3 here but {torch.__version__} on the driver",
     "no-sparkdl": "the package 'sparkdl' cannot be imported",
     "other-sparkdl": f"'sparkdl' is 0.0.1 here but {sparkdl.__version__} on the driver",
