@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from sparkdl.averager.codec import Codec
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
+from sparkdl.averager.finite import require_finite
 from sparkdl.averager.headers import failure_header, shard_header, validation_header, window_header
 from sparkdl.averager.local import connect
 from sparkdl.averager.progress import Position
@@ -25,7 +25,6 @@ from sparkdl.errors import (
     CollectiveError,
     DeadlineError,
     DisconnectedError,
-    NonFiniteError,
     StoppedError,
     TrainingError,
     WorkerError,
@@ -286,21 +285,8 @@ class AveragerClient:
         self, chunk: Chunk, state: list[Tensor], segment: Segment, window: WindowReport
     ) -> None:
         values = chunk.of(state)
-        # The sum is finite only if every value is (but for overflow, hence the second look); it
-        # costs little while the chunk is about to be read by the socket anyway.
-        if segment.averaged and not math.isfinite(values.sum().item()):
-            bad = int((~torch.isfinite(values)).sum())
-            if bad:
-                raise NonFiniteError(
-                    f"rank {self.rank} has {bad} NaN or infinite values among its parameters, "
-                    f"buffers or optimizer state after epoch {window.epoch}, step {window.step} "
-                    f"(mean loss of the window: {window.loss_sum / max(1, window.examples):.6g}). "
-                    "Lower the learning rate, clip gradients, or look for bad values in the "
-                    "features",
-                    rank=self.rank,
-                    epoch=window.epoch,
-                    step=window.step,
-                )
+        if segment.averaged:
+            require_finite(values, window)
         encoded = self._codec.encode(values, self._base_of(chunk), segment)
         self._line.send_values(encoded.to("cpu"))
 

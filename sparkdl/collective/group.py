@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -37,36 +37,56 @@ class Collective:
     """The group that a worker has joined; the process's default group of torch.distributed.
 
     Attributes:
-        meeting: who and where the workers are.
+        meeting: who and where the workers of the run are.
+        members: the ranks of this group: all of them, or those of one host.
         device: where tensors must be to be reduced.
         deadline_s: the longest that one operation waits, in seconds.
     """
 
     meeting: Meeting
+    members: tuple[int, ...]
     device: torch.device
     deadline_s: float
     _store: Store
+    _group: dist.ProcessGroup | None = None
 
     @property
     def rank(self) -> int:
-        """This worker's."""
+        """This worker's in the run."""
         return self.meeting.rank
 
     @property
+    def index(self) -> int:
+        """This worker's place among the members."""
+        return self.members.index(self.rank)
+
+    @property
     def world_size(self) -> int:
-        """Number of workers."""
-        return self.meeting.world_size
+        """Number of members."""
+        return len(self.members)
+
+    def within_host(self) -> Collective:
+        """The group of the workers on this worker's host; all workers of the run have to ask."""
+        hosts = self.meeting.hosts
+        own = self
+        with self.guarded("the forming of groups within hosts"):
+            for host in dict.fromkeys(hosts):
+                members = tuple(rank for rank in self.members if hosts[rank] == host)
+                group = dist.new_group(list(members), timedelta(seconds=self.deadline_s))
+                if self.rank in members:
+                    own = replace(self, members=members, _group=group)
+        return own
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Overwrite a tensor with the sum of all ranks' and return it."""
         with self.guarded("a sum over all workers"):
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Overwrite a tensor with that of rank ``source`` and return it."""
         with self.guarded(f"a broadcast from rank {source}"):
-            dist.broadcast(tensor, source)
+            dist.broadcast(tensor, source, group=self._group)
         return tensor
 
     @contextmanager
@@ -102,7 +122,7 @@ class Collective:
             time.sleep(ROLL_CALL_S)
             return [0]
         time.sleep(ROLL_CALL_S)
-        return [rank for rank in range(self.world_size) if not self._gave_sign(rank)]
+        return [rank for rank in self.members if not self._gave_sign(rank)]
 
     def _gave_sign(self, rank: int) -> bool:
         try:
@@ -157,6 +177,7 @@ def join_collective(
             )
             yield Collective(
                 meeting=met,
+                members=tuple(range(met.world_size)),
                 device=device,
                 deadline_s=timeout.total_seconds(),
                 _store=store,

@@ -26,11 +26,14 @@ class Network:
             which each host has an address; None for the route to the driver.
         ports: first and last port on which rank 0 may accept the others; None for any free one.
             The backends' own data connections use ports that the system chooses.
+        host: the name of this worker's host, which tells workers of one host from others; None for
+            the system's.
     """
 
     driver: str = "127.0.0.1"
     interface: str | None = None
     ports: tuple[int, int] | None = None
+    host: str | None = None
 
 
 def local_address(network: Network) -> str:

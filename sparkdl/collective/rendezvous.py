@@ -78,7 +78,7 @@ def meet(
         ConfigError: the interface or the ports are not there, or two ranks use one GPU.
     """
     address = local_address(network)
-    mine: dict[str, Any] = {"host": socket.gethostname(), "device": str(device)}
+    mine: dict[str, Any] = {"host": network.host or socket.gethostname(), "device": str(device)}
     store = None
     if rank == 0:
         store, mine["port"] = _open_store(address, network.ports, timeout)

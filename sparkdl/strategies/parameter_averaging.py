@@ -7,7 +7,9 @@ local minibatches in which worker r trained on n_r examples:
     center  <-  sum_r n_r * w_r / sum_r n_r         w_r  <-  center
 
 The mean is formed in the driver, or among the workers (``aggregation="executors"``), which costs
-the driver nothing but needs all workers to run at once.
+the driver nothing but needs all workers to run at once, or on each host first (``"hierarchical"``):
+
+    w_h  <-  sum_(r on h) n_r * w_r / n_h    center  <-  sum_h n_h * w_h / sum_h n_h
 
 With p = 1 and plain SGD this is synchronous SGD on the union of the workers' batches.
 """
@@ -20,6 +22,7 @@ from typing import Literal
 from torch import Tensor
 
 from sparkdl.averager.codec import CODECS, Codec
+from sparkdl.averager.finite import require_finite
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
 from sparkdl.strategies.base import Run, Strategy, require_steps
@@ -41,7 +44,9 @@ class ParameterAveraging(Strategy):
             ``executors`` averages among the workers over NCCL (gloo on CPUs), and the driver
             receives one copy at the end of each epoch: for many workers or large models. All
             workers then have to run at once, in Spark's barrier mode; if one is lost, all are
-            started again from the driver's last copy.
+            started again from the driver's last copy. ``hierarchical`` averages among the workers
+            of each host first, and each host contributes once to the driver's round: for many
+            workers on few hosts. It needs all workers at once too.
         commit_every: with ``executors``, steps after which the driver takes a copy between, rounded
             up to whole periods; so the most that are repeated after the loss of a worker.
 
@@ -52,7 +57,7 @@ class ParameterAveraging(Strategy):
     period: int = 5
     average_optimizer_state: bool = True
     wire_dtype: Literal["float32", "bfloat16"] = "float32"
-    aggregation: Literal["driver", "executors"] = "driver"
+    aggregation: Literal["driver", "executors", "hierarchical"] = "driver"
     commit_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -66,12 +71,13 @@ class ParameterAveraging(Strategy):
             raise ConfigError(
                 f"wire_dtype must be one of {', '.join(CODECS)}, got {self.wire_dtype!r}"
             )
-        if self.aggregation not in ("driver", "executors"):
+        if self.aggregation not in ("driver", "executors", "hierarchical"):
             raise ConfigError(
-                f"aggregation must be 'driver' or 'executors', got {self.aggregation!r}"
+                "aggregation must be 'driver', 'executors' or 'hierarchical', got "
+                f"{self.aggregation!r}"
             )
         require_steps("commit_every", self.commit_every)
-        if self.aggregation == "driver" and self.commit_every is not None:
+        if self.aggregation != "executors" and self.commit_every is not None:
             raise ConfigError(
                 "commit_every is for aggregation='executors'; the driver has every round's center"
             )
@@ -94,12 +100,14 @@ class ParameterAveraging(Strategy):
     @property
     def needs_collective(self) -> bool:
         """Whether the workers average among themselves."""
-        return self.aggregation == "executors"
+        return self.aggregation != "driver"
 
     def start(self, run: Run) -> None:
         """Learn how many windows all workers have."""
-        if self.needs_collective:
+        if self.aggregation == "executors":
             run.memory = _Windows(Together(run, run.batch_size), self)
+        elif self.aggregation == "hierarchical":
+            run.memory = _HostWindows(Together(run, run.batch_size, within_host=True), self)
 
     def after_step(self, run: Run, batch: Batch) -> None:
         """Average after every ``period`` steps; the epoch's last window is ``end_epoch``'s."""
@@ -147,3 +155,38 @@ class _Windows:
         while not self._together.done:
             self.average(run, state)
         self._together.hand_over(run, state, last=True)
+
+
+class _HostWindows:
+    """The rounds of an epoch in which each host contributes once, as often as it has windows.
+
+    Args:
+        together: this worker among the others of its host.
+        strategy: theirs.
+    """
+
+    def __init__(self, together: Together, strategy: ParameterAveraging) -> None:
+        self._together = together
+        self._period = strategy.period
+
+    def average(self, run: Run, state: list[Tensor], *, last: bool = False) -> None:
+        """Take part in the next round; the epoch's ``last`` one ends with its final center."""
+        together = self._together
+        window = range(together.steps, together.steps + self._period)
+        examples = together.examples_of(window)
+        together.require_announced(run, examples)
+        stands_for = sum(examples) if together.collective.index == 0 else 0
+        report = run.close_window(last=last, stands_for=stands_for)
+        for values in state:
+            require_finite(values, report)
+        if any(examples):
+            together.average(state, examples)
+        together.exchange(run, state, report)
+        together.steps = 0 if last else window.stop
+
+    def finish(self, run: Run, state: list[Tensor]) -> None:
+        """Take part in all rounds that the host has left."""
+        together = self._together
+        while together.steps + self._period < together.steps_an_epoch:
+            self.average(run, state)
+        self.average(run, state, last=True)

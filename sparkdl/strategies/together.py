@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparkdl.collective import Collective
 from sparkdl.errors import TrainingError
+from sparkdl.events import WindowReport
 from sparkdl.strategies.base import Run
 
 SIGN_OF_LIFE_S = 5.0
@@ -25,19 +26,22 @@ class Together:
     Args:
         run: this worker's, with its group; every worker has to make one at the same time.
         rows_a_step: rows of one worker in an optimizer step, but for its last of an epoch.
+        within_host: whether the others are only those of the same host.
 
     Attributes:
         collective: the group.
-        shares: rows an epoch of each worker, by rank.
+        shares: rows an epoch of each member.
         rows_a_step: as given.
         steps: optimizer steps of the epoch that all have taken; not 0 at first for workers that go
             on in the middle of one.
     """
 
-    def __init__(self, run: Run, rows_a_step: int) -> None:
+    def __init__(self, run: Run, rows_a_step: int, *, within_host: bool = False) -> None:
         assert run.collective is not None
-        self.collective: Collective = run.collective
-        told = run.averager.gather({"rows": run.rows, "steps": run.step_of_epoch})
+        everyone = run.collective
+        self.collective: Collective = everyone.within_host() if within_host else everyone
+        gathered = run.averager.gather({"rows": run.rows, "steps": run.step_of_epoch})
+        told = [gathered[rank] for rank in self.collective.members]
         self.shares = [int(one["rows"]) for one in told]
         self.rows_a_step = rows_a_step
         # Who has no rows left may have stopped counting.
@@ -48,26 +52,26 @@ class Together:
         self._last_sign = time.monotonic()
 
     def examples_of(self, steps: range) -> list[int]:
-        """How many rows the ranks have in some ``steps``, counted from the start of an epoch."""
+        """How many rows the members have in some ``steps``, counted from an epoch's start."""
         start, stop = steps.start * self.rows_a_step, steps.stop * self.rows_a_step
         return [max(0, min(share, stop) - start) for share in self.shares]
 
     def average(self, segments: Sequence[Tensor], examples: Sequence[int]) -> None:
-        """Overwrite every rank's values with the mean weighted by examples.
+        """Overwrite every member's values with the mean weighted by examples.
 
-        Integers and booleans become those of the first rank that has examples. Weights are
-        relative to that rank's, as in the averager, so equal windows are pure additions.
+        Integers and booleans become those of the first member that has examples. Weights are
+        relative to that one's, as in the averager, so equal windows are pure additions.
 
         Args:
-            segments: flat tensors, the same number and kinds on every rank.
-            examples: how much each rank's values count, by rank; not all zero.
+            segments: flat tensors, the same number and kinds on every member.
+            examples: how much each member's values count; not all zero.
         """
-        first = next(rank for rank, count in enumerate(examples) if count)
+        first = next(index for index, count in enumerate(examples) if count)
         total = sum(count / examples[first] for count in examples)
-        weight = examples[self.collective.rank] / examples[first]
+        weight = examples[self.collective.index] / examples[first]
         for values in segments:
             if not values.is_floating_point():
-                self.collective.broadcast(values, first)
+                self.collective.broadcast(values, self.collective.members[first])
                 continue
             # Sums of half precision are formed in float32, as in the averager.
             wide = values.float() if values.dtype in HALVES else values
@@ -128,11 +132,40 @@ class Together:
                 its contributions were weighed.
         """
         announced = self.examples_of(range(self._steps_handed_over, self.steps))
-        if run.examples != announced[run.rank]:
-            raise TrainingError(
-                f"rank {run.rank} trained on {run.examples} rows in epoch {run.epoch}, but had "
-                f"announced {announced[run.rank]} to the others, who weigh its values by that"
-            )
+        self.require_announced(run, announced)
         self.steps = self._steps_handed_over = 0 if last else self.steps
         stands_for = sum(announced) if run.rank == 0 else 0
         run.averager.hand_over(segments, run.close_window(last=last, stands_for=stands_for))
+
+    def require_announced(self, run: Run, announced: Sequence[int]) -> None:
+        """Check that this worker has trained on the rows by which the others weigh its values.
+
+        Args:
+            run: this worker's.
+            announced: rows of each member since it last contributed.
+
+        Raises:
+            TrainingError: it has not.
+        """
+        if run.examples != announced[self.collective.index]:
+            raise TrainingError(
+                f"rank {run.rank} trained on {run.examples} rows in epoch {run.epoch}, but had "
+                f"announced {announced[self.collective.index]} to the others, who weigh its values "
+                "by that"
+            )
+
+    def exchange(self, run: Run, segments: Sequence[Tensor], window: WindowReport) -> None:
+        """Take part in a round with the driver, in which the first member speaks for all.
+
+        Args:
+            run: this worker's.
+            segments: the replica's state, equal on all members; overwritten by the new center.
+            window: this worker's, which stands for all members on the first and for none on others.
+        """
+        first = self.collective.members[0]
+        if run.rank == first:
+            run.averager.exchange(segments, window)
+        else:
+            run.averager.hand_over(segments, window)
+        for values in segments:
+            self.collective.broadcast(values, first)

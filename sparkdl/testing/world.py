@@ -21,6 +21,7 @@ import pyarrow as pa
 from sparkdl.averager.attendance import Event
 from sparkdl.averager.server import Averager, AveragerAddress
 from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.collective import Network
 from sparkdl.driver import Launch, Outcome, run
 from sparkdl.errors import DisconnectedError, TrainingError, WorkerLostError
 from sparkdl.worker import Job, Place, train
@@ -56,6 +57,7 @@ def run_world(
     *,
     ranks_as: Literal["threads", "processes"] = "threads",
     devices: Sequence[str] | None = None,
+    hosts: Sequence[str] | None = None,
     checkpoints: CheckpointPolicy | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Outcome:
@@ -67,6 +69,7 @@ def run_world(
         ranks_as: threads are quick to start; processes are what Spark uses, and what strategies
             need whose workers exchange among themselves.
         devices: where each rank's replica lives; all on the CPU by default.
+        hosts: what each rank takes for its host; all the same by default.
         checkpoints: where to write checkpoints and whether to go on from one.
         on_event: called for the data's facts and each window and epoch reported.
 
@@ -78,16 +81,13 @@ def run_world(
         return run(
             job,
             len(shards),
-            launch(job, shards, Path(directory), devices),
+            launch(job, shards, _places(len(shards), Path(directory), devices, hosts)),
             checkpoints=checkpoints,
             on_event=on_event,
         )
 
 
-def _threads(
-    job: Job, shards: Sequence[Shard], directory: Path, devices: Sequence[str] | None = None
-) -> Launch:
-    places = _places(len(shards), directory, devices)
+def _threads(job: Job, shards: Sequence[Shard], places: Sequence[Place]) -> Launch:
 
     @contextmanager
     def launch(averager: Averager) -> Iterator[None]:
@@ -114,10 +114,20 @@ def _threads(
     return launch
 
 
-def _places(world_size: int, directory: Path, devices: Sequence[str] | None) -> list[Place]:
+def _places(
+    world_size: int,
+    directory: Path,
+    devices: Sequence[str] | None = None,
+    hosts: Sequence[str] | None = None,
+) -> list[Place]:
     return [
-        Place(rank=rank, directory=directory, device=device)
-        for rank, device in enumerate(devices or ["cpu"] * world_size)
+        Place(
+            rank=rank,
+            directory=directory,
+            device=devices[rank] if devices else "cpu",
+            network=Network(host=hosts[rank] if hosts else None),
+        )
+        for rank in range(world_size)
     ]
 
 
@@ -131,10 +141,7 @@ def _train_in_thread(job: Job, place: Place, address: AveragerAddress, shard: Sh
             logger.info("attempt %d of rank %d ended: %s", attempt, place.rank, error)
 
 
-def _processes(
-    job: Job, shards: Sequence[Shard], directory: Path, devices: Sequence[str] | None = None
-) -> Launch:
-    places = _places(len(shards), directory, devices)
+def _processes(job: Job, shards: Sequence[Shard], places: Sequence[Place]) -> Launch:
     # A process that has imported everything is forked for each rank; this one has threads.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])

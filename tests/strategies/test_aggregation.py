@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import cloudpickle
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from toys import Data, classification, make_job, mlp, relative_error
 
 from sparkdl.driver import Outcome
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, NonFiniteError, TrainingError
+from sparkdl.events import WindowReport
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
 
@@ -26,11 +30,16 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+HOSTS = ["a", "b", "a"]
+
+
 def averaged(aggregation: Any, data: Data, model: nn.Module, **changes: Any) -> Outcome:
+    """Two epochs; every other rank is on another host."""
     settings = {"period": 3, **changes.pop("strategy", {})}
     strategy = ParameterAveraging(aggregation=aggregation, **settings)
     job = make_job(model, strategy=strategy, epochs=2, **changes)
-    return run_world(job, data.shards(), ranks_as="processes")
+    hosts = HOSTS[: len(data.sizes)]
+    return run_world(job, data.shards(), ranks_as="processes", hosts=hosts)
 
 
 def same_bits(first: nn.Module, second: nn.Module) -> bool:
@@ -44,16 +53,17 @@ def same_bits(first: nn.Module, second: nn.Module) -> bool:
     [[24, 24], [31, 18, 26], [0, 17], [13, 0, 2]],
     ids=["equal", "unequal", "first-empty", "last-short"],
 )
-def test_the_executors_agree_on_the_center_of_the_driver(name: str, sizes: list[int]) -> None:
+def test_every_aggregation_gives_the_center_of_the_driver(name: str, sizes: list[int]) -> None:
     data = classification(sizes)
-    driver, executors = (
+    driver, *others = (
         averaged(where, data, mlp(), optimizer=OPTIMIZERS[name])
-        for where in ("driver", "executors")
+        for where in ("driver", "executors", "hierarchical")
     )
-    assert relative_error(executors.module, driver.module) <= 1e-12
-    for mine, other in zip(executors.history, driver.history, strict=True):
-        assert mine.examples == other.examples == sum(sizes)
-        assert mine.loss == pytest.approx(other.loss, rel=1e-12)
+    for outcome in others:
+        assert relative_error(outcome.module, driver.module) <= 1e-12
+        for mine, other in zip(outcome.history, driver.history, strict=True):
+            assert mine.examples == other.examples == sum(sizes)
+            assert mine.loss == pytest.approx(other.loss, rel=1e-12)
 
 
 def test_two_workers_with_equal_windows_agree_to_the_bit() -> None:
@@ -67,8 +77,8 @@ def test_two_workers_with_equal_windows_agree_to_the_bit() -> None:
 
 
 def test_optimizer_state_can_stay_with_its_worker() -> None:
-    data = classification([31, 18])
-    driver, executors = (
+    data = classification([31, 18, 9])
+    driver, *others = (
         averaged(
             where,
             data,
@@ -76,31 +86,103 @@ def test_optimizer_state_can_stay_with_its_worker() -> None:
             optimizer=OPTIMIZERS["momentum"],
             strategy={"average_optimizer_state": False},
         )
-        for where in ("driver", "executors")
+        for where in ("driver", "executors", "hierarchical")
     )
-    assert relative_error(executors.module, driver.module) <= 1e-12
+    for outcome in others:
+        assert relative_error(outcome.module, driver.module) <= 1e-12
 
 
 def test_batch_norm_statistics_and_its_counter_are_those_of_the_driver() -> None:
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
-    data = classification([32, 20])
-    driver, executors = (averaged(where, data, model) for where in ("driver", "executors"))
-    assert relative_error(executors.module, driver.module) <= 1e-12
-    counted = executors.module.get_buffer("1.num_batches_tracked")
-    assert counted == driver.module.get_buffer("1.num_batches_tracked")
+    data = classification([32, 20, 12])
+    driver, *others = (
+        averaged(where, data, model) for where in ("driver", "executors", "hierarchical")
+    )
+    for outcome in others:
+        assert relative_error(outcome.module, driver.module) <= 1e-12
+        counted = outcome.module.get_buffer("1.num_batches_tracked")
+        assert counted == driver.module.get_buffer("1.num_batches_tracked")
 
 
-def test_the_same_seed_and_data_give_the_same_bits_among_executors() -> None:
+@pytest.mark.parametrize("aggregation", ["executors", "hierarchical"])
+def test_the_same_seed_and_data_give_the_same_bits(aggregation: str) -> None:
     data = classification([31, 18, 26])
-    first, second = (averaged("executors", data, mlp()).module for _ in range(2))
+    first, second = (averaged(aggregation, data, mlp()).module for _ in range(2))
     assert same_bits(first, second)
 
 
 def test_one_worker_takes_the_same_path_alone() -> None:
     data = classification([23])
-    driver, executors = (averaged(where, data, mlp()) for where in ("driver", "executors"))
-    assert same_bits(executors.module, driver.module)
+    driver, *others = (
+        averaged(where, data, mlp()) for where in ("driver", "executors", "hierarchical")
+    )
+    assert all(same_bits(outcome.module, driver.module) for outcome in others)
+
+
+def test_one_worker_of_each_host_speaks_to_the_driver() -> None:
+    job = make_job(mlp(), strategy=ParameterAveraging(period=2, aggregation="hierarchical"))
+    windows: list[WindowReport] = []
+
+    def note(event: object) -> None:
+        if isinstance(event, WindowReport):
+            windows.append(event)
+
+    data = classification([16, 9, 16])
+    run_world(job, data.shards(), ranks_as="processes", hosts=HOSTS, on_event=note)
+
+    # Four minibatches a rank on host a, three on host b: two windows each.
+    weights = [(window.rank, window.weight) for window in windows]
+    assert sorted(weights) == [(0, 16), (0, 16), (1, 1), (1, 8), (2, 0), (2, 0)]
+    assert [sum(w.examples for w in windows if w.rank == rank) for rank in range(3)] == [16, 9, 16]
+
+
+def test_changes_rounded_to_bfloat16_travel_between_hosts_and_driver() -> None:
+    data = classification([24, 24, 24])
+    exact, rounded = (
+        averaged("hierarchical", data, mlp(), strategy={"wire_dtype": wire})
+        for wire in ("float32", "bfloat16")
+    )
+    assert 0 < relative_error(rounded.module, exact.module) <= 1e-2
+
+
+class Marked(nn.Module):
+    """Something happens at the row that has a feature of 1e6."""
+
+    def __init__(self, happens: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.happens = happens
+
+    def forward(self, features: Tensor) -> Tensor:
+        if features.abs().max() >= 1e6:
+            self.happens(self)
+        outputs: Tensor = self.inner(features)
+        return outputs
+
+
+def diverge(model: nn.Module) -> None:
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("inf"))
+
+
+def die(model: nn.Module) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_values_that_are_not_finite_are_reported_with_the_rank_that_made_them() -> None:
+    data = classification([12, 12, 12])
+    data.features[30, 0] = 1e6  # of rank 2, who is not the first of its host
+    with pytest.raises(NonFiniteError, match=r"rank 2 has .* NaN or infinite") as caught:
+        averaged("hierarchical", data, Marked(diverge))
+    assert caught.value.rank == 2
+
+
+def test_a_worker_that_dies_ends_the_run_by_name_where_no_loss_is_allowed() -> None:
+    data = classification([12, 12, 12])
+    data.features[30, 0] = 1e6
+    with pytest.raises(TrainingError, match="rank 2"):
+        averaged("hierarchical", data, Marked(die), max_failures=0)
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
@@ -113,3 +195,5 @@ def test_what_does_not_fit_together_is_refused() -> None:
 def test_commits_between_are_for_workers_that_average_among_themselves() -> None:
     with pytest.raises(ConfigError, match="commit_every is for aggregation='executors'"):
         ParameterAveraging(commit_every=5)
+    with pytest.raises(ConfigError, match="commit_every is for aggregation='executors'"):
+        ParameterAveraging(commit_every=5, aggregation="hierarchical")

@@ -1,0 +1,38 @@
+"""Nothing that is not finite leaves a worker: one NaN would make the center NaN for all."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sparkdl.errors import NonFiniteError
+from sparkdl.events import WindowReport
+
+
+def require_finite(values: Tensor, window: WindowReport) -> None:
+    """Check what a worker is about to contribute.
+
+    Args:
+        values: a part of its state.
+        window: what it was trained on.
+
+    Raises:
+        NonFiniteError: there are NaN or infinite values.
+    """
+    # The sum is finite only if every value is (but for overflow, hence the second look); it costs
+    # little while the values are about to be read by a socket anyway.
+    if not values.is_floating_point() or math.isfinite(values.sum().item()):
+        return
+    bad = int((~torch.isfinite(values)).sum())
+    if bad:
+        raise NonFiniteError(
+            f"rank {window.rank} has {bad} NaN or infinite values among its parameters, "
+            f"buffers or optimizer state after epoch {window.epoch}, step {window.step} "
+            f"(mean loss of the window: {window.loss_sum / max(1, window.examples):.6g}). "
+            "Lower the learning rate, clip gradients, or look for bad values in the features",
+            rank=window.rank,
+            epoch=window.epoch,
+            step=window.step,
+        )
