@@ -13,8 +13,8 @@ from torch import nn
 
 from sparkdl.checkpoint.module_files import SavedModule
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.estimator.data_params import InputOutputParams
 from sparkdl.estimator.head import Head, output_function
-from sparkdl.estimator.params import InputOutputParams
 from sparkdl.estimator.persistence import ModelReader, ModelWriter
 from sparkdl.events import EpochSummary
 from sparkdl.protocols import ColumnSpec

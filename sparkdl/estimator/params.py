@@ -1,4 +1,4 @@
-"""The Params of ``TorchEstimator`` and ``TorchModel``."""
+"""The Params of ``TorchEstimator``, put together from those about one subject each."""
 
 from __future__ import annotations
 
@@ -6,32 +6,22 @@ import re
 from typing import Any, Self
 
 from pyspark.ml.param import Param, Params, TypeConverters
-from pyspark.ml.param.shared import (
-    HasFeaturesCol,
-    HasLabelCol,
-    HasPredictionCol,
-    HasSeed,
-    HasValidationIndicatorCol,
-    HasWeightCol,
-)
+from pyspark.ml.param.shared import HasSeed
 
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.converters import (
     function,
     one_of,
-    optional_function,
     optional_positive,
     optional_whole,
     positive,
     whole,
 )
+from sparkdl.estimator.data_params import DataParams
 from sparkdl.estimator.recovery_params import RecoveryParams
 from sparkdl.estimator.schedule_params import ScheduleParams
 from sparkdl.estimator.security_params import SecurityParams
-from sparkdl.spark.declared import dtypes, names, shapes
 from sparkdl.strategies import Strategy
-
-OUTPUT_TYPES = ("auto", "class", "probability", "raw")
 
 
 def _device(value: Any) -> str:
@@ -48,259 +38,6 @@ def _strategy(value: Any) -> Strategy:
             f"strategy must be a strategy such as ParameterAveraging(period=5), got {got}"
         )
     return value
-
-
-class InputOutputParams(HasFeaturesCol, HasPredictionCol):
-    """Params shared by the estimator and the model: what goes in and what comes out."""
-
-    featuresCols: Param[list[str] | None] = Param(
-        Params._dummy(),
-        "featuresCols",
-        "several feature columns, passed to the model as separate arguments; wins over featuresCol",
-        typeConverter=names("featuresCols"),
-    )
-    featuresAsDict: Param[bool] = Param(
-        Params._dummy(),
-        "featuresAsDict",
-        "whether the model takes its features as one dict by the columns' names",
-        typeConverter=TypeConverters.toBoolean,
-    )
-    outputType: Param[str] = Param(
-        Params._dummy(),
-        "outputType",
-        "what predictionCol holds: 'class' (index, double), 'probability' (vector), 'raw' (the "
-        "model's output: double or vector), or 'auto': class for a classification loss, else raw",
-        typeConverter=one_of("outputType", OUTPUT_TYPES),
-    )
-
-    def _set(self, **values: Any) -> Self:
-        # pyspark.ml lets None pass without a look at it.
-        for name, value in values.items():
-            if value is None:
-                self.getParam(name).typeConverter(value)
-        return super()._set(**values)
-
-    def getFeaturesCols(self) -> list[str] | None:
-        """Gets the value of featuresCols or its default value."""
-        return self.getOrDefault(self.featuresCols)
-
-    def setFeaturesCols(self, value: list[str] | None) -> Self:
-        """Sets the value of featuresCols."""
-        self._set(featuresCols=value)
-        return self
-
-    def getFeaturesAsDict(self) -> bool:
-        """Gets the value of featuresAsDict or its default value."""
-        return self.getOrDefault(self.featuresAsDict)
-
-    def setFeaturesAsDict(self, value: bool) -> Self:
-        """Sets the value of featuresAsDict."""
-        self._set(featuresAsDict=value)
-        return self
-
-    def getOutputType(self) -> str:
-        """Gets the value of outputType or its default value."""
-        return self.getOrDefault(self.outputType)
-
-    def setOutputType(self, value: str) -> Self:
-        """Sets the value of outputType."""
-        self._set(outputType=value)
-        return self
-
-    def setFeaturesCol(self, value: str) -> Self:
-        """Sets the value of featuresCol."""
-        self._set(featuresCol=value)
-        return self
-
-    def setPredictionCol(self, value: str) -> Self:
-        """Sets the value of predictionCol."""
-        self._set(predictionCol=value)
-        return self
-
-    def feature_columns(self) -> list[str]:
-        """The feature columns in the order of the model's arguments."""
-        return self.getFeaturesCols() or [self.getFeaturesCol()]
-
-
-class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, HasValidationIndicatorCol):
-    """Params of ``TorchEstimator`` about the columns and how they are fed."""
-
-    labelCols: Param[list[str] | None] = Param(
-        Params._dummy(),
-        "labelCols",
-        "several label columns, passed to the loss as a tuple; wins over labelCol",
-        typeConverter=names("labelCols"),
-    )
-    columnShapes: Param[dict[str, list[int]] | None] = Param(
-        Params._dummy(),
-        "columnShapes",
-        "the shape of one row by column, where the type does not say; images have [channels, "
-        "height, width]",
-        typeConverter=shapes,
-    )
-    columnDtypes: Param[dict[str, str] | None] = Param(
-        Params._dummy(),
-        "columnDtypes",
-        "the tensor's dtype by column, for example 'bfloat16'; of a binary column also that of its "
-        "bytes",
-        typeConverter=dtypes,
-    )
-    imageCols: Param[list[str] | None] = Param(
-        Params._dummy(),
-        "imageCols",
-        "binary columns that hold encoded images (PNG, JPEG, ...), decoded on the workers",
-        typeConverter=names("imageCols"),
-    )
-    handleInvalid: Param[str] = Param(
-        Params._dummy(),
-        "handleInvalid",
-        "what to do about NaN and infinity among the features: 'error' or 'keep'",
-        typeConverter=one_of("handleInvalid", ("error", "keep")),
-    )
-    dropLast: Param[bool] = Param(
-        Params._dummy(),
-        "dropLast",
-        "whether a worker leaves out the last minibatch of an epoch if it is short",
-        typeConverter=TypeConverters.toBoolean,
-    )
-    reshuffleEvery: Param[int] = Param(
-        Params._dummy(),
-        "reshuffleEvery",
-        "epochs after which the workers deal their rows anew among themselves (>= 0); 0 for never",
-        typeConverter=whole("reshuffleEvery", 0),
-    )
-    batchTransform: Param[Any] = Param(
-        Params._dummy(),
-        "batchTransform",
-        "Batch -> Batch, called on each minibatch to train on; None for none",
-        typeConverter=optional_function("batchTransform", "a function of a Batch"),
-    )
-    memoryBudget: Param[int | None] = Param(
-        Params._dummy(),
-        "memoryBudget",
-        "MiB of its stored rows that a worker keeps mapped into memory (>= 1); None for no limit",
-        typeConverter=optional_whole("memoryBudget", 1),
-    )
-
-    storeIn: Param[str] = Param(
-        Params._dummy(),
-        "storeIn",
-        "where each worker keeps its rows: 'disk' (Spark's local directory) or 'memory' (/dev/shm)",
-        typeConverter=one_of("storeIn", ("disk", "memory")),
-    )
-
-    def getLabelCols(self) -> list[str] | None:
-        """Gets the value of labelCols or its default value."""
-        return self.getOrDefault(self.labelCols)
-
-    def setLabelCols(self, value: list[str] | None) -> Self:
-        """Sets the value of labelCols."""
-        self._set(labelCols=value)
-        return self
-
-    def setLabelCol(self, value: str) -> Self:
-        """Sets the value of labelCol."""
-        self._set(labelCol=value)
-        return self
-
-    def setWeightCol(self, value: str) -> Self:
-        """Sets the value of weightCol."""
-        self._set(weightCol=value)
-        return self
-
-    def setValidationIndicatorCol(self, value: str) -> Self:
-        """Sets the value of validationIndicatorCol."""
-        self._set(validationIndicatorCol=value)
-        return self
-
-    def getColumnShapes(self) -> dict[str, list[int]] | None:
-        """Gets the value of columnShapes or its default value."""
-        return self.getOrDefault(self.columnShapes)
-
-    def setColumnShapes(self, value: dict[str, list[int]] | None) -> Self:
-        """Sets the value of columnShapes."""
-        self._set(columnShapes=value)
-        return self
-
-    def getColumnDtypes(self) -> dict[str, str] | None:
-        """Gets the value of columnDtypes or its default value."""
-        return self.getOrDefault(self.columnDtypes)
-
-    def setColumnDtypes(self, value: dict[str, str] | None) -> Self:
-        """Sets the value of columnDtypes."""
-        self._set(columnDtypes=value)
-        return self
-
-    def getImageCols(self) -> list[str] | None:
-        """Gets the value of imageCols or its default value."""
-        return self.getOrDefault(self.imageCols)
-
-    def setImageCols(self, value: list[str] | None) -> Self:
-        """Sets the value of imageCols."""
-        self._set(imageCols=value)
-        return self
-
-    def getHandleInvalid(self) -> str:
-        """Gets the value of handleInvalid or its default value."""
-        return self.getOrDefault(self.handleInvalid)
-
-    def setHandleInvalid(self, value: str) -> Self:
-        """Sets the value of handleInvalid."""
-        self._set(handleInvalid=value)
-        return self
-
-    def getDropLast(self) -> bool:
-        """Gets the value of dropLast or its default value."""
-        return self.getOrDefault(self.dropLast)
-
-    def setDropLast(self, value: bool) -> Self:
-        """Sets the value of dropLast."""
-        self._set(dropLast=value)
-        return self
-
-    def getReshuffleEvery(self) -> int:
-        """Gets the value of reshuffleEvery or its default value."""
-        return self.getOrDefault(self.reshuffleEvery)
-
-    def setReshuffleEvery(self, value: int) -> Self:
-        """Sets the value of reshuffleEvery."""
-        self._set(reshuffleEvery=value)
-        return self
-
-    def getBatchTransform(self) -> Any:
-        """Gets the value of batchTransform or its default value."""
-        return self.getOrDefault(self.batchTransform)
-
-    def setBatchTransform(self, value: Any) -> Self:
-        """Sets the value of batchTransform."""
-        self._set(batchTransform=value)
-        return self
-
-    def getMemoryBudget(self) -> int | None:
-        """Gets the value of memoryBudget or its default value."""
-        return self.getOrDefault(self.memoryBudget)
-
-    def setMemoryBudget(self, value: int | None) -> Self:
-        """Sets the value of memoryBudget."""
-        self._set(memoryBudget=value)
-        return self
-
-    def getStoreIn(self) -> str:
-        """Gets the value of storeIn or its default value."""
-        return self.getOrDefault(self.storeIn)
-
-    def setStoreIn(self, value: str) -> Self:
-        """Sets the value of storeIn."""
-        self._set(storeIn=value)
-        return self
-
-    def label_columns(self) -> list[str]:
-        """The label columns in the order of the loss's targets."""
-        return self.getLabelCols() or [self.getLabelCol()]
-
-    def optional_column(self, param: str) -> str | None:
-        """The column that a Param names, None if it is not set."""
-        return self.getOrDefault(param) if self.isDefined(param) else None
 
 
 class EstimatorParams(DataParams, ScheduleParams, RecoveryParams, SecurityParams, HasSeed):

@@ -10,8 +10,8 @@ from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.errors import DataError
+from sparkdl.estimator.data_params import DataParams
 from sparkdl.estimator.head import Head
-from sparkdl.estimator.params import DataParams
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.protocols import LossFunction
 from sparkdl.spark.columns import InputColumn, input_column
