@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import queue
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import cloudpickle
 import torch
-from pyspark import InheritableThread
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.errors import ConfigError, DataError, DeadlineError, SparkDLError, TrainingError
@@ -33,6 +31,7 @@ from sparkdl.spark.function_task import OUTPUT_DDL, Call, Script
 from sparkdl.spark.launcher import JOB_END_S, LEAVE_S, Workers, as_training_error, run_on_rows
 from sparkdl.spark.network import network_of
 from sparkdl.spark.partitions import known_partitions
+from sparkdl.spark.run_jobs import RunJobs
 from sparkdl.spark.session import require_classic_session
 from sparkdl.spark.slots import (
     choose_num_workers,
@@ -168,10 +167,10 @@ class _Job:
         self._spark = spark
         self._input = rows
         self._board = board
-        self._group = f"sparkdl-{uuid.uuid4().hex[:12]}"
         self._rows: list[Any] = []
         name = getattr(call.function, "__name__", getattr(call.function, "path", "a function"))
-        self._description = f"sparkdl: run {name} on {board.world_size} workers"
+        description = f"sparkdl: run {name} on {board.world_size} workers"
+        self._jobs = RunJobs(spark.sparkContext, description)
         # The call is pickled by itself: what it imports may be missing on a worker, which is
         # the user's to see.
         feed = None if rows is None else (rows.schema, keeps_rows_in_memory(spark))
@@ -181,8 +180,7 @@ class _Job:
             (payload, astuple(board.address), device, echoes(spark)),
             {"torch": str(torch.__version__), "sparkdl": __version__},
         )
-        self._thread = InheritableThread(target=self._run, name=f"{self._group}-job", daemon=True)
-        self._thread.start()
+        self._thread = self._jobs.start(self._run)
 
     @property
     def ended(self) -> bool:
@@ -195,15 +193,15 @@ class _Job:
         if self._input is None:
             return False
         tracker = self._spark.sparkContext.statusTracker()
-        jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(self._group)]
-        stages = [tracker.getStageInfo(stage) for job in jobs if job for stage in job.stageIds]
+        jobs = self._jobs.infos()
+        stages = [tracker.getStageInfo(stage) for job in jobs for stage in job.stageIds]
         return not jobs or any(stage.numActiveTasks for stage in stages if stage)
 
     def end(self, *, patience_s: float) -> None:
         """Let the workers leave by themselves, then kill them."""
         self._thread.join(patience_s)
         if self._thread.is_alive():
-            self._spark.sparkContext.cancelJobGroup(self._group)
+            self._jobs.cancel()
             self._thread.join(JOB_END_S)
 
     def results(self) -> list[Any]:
@@ -213,7 +211,6 @@ class _Job:
 
     def _run(self) -> None:
         workers = self._board.world_size
-        self._spark.sparkContext.setJobGroup(self._group, self._description, interruptOnCancel=True)
         try:
             if self._input is None:
                 tasks = self._spark.range(0, workers, 1, workers)

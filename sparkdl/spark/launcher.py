@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
@@ -13,7 +12,6 @@ from dataclasses import astuple, dataclass, replace
 import cloudpickle
 import pyarrow as pa
 import torch
-from pyspark import InheritableThread
 from pyspark import cloudpickle as spark_cloudpickle
 from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F
@@ -31,6 +29,7 @@ from sparkdl.spark.encryption import keeps_rows_in_memory
 from sparkdl.spark.lost import is_loss, memory_advice, with_sparks_reason
 from sparkdl.spark.network import network_of
 from sparkdl.spark.partitions import has_stable_order
+from sparkdl.spark.run_jobs import RunJobs
 from sparkdl.spark.slots import require_free_slots
 from sparkdl.spark.task import OUTPUT_DDL
 from sparkdl.spark.watchdog import watched
@@ -87,7 +86,7 @@ def launch(workers: Workers, job: Job) -> Launch:
     """Prepare to start ``job`` on ``workers``; see ``driver.Launch``."""
     spark = workers.frame.sparkSession
     context = spark.sparkContext
-    group = f"sparkdl-{uuid.uuid4().hex[:12]}"
+    jobs = RunJobs(context, workers.description)
     barrier = job.strategy.needs_collective
     payload = cloudpickle.dumps(
         (job, network_of(spark), keeps_rows_in_memory(spark, workers.store_in))
@@ -98,7 +97,7 @@ def launch(workers: Workers, job: Job) -> Launch:
         with (
             Console(*driver_hosts(spark), tls=job.tls) as console,
             run_workers(averager, console.address),
-            watched(averager, console.stacks, context, group),
+            watched(averager, console.stacks, context, jobs),
         ):
             yield
 
@@ -121,7 +120,6 @@ def launch(workers: Workers, job: Job) -> Launch:
             require_free_slots(spark, workers.num_workers)
 
         def run_job() -> None:
-            context.setJobGroup(group, workers.description, interruptOnCancel=True)
             try:
                 if not run_on_rows(workers, job.seed, task, OUTPUT_DDL, barrier=barrier):
                     # Spark starts no task for what it finds to be empty while it plans or shuffles.
@@ -136,8 +134,7 @@ def launch(workers: Workers, job: Job) -> Launch:
             except Exception as error:  # whatever ends the Spark job ends the run
                 averager.fail(as_training_error(error))
 
-        thread = InheritableThread(target=run_job, name=f"{group}-job", daemon=True)
-        thread.start()
+        thread = jobs.start(run_job)
         try:
             yield
         except SparkDLError as error:
@@ -145,21 +142,21 @@ def launch(workers: Workers, job: Job) -> Launch:
             # them would cost the session its warm Python processes.
             thread.join(LEAVE_S)
             if isinstance(error, WorkerLostError):
-                known = with_sparks_reason(error, spark, group)
+                known = with_sparks_reason(error, spark, jobs.group)
                 if known is not None:
                     raise known from error
             raise
         except BaseException:
-            context.cancelJobGroup(group)
+            jobs.cancel()
             raise
         else:
             thread.join(JOB_END_S)
         finally:
             if thread.is_alive():
-                context.cancelJobGroup(group)
+                jobs.cancel()
                 thread.join(JOB_END_S)
             if thread.is_alive():
-                logger.warning("Spark job group %s did not end in %.0f s", group, JOB_END_S)
+                logger.warning("Spark jobs with tag %s did not end in %.0f s", jobs.tag, JOB_END_S)
 
     return start
 

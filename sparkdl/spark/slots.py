@@ -146,10 +146,14 @@ def _promised_slots(spark: SparkSession) -> int:
     local_cluster = re.fullmatch(
         r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]", spark.sparkContext.master or ""
     )
+    instances, cores_set = conf.get("spark.executor.instances"), conf.get("spark.executor.cores")
+    most = float(conf.get("spark.cores.max") or "inf")  # of standalone clusters; also of local ones
     if local_cluster:
         executors, cores = int(local_cluster[1]), int(local_cluster[2])
-        return executors * (cores // cpus)
-    instances, cores_set = conf.get("spark.executor.instances"), conf.get("spark.executor.cores")
+        # Spark gives every executor one core more in turn, until there are no more to give.
+        each, over = divmod(int(min(most, executors * cores)), executors)
+        return over * ((each + 1) // cpus) + (executors - over) * (each // cpus)
     if instances and cores_set:
-        return int(instances) * (int(cores_set) // cpus)
+        executors = int(min(int(instances), most // int(cores_set)))
+        return executors * (int(cores_set) // cpus)
     return 0

@@ -15,6 +15,7 @@ from pyspark import SparkContext
 
 from sparkdl.averager.server import Averager
 from sparkdl.errors import CollectiveError, DeadlineError
+from sparkdl.spark.run_jobs import RunJobs
 from sparkdl.spark.stacks import Stacks
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ LEAVE_S = 1.0
 
 @contextmanager
 def watched(
-    averager: Averager, stacks: Stacks, context: SparkContext, group: str
+    averager: Averager, stacks: Stacks, context: SparkContext, jobs: RunJobs
 ) -> Iterator[None]:
     """Look after the workers of a run while it lasts.
 
@@ -39,11 +40,11 @@ def watched(
         averager: of the run.
         stacks: asks the workers.
         context: Spark's.
-        group: of the run's Spark jobs.
+        jobs: the run's.
     """
     ended = threading.Event()
     thread = threading.Thread(
-        target=_watch, args=(averager, stacks, context, group, ended), name="sparkdl-watchdog"
+        target=_watch, args=(averager, stacks, context, jobs, ended), name="sparkdl-watchdog"
     )
     thread.daemon = True
     thread.start()
@@ -87,14 +88,14 @@ def stacks_on_signal(stacks: Stacks) -> Iterator[None]:
 
 
 def _watch(
-    averager: Averager, stacks: Stacks, context: SparkContext, group: str, ended: threading.Event
+    averager: Averager, stacks: Stacks, context: SparkContext, jobs: RunJobs, ended: threading.Event
 ) -> None:
     before: list[tuple[int, ...]] = []
     seen = 0
     while not ended.wait(INTERVAL_S):
         if not averager.anyone_joined:
             try:
-                now = progress(context, group)
+                now = progress(context, jobs)
             except Py4JError as error:
                 logger.debug("Spark does not answer any more: %s", error)
                 return
@@ -107,11 +108,10 @@ def _watch(
         seen = len(lost)
 
 
-def progress(context: SparkContext, group: str) -> list[tuple[int, ...]]:
-    """How far Spark has come with the jobs of a group: tasks active and completed, by stage."""
+def progress(context: SparkContext, jobs: RunJobs) -> list[tuple[int, ...]]:
+    """How far Spark has come with the jobs of a run: tasks active and completed, by stage."""
     tracker = context.statusTracker()
-    jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(group)]
-    stages = {stage for job in jobs if job is not None for stage in job.stageIds}
+    stages = {stage for job in jobs.infos() for stage in job.stageIds}
     infos = [tracker.getStageInfo(stage) for stage in sorted(stages)]
     return [
         (info.stageId, info.currentAttemptId, info.numActiveTasks, info.numCompletedTasks)

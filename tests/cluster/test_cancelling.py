@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from frames import estimator, frame
 from models import Slow
+from pyspark import InheritableThread
 from pyspark.sql import SparkSession
 from test_preemption import processes_of, start, wait_for_checkpoint
 
+import sparkdl
 from sparkdl.errors import TrainingError
 
 
@@ -44,6 +46,42 @@ def test_cancelling_every_job_ends_the_fit_and_the_session_stays_usable(
         time.sleep(0.05)
     assert not workers_of(spark)
     assert estimator().fit(frame(spark)).history[0].examples == 60
+
+
+@pytest.mark.parametrize("fits", [True, False], ids=["fit", "run"])
+def test_cancelling_the_callers_own_job_group_ends_its_training_and_nothing_else(
+    spark: SparkSession, fits: bool
+) -> None:
+    """Notebooks have a job group for each cell, and cancel that."""
+    context = spark.sparkContext
+    others: list[int] = []
+
+    def train() -> None:
+        if fits:
+            estimator(model=Slow(0.05), epochs=500, timeout=300.0).fit(frame(spark))
+        else:
+            sparkdl.run(time.sleep, 300, num_workers=2)
+
+    def other() -> None:
+        context.setJobGroup("another", "goes on")
+        others.append(context.parallelize([1], 1).map(lambda one: time.sleep(6) or one).sum())
+
+    beside = InheritableThread(target=other)
+    beside.start()
+    canceller = threading.Timer(4.0, context.cancelJobGroup, ["cell 7"])
+    context.setJobGroup("cell 7", "what the user is waiting for")
+    canceller.start()
+    started = time.monotonic()
+    try:
+        with pytest.raises(TrainingError, match="cancel"):
+            train()
+        assert time.monotonic() - started < 60
+    finally:
+        canceller.cancel()
+        context.setLocalProperty("spark.jobGroup.id", None)
+    beside.join()
+    assert others == [1]
+    assert not workers_of(spark)
 
 
 @pytest.mark.slow

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from frames import estimator, frame
 from pyspark.sql import SparkSession
@@ -9,7 +14,7 @@ from pyspark.sql import SparkSession
 from sparkdl.errors import ConfigError
 from sparkdl.spark import slots
 from sparkdl.spark.partitions import known_partitions
-from sparkdl.spark.slots import choose_num_workers, count_slots, require_free_slots
+from sparkdl.spark.slots import _promised_slots, choose_num_workers, count_slots, require_free_slots
 
 
 def test_slots_are_the_cores_of_all_executors(spark: SparkSession) -> None:
@@ -35,6 +40,58 @@ def test_executors_that_were_lost_and_not_replaced_are_an_error_with_numbers(
     monkeypatch.setattr(slots, "EXECUTORS_START_S", 0.2)
     with pytest.raises(ConfigError, match=r"4 workers .* the cluster has 3 slots left, .* lost"):
         require_free_slots(spark, 4)
+
+
+@pytest.mark.parametrize(
+    ("master", "conf", "slots"),
+    [
+        ("local-cluster[3,2,1024]", {}, 6),
+        ("local-cluster[3,2,1024]", {"spark.task.cpus": "2"}, 3),
+        ("local-cluster[3,2,1024]", {"spark.cores.max": "4"}, 4),
+        ("local-cluster[3,2,1024]", {"spark.cores.max": "40"}, 6),
+        ("local-cluster[3,2,1024]", {"spark.cores.max": "4", "spark.task.cpus": "2"}, 1),
+        ("spark://h:7077", {"spark.executor.instances": "4", "spark.executor.cores": "3"}, 12),
+        (
+            "spark://h:7077",
+            {
+                "spark.executor.instances": "4",
+                "spark.executor.cores": "3",
+                "spark.cores.max": "8",
+            },
+            6,
+        ),
+        ("spark://h:7077", {"spark.cores.max": "8"}, 0),
+        ("yarn", {"spark.executor.instances": "4"}, 0),
+    ],
+)
+def test_what_the_configuration_promises_is_never_more_than_cores_max(
+    master: str, conf: dict[str, str], slots: int
+) -> None:
+    context = SimpleNamespace(master=master, getConf=lambda: conf)
+    session: Any = SimpleNamespace(sparkContext=context)
+    assert _promised_slots(session) == slots
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cpus", "slots"), [(1, 4), (2, 1)])
+def test_cores_max_is_what_spark_gives_and_nothing_more_is_waited_for(
+    cpus: int, slots: int
+) -> None:
+    """A session of its own, on the standalone master that local-cluster starts."""
+    code = (
+        "import time; from sparkdl import create_session\n"
+        "from sparkdl.spark.slots import choose_num_workers\n"
+        "conf = {'spark.cores.max': '4', 'spark.ui.enabled': 'false',\n"
+        f"    'spark.task.cpus': '{cpus}', 'spark.executor.memory': '512m'}}\n"
+        "spark = create_session('slots', 'local-cluster[3,2,512]', conf)\n"
+        "started = time.monotonic()\n"
+        "print('chosen', choose_num_workers(spark, None), time.monotonic() - started < 30)\n"
+        "spark.stop()\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert f"chosen {slots} True" in told.stdout
 
 
 def test_a_fit_without_num_workers_trains_on_every_slot(spark: SparkSession) -> None:
