@@ -27,7 +27,7 @@ from sparkdl.driver import Outcome, run
 from sparkdl.errors import TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.testing.faults import Proxy
-from sparkdl.testing.world import Shard, _places, _processes
+from sparkdl.testing.world import Shard, _processes
 from sparkdl.worker import Job
 
 WITHIN_BYTES = 20_000
@@ -69,7 +69,7 @@ class Chaos:
         with tempfile.TemporaryDirectory(prefix="sparkdl-chaos-") as folder:
             training = threading.Event()
             policy = CheckpointPolicy(path=str(Path(folder, "checkpoints")))
-            launch = _processes(self.job, self.shards, _places(len(self.shards), Path(folder)))
+            launch = _processes(self.job, self.shards, Path(folder))
 
             @contextmanager
             def start(averager: Averager) -> Iterator[None]:

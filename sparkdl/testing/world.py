@@ -81,13 +81,20 @@ def run_world(
         return run(
             job,
             len(shards),
-            launch(job, shards, _places(len(shards), Path(directory), devices, hosts)),
+            launch(job, shards, Path(directory), devices, hosts),
             checkpoints=checkpoints,
             on_event=on_event,
         )
 
 
-def _threads(job: Job, shards: Sequence[Shard], places: Sequence[Place]) -> Launch:
+def _threads(
+    job: Job,
+    shards: Sequence[Shard],
+    directory: Path,
+    devices: Sequence[str] | None = None,
+    hosts: Sequence[str] | None = None,
+) -> Launch:
+    places = _places(len(shards), directory, devices, hosts)
 
     @contextmanager
     def launch(averager: Averager) -> Iterator[None]:
@@ -117,8 +124,8 @@ def _threads(job: Job, shards: Sequence[Shard], places: Sequence[Place]) -> Laun
 def _places(
     world_size: int,
     directory: Path,
-    devices: Sequence[str] | None = None,
-    hosts: Sequence[str] | None = None,
+    devices: Sequence[str] | None,
+    hosts: Sequence[str] | None,
 ) -> list[Place]:
     return [
         Place(
@@ -141,7 +148,14 @@ def _train_in_thread(job: Job, place: Place, address: AveragerAddress, shard: Sh
             logger.info("attempt %d of rank %d ended: %s", attempt, place.rank, error)
 
 
-def _processes(job: Job, shards: Sequence[Shard], places: Sequence[Place]) -> Launch:
+def _processes(
+    job: Job,
+    shards: Sequence[Shard],
+    directory: Path,
+    devices: Sequence[str] | None = None,
+    hosts: Sequence[str] | None = None,
+) -> Launch:
+    places = _places(len(shards), directory, devices, hosts)
     # A process that has imported everything is forked for each rank; this one has threads.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
