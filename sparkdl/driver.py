@@ -212,6 +212,10 @@ def _finished(
         raise WorkerLostError(
             f"{losses[-1]}; and the workers could not be started again: {error}"
         ) from error
+    except SparkDLError as error:
+        if losses:
+            error.add_note(f"Before this all workers were started again: {'; '.join(losses)}")
+        raise
     logger.warning(
         "%s; all workers are started again and go on from epoch %d, step %d",
         losses[-1],

@@ -189,8 +189,9 @@ def test_other_rows_than_before_are_refused(tmp_path: Path) -> None:
         _processes(job, classification([12, 8]).shards(), tmp_path),
         _processes(job, classification([12, 9]).shards(), tmp_path),
     )
-    with pytest.raises(DataError, match=r"read other rows than before \(21 rows now, 20 then"):
+    with pytest.raises(DataError, match=r"before \(21 rows now, 20 then") as caught:
         run(job, 2, launch)
+    assert "all workers were started again: rank 1" in caught.value.__notes__[0]
 
 
 def test_workers_that_cannot_start_again_say_why_they_had_to(tmp_path: Path) -> None:
