@@ -12,6 +12,7 @@ from harness import Claim, parse, parser, report
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.events import WindowReport
+from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
 
 FLAT = 1.02
@@ -56,7 +57,7 @@ def measure(rounds: int, looks: tuple[int, ...]) -> dict[int, list[float]]:
 
     with tempfile.TemporaryDirectory() as folder:
         run_world(
-            recovery.job(rounds // 20, period=1, rows_a_batch=2),
+            recovery.job(rounds // 20, ParameterAveraging(1), rows_a_batch=2),
             recovery.shards(40 * recovery.WORKERS),
             ranks_as="processes",
             checkpoints=CheckpointPolicy(path=folder),

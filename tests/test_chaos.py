@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from toys import classification, make_job, mlp, sparkdl_threads
 
 from sparkdl.averager import members
+from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing.chaos import Chaos
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -34,19 +35,28 @@ class Slow(nn.Module):
         return self.net(features)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "strategy",
+    [ParameterAveraging(period=1), pytest.param(GradientAllReduce(), marks=pytest.mark.slow)],
+    ids=["averaging", "all-reduce"],
+)
 def test_no_row_is_lost_or_counted_twice_under_ten_random_faults(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, strategy: Strategy
 ) -> None:
     monkeypatch.setattr(members, "STRAGGLER_S", 1.0)
     job = make_job(
-        Slow(), epochs=EPOCHS, optimizer=partial(torch.optim.Adam, lr=0.01), max_failures=100
+        Slow(),
+        epochs=EPOCHS,
+        optimizer=partial(torch.optim.Adam, lr=0.01),
+        strategy=strategy,
+        max_failures=100,
     )
     chaos = Chaos(job, classification(SIZES).shards(), seed=1, faults=10)
     outcome = chaos.run()
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * EPOCHS
     assert outcome.history[-1].loss < 0.8 * outcome.history[0].loss
-    assert len(chaos.injected) == 10
+    assert len(chaos.storm.injected) == 10
     assert multiprocessing.active_children() == []
     deadline = time.monotonic() + 5
     while sparkdl_threads() and time.monotonic() < deadline:

@@ -207,10 +207,10 @@ class Attendance(ABC):
             return list(self._members.losses)
 
     @property
-    def lost_ranks(self) -> list[int]:
-        """The rank of each worker that was lost, in the order of ``losses``."""
+    def dropped(self) -> list[int]:
+        """The rank of each worker that was dropped for its silence, in that order."""
         with self._condition:
-            return list(self._members.lost_ranks)
+            return list(self._members.dropped)
 
     @property
     def anyone_joined(self) -> bool:
@@ -261,6 +261,7 @@ class Attendance(ABC):
                 for rank in sorted(present):
                     patience = self._members.patience_s(rank)
                     what = self._what_is_missing({rank})
+                    self._members.dropped.append(rank)
                     self._lose(self._members.of(rank), f"{what} within {patience:.1f} s")
                 self._members.double_patience()
             elif silent:

@@ -71,7 +71,7 @@ class Members:
         self.everyone = frozenset(range(world_size))
         self.tolerance = tolerance
         self.losses: list[str] = []
-        self.lost_ranks: list[int] = []
+        self.dropped: list[int] = []
         self._deadline_s = deadline_s
         self._members: dict[int, Member] = {}
         self._heard: dict[int, float] = {}
@@ -115,7 +115,6 @@ class Members:
         member.gone = True
         member.interrupt()
         self.hear([member.rank])
-        self.lost_ranks.append(member.rank)
         self.losses.append(f"rank {member.rank} on {member.host} {why}")
         if len(self.losses) <= self.tolerance.max_failures:
             return None

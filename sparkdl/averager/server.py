@@ -187,9 +187,9 @@ class Averager:
         return self._rounds.losses
 
     @property
-    def lost_ranks(self) -> list[int]:
-        """The rank of each worker that was lost so far, in the order of ``losses``."""
-        return self._rounds.lost_ranks
+    def dropped(self) -> list[int]:
+        """The rank of each worker that was dropped for its silence so far, in that order."""
+        return self._rounds.dropped
 
     @property
     def anyone_joined(self) -> bool:

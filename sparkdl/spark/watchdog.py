@@ -102,10 +102,10 @@ def _watch(
             if now != before:
                 before = now
                 averager.postpone_deadline()
-        lost = averager.lost_ranks
-        if told := stacks.ask(lost[seen:]) if len(lost) > seen else "":
-            logger.warning("a lost worker is still there:\n%s", told)
-        seen = len(lost)
+        dropped = averager.dropped
+        if told := stacks.ask(dropped[seen:]) if len(dropped) > seen else "":
+            logger.warning("a worker that was dropped is still there:\n%s", told)
+        seen = len(dropped)
 
 
 def progress(context: SparkContext, jobs: RunJobs) -> list[tuple[int, ...]]:

@@ -23,8 +23,7 @@ from typing import Any
 from sparkdl.averager.server import Averager
 from sparkdl.checkpoint import storage
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.driver import Outcome, run
-from sparkdl.errors import TrainingError
+from sparkdl.driver import Launch, Outcome, run
 from sparkdl.events import WindowReport
 from sparkdl.testing.faults import Proxy
 from sparkdl.testing.world import Shard, _processes
@@ -33,16 +32,18 @@ from sparkdl.worker import Job
 WITHIN_BYTES = 20_000
 """A message is cut at one of so many bytes from the instant at which the fault is drawn."""
 
+Victims = Callable[[], Sequence[tuple[str, int]]]
+"""Who may be killed or stopped at this moment: names and process ids."""
+
 
 @dataclass
-class Chaos:
-    """One run under faults.
+class Storm:
+    """Random faults, from the first round of a training to its end.
 
     Args:
-        job: what to train; its ``max_failures`` has to allow for the faults.
-        shards: the rows of each rank.
         seed: draws the faults and their instants.
         faults: how many to inject.
+        victims: whose processes are killed and stopped.
         every_s: seconds between two faults, on average.
         stopped_s: the longest that a process is stopped, in seconds.
 
@@ -51,95 +52,90 @@ class Chaos:
         losses: what the averager saw of it.
     """
 
-    job: Job
-    shards: Sequence[Shard]
     seed: int
     faults: int
+    victims: Victims
     every_s: float = 0.4
     stopped_s: float = 3.0
     injected: list[str] = field(default_factory=list)
     losses: list[str] = field(default_factory=list)
 
-    def run(self) -> Outcome:
-        """Train while faults are injected.
+    def __post_init__(self) -> None:
+        self._generator = random.Random(self.seed)
+        self._training = threading.Event()
 
-        Raises:
-            TrainingError: the run did not survive.
-        """
-        with tempfile.TemporaryDirectory(prefix="sparkdl-chaos-") as folder:
-            training = threading.Event()
-            policy = CheckpointPolicy(path=str(Path(folder, "checkpoints")))
-            launch = _processes(self.job, self.shards, Path(folder))
+    @property
+    def hits(self) -> int:
+        """How many of the faults had something to hit."""
+        return sum("no" not in fault.split() and "nobody" not in fault for fault in self.injected)
 
-            @contextmanager
-            def start(averager: Averager) -> Iterator[None]:
-                with Proxy(averager.address) as proxy:
-                    seen = _SeenThrough(proxy, averager)
-                    with launch(seen), self._storm(proxy, training):  # type: ignore[arg-type]
-                        yield
-                self.losses = averager.losses
+    def over(self, launch: Launch) -> Launch:
+        """Start workers as ``launch`` does, which are to see the averager through faulty lines."""
 
-            def on_event(event: object) -> None:
-                if isinstance(event, WindowReport):
-                    training.set()
+        @contextmanager
+        def start(averager: Averager) -> Iterator[None]:
+            with Proxy(averager.address) as proxy:
+                seen = _SeenThrough(proxy, averager)
+                with launch(seen), self._blowing(proxy):  # type: ignore[arg-type]
+                    yield
+            self.losses += averager.losses
 
-            return run(self.job, len(self.shards), start, checkpoints=policy, on_event=on_event)
+        return start
+
+    def on_event(self, event: object) -> None:
+        """Take note of what the workers report: faults begin with the first round."""
+        if isinstance(event, WindowReport):
+            self._training.set()
 
     @contextmanager
-    def _storm(self, proxy: Proxy, training: threading.Event) -> Iterator[None]:
-        over = threading.Event()
+    def _blowing(self, proxy: Proxy) -> Iterator[None]:
+        ended = threading.Event()
         thread = threading.Thread(
-            target=self._inject, args=(proxy, training, over), name="sparkdl-chaos", daemon=True
+            target=self._inject, args=(proxy, ended), name="sparkdl-chaos", daemon=True
         )
         thread.start()
         try:
             yield
         finally:
-            over.set()
+            ended.set()
             thread.join(30)
 
-    def _inject(self, proxy: Proxy, training: threading.Event, over: threading.Event) -> None:
-        while not training.wait(0.1):
-            if over.is_set():
+    def _inject(self, proxy: Proxy, ended: threading.Event) -> None:
+        while not self._training.wait(0.1):
+            if ended.is_set():
                 return
-        generator = random.Random(self.seed)
-        deeds: list[Callable[[Proxy, random.Random], str]] = [
-            self._kill,
-            self._stop,
-            self._reset,
-            self._truncate,
-            self._fill_disk,
-        ]
-        for _ in range(self.faults):
-            pause = generator.uniform(0, 2 * self.every_s)
-            deed = generator.choice(deeds)
-            if over.wait(pause):
+        deeds = [self._kill, self._stop, self._reset, self._truncate, self._fill_disk]
+        while len(self.injected) < self.faults:
+            pause = self._generator.uniform(0, 2 * self.every_s)
+            deed = self._generator.choice(deeds)
+            if ended.wait(pause):
                 return
-            self.injected.append(deed(proxy, generator))
+            self.injected.append(deed(proxy))
 
-    def _kill(self, proxy: Proxy, generator: random.Random) -> str:
-        name, pid = self._pick(generator)
+    def _kill(self, proxy: Proxy) -> str:
+        name, pid = self._pick()
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         return f"kill {name}"
 
-    def _stop(self, proxy: Proxy, generator: random.Random) -> str:
-        name, pid = self._pick(generator)
-        seconds = generator.uniform(0.1, self.stopped_s)
+    def _stop(self, proxy: Proxy) -> str:
+        name, pid = self._pick()
+        seconds = self._generator.uniform(0.1, self.stopped_s)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
             time.sleep(seconds)
             os.kill(pid, signal.SIGCONT)
         return f"stop {name} for {seconds:.1f} s"
 
-    def _reset(self, proxy: Proxy, generator: random.Random) -> str:
-        return "reset a connection" if proxy.break_one(generator, 0) else "no connection to reset"
+    def _reset(self, proxy: Proxy) -> str:
+        broke = proxy.break_one(self._generator, 0)
+        return "reset a connection" if broke else "no connection to reset"
 
-    def _truncate(self, proxy: Proxy, generator: random.Random) -> str:
-        cut = proxy.break_one(generator, WITHIN_BYTES)
+    def _truncate(self, proxy: Proxy) -> str:
+        cut = proxy.break_one(self._generator, WITHIN_BYTES)
         return "truncate a message" if cut else "no message to truncate"
 
-    def _fill_disk(self, proxy: Proxy, generator: random.Random) -> str:
+    def _fill_disk(self, proxy: Proxy) -> str:
         write = storage._Checksummed.write
 
         def full(*_: Any) -> int:
@@ -149,14 +145,55 @@ class Chaos:
         storage._Checksummed.write = full  # type: ignore[method-assign, assignment]
         return "fill the disk"
 
-    @staticmethod
-    def _pick(generator: random.Random) -> tuple[str, int]:
-        ranks = sorted(multiprocessing.active_children(), key=lambda process: process.name)
-        ranks = [process for process in ranks if process.name.startswith("rank ")]
-        if not ranks:
-            return "nobody", 2**22 + 1
-        victim = generator.choice(ranks)
-        return victim.name, victim.pid or 2**22 + 1
+    def _pick(self) -> tuple[str, int]:
+        victims = sorted(self.victims())
+        return self._generator.choice(victims) if victims else ("nobody", 2**22 + 1)
+
+
+@dataclass
+class Chaos:
+    """One run under faults, every rank a process on this machine.
+
+    Args:
+        job: what to train; its ``max_failures`` has to allow for the faults.
+        shards: the rows of each rank.
+        seed: draws the faults and their instants.
+        faults: how many to inject.
+        every_s: seconds between two faults, on average.
+
+    Attributes:
+        storm: the faults.
+    """
+
+    job: Job
+    shards: Sequence[Shard]
+    seed: int
+    faults: int
+    every_s: float = 0.4
+
+    def __post_init__(self) -> None:
+        self.storm = Storm(self.seed, self.faults, _ranks, self.every_s)
+
+    def run(self) -> Outcome:
+        """Train while faults are injected.
+
+        Raises:
+            TrainingError: the run did not survive.
+        """
+        with tempfile.TemporaryDirectory(prefix="sparkdl-chaos-") as folder:
+            return run(
+                self.job,
+                len(self.shards),
+                self.storm.over(_processes(self.job, self.shards, Path(folder))),
+                checkpoints=CheckpointPolicy(path=str(Path(folder, "checkpoints"))),
+                on_event=self.storm.on_event,
+            )
+
+
+def _ranks() -> list[tuple[str, int]]:
+    """The processes that train."""
+    processes = multiprocessing.active_children()
+    return [(p.name, p.pid or 0) for p in processes if p.pid and p.name.startswith("rank ")]
 
 
 class _SeenThrough:
@@ -164,4 +201,7 @@ class _SeenThrough:
 
     def __init__(self, proxy: Proxy, averager: Averager) -> None:
         self.address = proxy.address
-        self.fail: Callable[[TrainingError], None] = averager.fail
+        self._averager = averager
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._averager, name)
