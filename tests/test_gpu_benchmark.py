@@ -1,0 +1,30 @@
+"""The benchmark for GPUs runs, at toy size and without one: what it does is not forgotten code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+def test_the_benchmark_for_gpus_runs_at_toy_size_without_one() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "gpu" / "resnet50.py", "--toy"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.strip().splitlines()[-1])
+    assert report["ratio"] > 0
+    assert report["detail"]["toy"]
+    assert report["detail"]["all_reduce_one_rank_images_per_second"] > 0
