@@ -26,6 +26,7 @@ from sparkdl.replica import Precision
 from sparkdl.schedule import Unit
 from sparkdl.spark.columns import InputColumn
 from sparkdl.spark.encryption import encrypts_connections, require_no_plaintext
+from sparkdl.spark.gpus import gpu_profile
 from sparkdl.spark.launcher import Workers
 from sparkdl.spark.partitions import known_partitions
 from sparkdl.spark.session import require_classic_session
@@ -99,7 +100,8 @@ class Preflight:
         if self.job.strategy.needs_collective:
             require_static_allocation(spark)
             require_no_plaintext(spark, params.getTls(), type(self.job.strategy).__name__)
-        num_workers = choose_num_workers(spark, params.getNumWorkers())
+        profile = gpu_profile(spark, params.getDevice())
+        num_workers = choose_num_workers(spark, params.getNumWorkers(), profile)
         if params.getMinWorkers() > num_workers:
             raise ConfigError(
                 f"minWorkers is {params.getMinWorkers()}, but there are {num_workers} workers. Set "

@@ -28,6 +28,7 @@ from sparkdl.spark.encryption import (
     require_no_plaintext,
 )
 from sparkdl.spark.function_task import OUTPUT_DDL, Call, Script
+from sparkdl.spark.gpus import gpu_profile
 from sparkdl.spark.launcher import JOB_END_S, LEAVE_S, Workers, as_training_error, run_on_rows
 from sparkdl.spark.network import network_of
 from sparkdl.spark.partitions import known_partitions
@@ -110,14 +111,15 @@ def run(
     declared = Declared(shapes(columnShapes), dtypes(columnDtypes), names("imageCols")(imageCols))
     rows = None if df is None else _rows_of(df, declared, num_workers, device)
     require_static_allocation(spark)
-    choose_num_workers(spark, num_workers)
+    profile = gpu_profile(spark, device)
+    choose_num_workers(spark, num_workers, profile)
     require_no_plaintext(spark, False, "what sparkdl.run calls")
     tls = encrypts_connections(spark, False)
     with (
         in_turn(spark, num_workers),
         Board(num_workers, *driver_hosts(spark), tls=tls) as board,
     ):
-        require_free_slots(spark, num_workers)
+        require_free_slots(spark, num_workers, profile)
         job = _Job(spark, board, call, device, rows)
         try:
             with stacks_on_signal(board.stacks):
@@ -165,6 +167,7 @@ class _Job:
         self, spark: SparkSession, board: Board, call: Call, device: str, rows: _Rows | None
     ) -> None:
         self._spark = spark
+        self._profile = gpu_profile(spark, device)
         self._input = rows
         self._board = board
         self._rows: list[Any] = []
@@ -214,7 +217,9 @@ class _Job:
         try:
             if self._input is None:
                 tasks = self._spark.range(0, workers, 1, workers)
-                self._rows = tasks.mapInArrow(self._task, OUTPUT_DDL, barrier=True).collect()
+                self._rows = tasks.mapInArrow(
+                    self._task, OUTPUT_DDL, barrier=True, profile=self._profile
+                ).collect()
             else:
                 self._rows = run_on_rows(
                     self._input.workers, ORDER_SEED, self._task, OUTPUT_DDL, barrier=True

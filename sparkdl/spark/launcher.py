@@ -26,6 +26,7 @@ from sparkdl.spark.board import BoardAddress
 from sparkdl.spark.columns import InputColumn
 from sparkdl.spark.console import Console, driver_hosts, echoes
 from sparkdl.spark.encryption import keeps_rows_in_memory
+from sparkdl.spark.gpus import gpu_profile
 from sparkdl.spark.lost import is_loss, memory_advice, with_sparks_reason
 from sparkdl.spark.network import network_of
 from sparkdl.spark.partitions import has_stable_order
@@ -117,7 +118,8 @@ def launch(workers: Workers, job: Job) -> Launch:
         )
 
         if barrier:
-            require_free_slots(spark, workers.num_workers)
+            profile = gpu_profile(spark, workers.device)
+            require_free_slots(spark, workers.num_workers, profile)
 
         def run_job() -> None:
             try:
@@ -200,14 +202,18 @@ def run_on_rows(
     Returns:
         What the tasks have yielded.
     """
+
+    def run_on(rows: DataFrame) -> list[Row]:
+        profile = gpu_profile(rows.sparkSession, workers.device)
+        return rows.mapInArrow(task, output, barrier=barrier, profile=profile).collect()
+
     try:
-        return worker_frame(workers, seed).mapInArrow(task, output, barrier=barrier).collect()
+        return run_on(worker_frame(workers, seed))
     except Exception as error:
         if _FORBIDDEN_LINEAGE not in str(error):
             raise
         logger.info("a shuffle is put before the workers: %s", _FORBIDDEN_LINEAGE)
-    spread = worker_frame(replace(workers, repartition=True), seed)
-    return spread.mapInArrow(task, output, barrier=barrier).collect()
+    return run_on(worker_frame(replace(workers, repartition=True), seed))
 
 
 def as_training_error(error: Exception) -> SetupError | TrainingError:

@@ -6,9 +6,11 @@ import math
 import re
 import time
 
+from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError
+from sparkdl.spark.gpus import GPUS_AN_EXECUTOR
 
 EXECUTORS_START_S = 60.0
 """Seconds to wait for executors that the configuration promises."""
@@ -16,11 +18,20 @@ OTHERS_END_S = 10.0
 """Seconds to wait for other jobs to give slots back to workers that all have to start at once."""
 
 
-def count_slots(spark: SparkSession) -> int:
-    """Tasks that the executors registered now can run at the same time."""
+def count_slots(spark: SparkSession, profile: ResourceProfile | None = None) -> int:
+    """Tasks that the executors registered now can run at the same time.
+
+    Args:
+        spark: the session.
+        profile: what each task needs; what the session's settings say by default.
+    """
     context = spark.sparkContext._jsc.sc()
-    profile = context.resourceProfileManager().defaultResourceProfile()
-    return int(context.maxNumConcurrentTasks(profile))
+    profiles = context.resourceProfileManager()
+    if profile is None:
+        return int(context.maxNumConcurrentTasks(profiles.defaultResourceProfile()))
+    needed = profile._java_resource_profile
+    profiles.addResourceProfile(needed)
+    return int(context.maxNumConcurrentTasks(needed))
 
 
 def most_slots(spark: SparkSession) -> float:
@@ -28,7 +39,9 @@ def most_slots(spark: SparkSession) -> float:
     return max(count_slots(spark), _slots_on_demand(spark))
 
 
-def choose_num_workers(spark: SparkSession, wanted: int | None) -> int:
+def choose_num_workers(
+    spark: SparkSession, wanted: int | None, profile: ResourceProfile | None = None
+) -> int:
     """The number of workers: as wanted if there are slots for them, else as many as slots.
 
     Executors may still be starting; what the configuration promises is waited for.
@@ -36,18 +49,19 @@ def choose_num_workers(spark: SparkSession, wanted: int | None) -> int:
     Args:
         spark: the session.
         wanted: the user's ``numWorkers``; None for as many as there are slots.
+        profile: what each worker's task needs; what the session's settings say by default.
 
     Raises:
         ConfigError: more workers are wanted than the cluster has slots.
     """
     _refuse_speculation(spark)
-    promised = _promised_slots(spark)
+    promised = _promised_slots(spark, gpus=profile is not None)
     needed = promised if wanted is None else min(wanted, promised)
     deadline = time.monotonic() + EXECUTORS_START_S
-    slots = count_slots(spark)
+    slots = count_slots(spark, profile)
     while slots < needed and time.monotonic() < deadline:
         time.sleep(0.05)
-        slots = count_slots(spark)
+        slots = count_slots(spark, profile)
     if wanted is None:
         if slots < 1:
             raise ConfigError(
@@ -55,6 +69,12 @@ def choose_num_workers(spark: SparkSession, wanted: int | None) -> int:
                 "can start. Check the cluster's resources in the Spark UI"
             )
         return slots
+    if wanted > slots and profile is not None:
+        raise ConfigError(
+            f"numWorkers is {wanted}, but the executors have {slots} GPUs for tasks, and each "
+            f"worker uses one. Set numWorkers to at most {slots}, add executors, or use "
+            "device='cpu'"
+        )
     if wanted > most_slots(spark):
         raise ConfigError(
             f"numWorkers is {wanted}, but the cluster has {slots} slots (tasks that run at the "
@@ -80,7 +100,9 @@ def require_static_allocation(spark: SparkSession) -> None:
         )
 
 
-def require_free_slots(spark: SparkSession, needed: int) -> None:
+def require_free_slots(
+    spark: SparkSession, needed: int, profile: ResourceProfile | None = None
+) -> None:
     """Wait for slots that other jobs still hold, or that a lost executor had.
 
     Spark would wait for a year, silently.
@@ -88,6 +110,7 @@ def require_free_slots(spark: SparkSession, needed: int) -> None:
     Args:
         spark: the session.
         needed: tasks that have to start at once.
+        profile: what each of them needs; what the session's settings say by default.
 
     Raises:
         ConfigError: other jobs hold too many slots, or lost executors were not replaced.
@@ -95,7 +118,7 @@ def require_free_slots(spark: SparkSession, needed: int) -> None:
     executors_due = time.monotonic() + EXECUTORS_START_S
     others_due = math.inf
     while True:
-        slots, running = count_slots(spark), _count_running_tasks(spark)
+        slots, running = count_slots(spark, profile), _count_running_tasks(spark)
         if slots - running >= needed:
             return
         if slots >= needed:
@@ -139,10 +162,15 @@ def _slots_on_demand(spark: SparkSession) -> float:
     return float(conf.get("spark.dynamicAllocation.maxExecutors") or "inf") * per_executor
 
 
-def _promised_slots(spark: SparkSession) -> int:
+def _promised_slots(spark: SparkSession, *, gpus: bool = False) -> int:
     """Slots that the configuration says there will be once every executor has registered."""
     conf = spark.sparkContext.getConf()
     cpus = int(conf.get("spark.task.cpus", "1") or 1)
+    at_most = int(conf.get(GPUS_AN_EXECUTOR, "0") or 0) if gpus else math.inf
+
+    def slots_with(cores: int) -> int:
+        return int(min(cores // cpus, at_most))
+
     local_cluster = re.fullmatch(
         r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]", spark.sparkContext.master or ""
     )
@@ -152,8 +180,8 @@ def _promised_slots(spark: SparkSession) -> int:
         executors, cores = int(local_cluster[1]), int(local_cluster[2])
         # Spark gives every executor one core more in turn, until there are no more to give.
         each, over = divmod(int(min(most, executors * cores)), executors)
-        return over * ((each + 1) // cpus) + (executors - over) * (each // cpus)
+        return over * slots_with(each + 1) + (executors - over) * slots_with(each)
     if instances and cores_set:
         executors = int(min(int(instances), most // int(cores_set)))
-        return executors * (int(cores_set) // cpus)
+        return executors * slots_with(int(cores_set))
     return 0

@@ -115,42 +115,50 @@ def test_two_ranks_on_one_gpu_are_an_error_that_names_them() -> None:
 
 
 SESSION = """
+import json
 import sys
 import sparkdl
 from sparkdl import create_session
+from sparkdl.errors import ConfigError
 
 def gpu():
     from pyspark import TaskContext
     return TaskContext.get().resources()["gpu"].addresses
 
 if __name__ == "__main__":
-    create_session("gpus", master="local-cluster[1,2,1024]", conf={
+    a_task = {"spark.task.resource.gpu.amount": sys.argv[2]} if sys.argv[2] else {}
+    create_session("gpus", master="local-cluster[1,3,1024]", conf=a_task | {
         "spark.executor.memory": "1024m",
         "spark.ui.enabled": "false",
         "spark.worker.resource.gpu.amount": "2",
         "spark.worker.resource.gpu.discoveryScript": sys.argv[1],
         "spark.executor.resource.gpu.amount": "2",
-        "spark.task.resource.gpu.amount": "1",
     }).sparkContext.setLogLevel("OFF")
-    import json
-    print(json.dumps(sparkdl.run(gpu, num_workers=2)))
+    try:
+        sparkdl.run(gpu, num_workers=3)
+    except ConfigError as error:
+        refused = str(error)
+    print(json.dumps([sparkdl.run(gpu, num_workers=2), refused]))
 """
 
 
 @pytest.mark.slow
-def test_spark_assigns_two_faked_gpus_to_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("a_task", ["1", "0.5", ""], ids=["whole", "shared", "not-asked-for"])
+def test_spark_assigns_two_faked_gpus_to_two_ranks(tmp_path: Path, a_task: str) -> None:
+    """On an executor of three cores, whatever the application's own settings ask for a task."""
     discovery = tmp_path / "discover.sh"
     discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1"]}\'\n')
     discovery.chmod(0o755)
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(SESSION))
     done = subprocess.run(
-        [sys.executable, str(program), str(discovery)],
+        [sys.executable, str(program), str(discovery), a_task],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assigned = json.loads(done.stdout.strip().splitlines()[-1])
+    assigned, refused = json.loads(done.stdout.strip().splitlines()[-1])
     assert sorted(assigned) == [["0"], ["1"]]
+    assert "numWorkers is 3" in refused

@@ -1,0 +1,40 @@
+"""One GPU for each worker's task where executors have GPUs and Spark's tasks do not ask for one."""
+
+from __future__ import annotations
+
+import functools
+
+from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
+from pyspark.sql import SparkSession
+
+GPUS_AN_EXECUTOR = "spark.executor.resource.gpu.amount"
+GPUS_A_TASK = "spark.task.resource.gpu.amount"
+
+
+def gpu_profile(spark: SparkSession, device: str) -> ResourceProfile | None:
+    """The request of one GPU a task, for the workers' stage only (stage-level scheduling).
+
+    Executors with few GPUs and many cores would start a task on every core, several on one GPU.
+    Setting ``spark.task.resource.gpu.amount=1`` avoids that for the whole application, whose other
+    stages then leave cores idle.
+
+    Args:
+        spark: the session.
+        device: what the user asks for: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Returns:
+        None where tasks have whole GPUs already, are to have none, or Spark knows of none.
+    """
+    conf = spark.sparkContext.getConf()
+    executors_have = float(conf.get(GPUS_AN_EXECUTOR) or 0) >= 1
+    tasks_have = float(conf.get(GPUS_A_TASK) or 0) >= 1
+    if device not in ("auto", "cuda") or not executors_have or tasks_have:
+        return None
+    cpus = int(conf.get("spark.task.cpus") or 1)
+    return _one_gpu_a_task(spark.sparkContext.applicationId, cpus)
+
+
+@functools.lru_cache(maxsize=1)  # Spark keeps each profile for as long as the application runs
+def _one_gpu_a_task(application: str, cpus: int) -> ResourceProfile:
+    requests = TaskResourceRequests().cpus(cpus).resource("gpu", 1)
+    return ResourceProfileBuilder().require(requests).build
