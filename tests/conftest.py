@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 from pyspark.sql import SparkSession
+from toys import sparkdl_threads
 
 from sparkdl import create_session
 
@@ -32,3 +34,14 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     session.sparkContext.setLogLevel("OFF")
     yield session
     session.stop()
+
+
+@pytest.fixture
+def nobody_stays() -> Iterator[None]:
+    """Every thread of ours that the test started has ended soon after it."""
+    before = set(sparkdl_threads())
+    yield
+    deadline = time.monotonic() + 5
+    while set(sparkdl_threads()) - before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert set(sparkdl_threads()) - before == set()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +14,23 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from misbehaving import (
+    Kills,
+    Marked,
+    Overflows,
+    Raises,
+    marked,
+    ranks,
+    started,
+)
 from torch import Tensor, nn
-from toys import Data, classification, make_job, mlp, sparkdl_threads
+from toys import classification, make_job, mlp
 
 from sparkdl.averager import Averager, AveragerAddress
-from sparkdl.averager.connection import Connection
 from sparkdl.averager.progress import Position
 from sparkdl.driver import run
 from sparkdl.errors import (
     DataError,
-    DeadlineError,
     NonFiniteError,
     TrainingError,
     WorkerError,
@@ -33,68 +38,9 @@ from sparkdl.errors import (
 )
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
-from sparkdl.worker import Job, Place, report_failure, train
+from sparkdl.worker import Place, report_failure, train
 
-MARK = 777.0
-"""A feature value by which a model recognizes the row at which to misbehave."""
-
-
-def marked(sizes: list[int], *rows: int) -> Data:
-    data = classification(sizes)
-    data.features[list(rows), 0] = MARK
-    return data
-
-
-class Marked(nn.Module):
-    """Does something at the marked row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, features: Tensor) -> Tensor:
-        if (features[:, 0] == MARK).any():
-            self.at_mark()
-        return self.net(features)
-
-    def at_mark(self) -> None:
-        raise NotImplementedError
-
-
-class Raises(Marked):
-    def at_mark(self) -> None:
-        raise ZeroDivisionError("the user's own mistake")
-
-
-class Sleeps(Marked):
-    def at_mark(self) -> None:
-        time.sleep(4)
-
-
-class SleepsABit(Marked):
-    def at_mark(self) -> None:
-        time.sleep(0.9)
-
-
-class Kills(Marked):
-    def at_mark(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Overflows(Marked):
-    def at_mark(self) -> None:
-        with torch.no_grad():
-            next(self.parameters()).view(-1)[:3] = float("inf")
-
-
-@pytest.fixture(autouse=True)
-def _nobody_stays() -> Iterator[None]:
-    before = set(sparkdl_threads())
-    yield
-    deadline = time.monotonic() + 5
-    while set(sparkdl_threads()) - before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert set(sparkdl_threads()) - before == set()
+pytestmark = pytest.mark.usefixtures("nobody_stays")
 
 
 def test_an_error_in_the_model_names_rank_epoch_and_step_and_shows_the_workers_traceback() -> None:
@@ -107,7 +53,7 @@ def test_an_error_in_the_model_names_rank_epoch_and_step_and_shows_the_workers_t
     assert "rank 1, epoch 1, step 3" in str(error)
     assert "ZeroDivisionError: the user's own mistake" in str(error)
     assert "in at_mark" in error.worker_traceback
-    assert "test_worker.py" in error.worker_traceback
+    assert "misbehaving.py" in error.worker_traceback
 
 
 @pytest.mark.parametrize(
@@ -264,155 +210,6 @@ def test_non_finite_values_do_not_reach_the_center(wire_dtype: str) -> None:
     assert all(bool(torch.isfinite(tensor).all()) for tensor in averagers[0].center)
 
 
-@contextmanager
-def _started(workers: list[threading.Thread], wait_s: float) -> Iterator[None]:
-    for worker in workers:
-        worker.start()
-    try:
-        yield
-    finally:
-        for worker in workers:
-            worker.join(wait_s)
-        assert not any(worker.is_alive() for worker in workers)
-
-
-@contextmanager
-def _late(workers: Any, seconds: float) -> Iterator[None]:
-    """Enter ``workers``, but only some time after the run has begun."""
-    timer = threading.Timer(seconds, workers.__enter__)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.join(10)
-        workers.__exit__(None, None, None)
-
-
-def ranks(
-    job: Job, shards: Any, wanted: dict[int, int], averagers: list[Averager] | None = None
-) -> Any:
-    """Launch threads of our own choosing: {shard: rank it claims}."""
-
-    def launch(averager: Averager) -> Any:
-        if averagers is not None:
-            averagers.append(averager)
-        workers = [
-            threading.Thread(
-                target=train,
-                args=(job, Place(rank=rank, directory=Path("/tmp")), averager.address, shards[s]),
-                name=f"sparkdl-rank-{rank}",
-                daemon=True,
-            )
-            for s, rank in wanted.items()
-        ]
-        return _started(workers, 20)
-
-    return launch
-
-
-def test_a_rank_that_never_joins_is_named_within_the_deadline() -> None:
-    job = make_job(mlp(), deadline_s=1.0)
-    shards = classification([4, 4, 4]).shards()
-    started = time.monotonic()
-    with pytest.raises(DeadlineError, match="rank 1"):
-        run(job, 3, ranks(job, shards, {0: 0, 2: 2}))
-    assert time.monotonic() - started < 10
-
-
-@pytest.mark.parametrize("silent", [0, 1, 2])
-def test_a_rank_that_goes_silent_is_named_within_the_deadline(silent: int) -> None:
-    data = marked([8, 8, 8], 8 * silent + 6)  # in the second minibatch
-    job = make_job(Sleeps(), deadline_s=1.0)
-    started = time.monotonic()
-    with pytest.raises(DeadlineError, match=f"rank {silent}"):
-        run_world(job, data.shards())
-    assert time.monotonic() - started < 20
-
-
-def test_start_up_and_the_first_window_have_the_deadline_each() -> None:
-    """Workers that come late and then train for long are heard of in between: they join."""
-    job = make_job(SleepsABit(), deadline_s=1.5)
-    shards = marked([4, 4], 0, 4).shards()
-    plain = ranks(job, shards, {0: 0, 1: 1})
-
-    def launch(averager: Averager) -> Any:
-        return _late(plain(averager), 0.9)
-
-    outcome = run(job, 2, launch)
-    assert outcome.history[0].examples == 8
-
-
-def test_a_worker_without_rows_waits_for_a_long_epoch_of_the_others() -> None:
-    """Progress is being made all the time, so no deadline is missed."""
-
-    class Slow(Marked):
-        def forward(self, features: Tensor) -> Tensor:
-            time.sleep(0.4)
-            return self.net(features)
-
-    data = classification([0, 40])  # 10 windows of 0.4 s
-    outcome = run_world(make_job(Slow(), deadline_s=1.5), data.shards())
-    assert outcome.history[0].examples == 40
-
-
-def slow_rows(shard: list[pa.RecordBatch], seconds: float) -> Iterator[pa.RecordBatch]:
-    for batch in shard:
-        time.sleep(seconds)
-        yield batch
-
-
-def test_a_worker_that_reads_slowly_is_not_overdue_while_rows_arrive() -> None:
-    """Its 10 record batches take 4 s, more than twice the deadline."""
-    quick, slow = classification([4, 20]).shards(rows_a_batch=2)
-    outcome = run_world(
-        make_job(mlp(), deadline_s=1.8),
-        [quick, slow_rows(slow, 0.4)],  # type: ignore[list-item]
-    )
-    assert outcome.history[0].examples == 24
-
-
-@pytest.mark.parametrize("rows_before", [0, 2])
-def test_a_worker_whose_rows_do_not_arrive_is_named_within_the_deadline(rows_before: int) -> None:
-    released = threading.Event()
-
-    def blocked(shard: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        yield from shard[:rows_before]
-        released.wait(10)
-
-    quick, slow = classification([4, 4]).shards(rows_a_batch=1)
-    job = make_job(mlp(), deadline_s=1.0)
-    averagers: list[Averager] = []
-    workers = ranks(job, [quick, blocked(slow)], {0: 0, 1: 1}, averagers)
-
-    @contextmanager
-    def launch(averager: Averager) -> Iterator[None]:
-        with workers(averager):
-            try:
-                yield
-            finally:
-                released.set()
-
-    started = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"^rank 1 on .* of its rows within 1 s"):
-        run(job, 2, launch)
-    assert time.monotonic() - started < 9
-
-
-def test_a_slow_upload_does_not_make_its_sender_look_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 sends for 1.2 s of a deadline of 1.5 s; it is rank 1 who stays away."""
-    send_values = Connection.send_values
-
-    def slowly(connection: Connection, values: Tensor) -> None:
-        if threading.current_thread().name.startswith("sparkdl-rank"):
-            time.sleep(1.2)
-        send_values(connection, values)
-
-    monkeypatch.setattr(Connection, "send_values", slowly)
-    job = make_job(Sleeps(), deadline_s=1.5)
-    with pytest.raises(DeadlineError, match="rank 1"):
-        run_world(job, marked([4, 4], 5).shards())
-
-
 def test_a_process_killed_in_a_step_is_lost_by_name() -> None:
     data = marked([12, 12], 12 + 5)
     started = time.monotonic()
@@ -471,7 +268,7 @@ def test_a_worker_that_could_not_start_says_why() -> None:
     def launch(averager: Averager) -> Any:
         error = ImportError("No module named 'timm'")
         reporter = threading.Thread(target=report_failure, args=(averager.address, 1, error))
-        return _started([reporter], 10)
+        return started([reporter], 10)
 
     with pytest.raises(WorkerError, match=r"rank 1.*ImportError: No module named 'timm'") as caught:
         run(job, 2, launch)
@@ -492,7 +289,7 @@ def test_a_failed_run_leaves_no_file_behind(tmp_path: Path) -> None:
     def launch(averager: Averager) -> Any:
         place = Place(rank=0, directory=tmp_path)
         worker = threading.Thread(target=train, args=(job, place, averager.address, shards[0]))
-        return _started([worker], 10)
+        return started([worker], 10)
 
     with pytest.raises(WorkerError):
         run(job, 1, launch)

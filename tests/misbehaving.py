@@ -1,0 +1,116 @@
+"""Workers that misbehave at a marked row, and launches of workers of one's own choosing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from toys import Data, classification, mlp
+
+from sparkdl.averager import Averager
+from sparkdl.worker import Job, Place, train
+
+MARK = 777.0
+"""A feature value by which a model recognizes the row at which to misbehave."""
+
+
+def marked(sizes: list[int], *rows: int) -> Data:
+    data = classification(sizes)
+    data.features[list(rows), 0] = MARK
+    return data
+
+
+class Marked(nn.Module):
+    """Does something at the marked row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, features: Tensor) -> Tensor:
+        if (features[:, 0] == MARK).any():
+            self.at_mark()
+        return self.net(features)
+
+    def at_mark(self) -> None:
+        raise NotImplementedError
+
+
+class Raises(Marked):
+    def at_mark(self) -> None:
+        raise ZeroDivisionError("the user's own mistake")
+
+
+class Sleeps(Marked):
+    def at_mark(self) -> None:
+        time.sleep(4)
+
+
+class SleepsABit(Marked):
+    def at_mark(self) -> None:
+        time.sleep(0.9)
+
+
+class Kills(Marked):
+    def at_mark(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Overflows(Marked):
+    def at_mark(self) -> None:
+        with torch.no_grad():
+            next(self.parameters()).view(-1)[:3] = float("inf")
+
+
+@contextmanager
+def started(workers: list[threading.Thread], wait_s: float) -> Iterator[None]:
+    for worker in workers:
+        worker.start()
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.join(wait_s)
+        assert not any(worker.is_alive() for worker in workers)
+
+
+@contextmanager
+def late(workers: Any, seconds: float) -> Iterator[None]:
+    """Enter ``workers``, but only some time after the run has begun."""
+    timer = threading.Timer(seconds, workers.__enter__)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join(10)
+        workers.__exit__(None, None, None)
+
+
+def ranks(
+    job: Job, shards: Any, wanted: dict[int, int], averagers: list[Averager] | None = None
+) -> Any:
+    """Launch threads of our own choosing: {shard: rank it claims}."""
+
+    def launch(averager: Averager) -> Any:
+        if averagers is not None:
+            averagers.append(averager)
+        workers = [
+            threading.Thread(
+                target=train,
+                args=(job, Place(rank=rank, directory=Path("/tmp")), averager.address, shards[s]),
+                name=f"sparkdl-rank-{rank}",
+                daemon=True,
+            )
+            for s, rank in wanted.items()
+        ]
+        return started(workers, 20)
+
+    return launch
