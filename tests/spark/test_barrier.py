@@ -159,10 +159,10 @@ def test_slots_held_by_another_job_are_an_error_with_numbers_in_seconds(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(slots, "OTHERS_END_S", 1.0)
-    path = str(tmp_path / "started")
+    folder = str(tmp_path)
 
     def hold(_: Any) -> Any:
-        open(path, "w").close()
+        open(os.path.join(folder, f"started-{os.getpid()}"), "w").close()
         time.sleep(60)
         return []
 
@@ -175,9 +175,8 @@ def test_slots_held_by_another_job_are_an_error_with_numbers_in_seconds(
     other.start()
     try:
         deadline = time.monotonic() + 60
-        while not os.path.exists(path) and time.monotonic() < deadline:
+        while len(os.listdir(folder)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.5)  # for the other of the two tasks
         with pytest.raises(ConfigError, match=r"3 workers .* other jobs hold 2 of the.* 3"):
             estimator(strategy=ALL_REDUCE, numWorkers=3).fit(frame(spark))
         require_free_slots(spark, 1)

@@ -17,12 +17,13 @@ from sparkdl.spark.partitions import known_partitions
 from sparkdl.spark.slots import _promised_slots, choose_num_workers, count_slots, require_free_slots
 
 
-def test_slots_are_the_cores_of_all_executors(spark: SparkSession) -> None:
-    assert count_slots(spark) == 3
-
-
 def test_no_wish_means_every_slot(spark: SparkSession) -> None:
     assert choose_num_workers(spark, None) == 3
+
+
+def test_slots_are_the_cores_of_all_executors(spark: SparkSession) -> None:
+    assert choose_num_workers(spark, 3) == 3  # waits for executors that are still starting
+    assert count_slots(spark) == 3
 
 
 def test_a_wish_within_the_slots_is_granted(spark: SparkSession) -> None:
