@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from sparkdl.averager.attendance import Attendance
@@ -54,6 +55,8 @@ class Checkpoints(Attendance):
         self._plan = plan
         self._saving: Saving | None = None
         self._writer: threading.Thread | None = None
+        # In the same place for every checkpoint, lest the memory be in many pieces.
+        self._copy: list[Tensor] = []
         self._save_asked = False
         # Rounds that had been committed when the last checkpoint was begun.
         self._saved_round = 0
@@ -136,11 +139,19 @@ class Checkpoints(Attendance):
         if self._save_asked or self._plan.due_within(self._tally.round - self._saved_round):
             self._save_asked = False
             self._saved_round = self._tally.round
-            # The next rounds overwrite the center.
-            copy = [segment.clone() for segment in self.center]
-            self._saving = self._new_saving(self._plan, copy, frozenset(self._admitted))
+            self._saving = self._new_saving(
+                self._plan, self._copy_of_center(), frozenset(self._admitted)
+            )
             if not self._admitted:
                 self.save(self._saving)
+
+    def _copy_of_center(self) -> list[Tensor]:
+        """The center as it is now, for the next rounds overwrite it."""
+        if not self._copy:
+            self._copy = [torch.empty_like(segment) for segment in self.center]
+        for copy, segment in zip(self._copy, self.center, strict=True):
+            copy.copy_(segment)
+        return self._copy
 
     def _new_saving(
         self, plan: CheckpointPlan, center: Sequence[Tensor], ranks: frozenset[int]
