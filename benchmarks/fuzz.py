@@ -23,9 +23,10 @@ import torch
 from harness import Claim, parse, parser, report
 from torch import nn
 
+from sparkdl.averager.address import AveragerAddress
 from sparkdl.averager.codec import FullPrecision
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
-from sparkdl.averager.server import Averager, AveragerAddress
+from sparkdl.averager.server import Averager
 from sparkdl.driver import Outcome, run
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.feed.columns import FeedSchema

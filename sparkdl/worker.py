@@ -24,9 +24,9 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
+from sparkdl.averager.address import AveragerAddress
 from sparkdl.averager.client import AveragerClient, report_start_failure
 from sparkdl.averager.progress import Position
-from sparkdl.averager.server import AveragerAddress
 from sparkdl.checkpoint.own_state import pack_own_state, unpack_own_state
 from sparkdl.collective import Collective, Network, join_collective
 from sparkdl.errors import (

@@ -5,27 +5,23 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparkdl.averager.address import AveragerAddress
 from sparkdl.averager.codec import Codec
-from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.averager.finite import require_finite
 from sparkdl.averager.headers import failure_header, shard_header, validation_header, window_header
-from sparkdl.averager.local import connect
+from sparkdl.averager.line import Line
 from sparkdl.averager.progress import Position
-from sparkdl.averager.server import AveragerAddress
 from sparkdl.averager.wire import Chunk, plan_chunks
 from sparkdl.errors import (
     CollectiveError,
-    DeadlineError,
     DisconnectedError,
-    StoppedError,
     TrainingError,
     WorkerError,
 )
@@ -111,8 +107,8 @@ class AveragerClient:
                     raise
                 time.sleep(RETRY_S)
 
-    def _connect(self) -> _Line:
-        line = _Line(self._address, self.rank, 2 * self._deadline_s)
+    def _connect(self) -> Line:
+        line = Line(self._address, self.rank, 2 * self._deadline_s)
         line.send_header(self._hello)
         return line
 
@@ -320,7 +316,7 @@ def report_start_failure(address: AveragerAddress, error: WorkerError) -> None:
     Raises:
         StoppedError: the averager cannot be reached.
     """
-    line = _Line(address, error.rank, 60.0)
+    line = Line(address, error.rank, 60.0)
     try:
         line.send_last(failure_header(error))
     finally:
@@ -329,86 +325,3 @@ def report_start_failure(address: AveragerAddress, error: WorkerError) -> None:
 
 class _Again(Exception):
     """The round starts over."""
-
-
-class _Line:
-    """The connection, its failures as errors of ours that name the rank."""
-
-    def __init__(self, address: AveragerAddress, rank: int, deadline_s: float) -> None:
-        self._rank = rank
-        self._deadline_s = deadline_s
-        try:
-            connected = connect(
-                address.host_and_port, address.token, address.fingerprint, deadline_s
-            )
-        except OSError as error:
-            raise DisconnectedError(
-                f"rank {rank} cannot reach the averager at {address.uri}: {error}"
-            ) from error
-        self._connection = Connection(connected, deadline_s)
-        try:
-            with self._named():
-                known = self._connection.introduce(address.token)
-            if not known:
-                raise StoppedError(
-                    f"rank {rank} and the averager at {address.uri} do not have the same token: "
-                    "it is another job's"
-                )
-        except BaseException:
-            self.close()
-            raise
-
-    def send_header(self, fields: Mapping[str, Any]) -> None:
-        with self._named():
-            self._connection.send_header(fields)
-
-    def send_values(self, values: Tensor) -> None:
-        with self._named():
-            self._connection.send_values(values)
-
-    def receive_header(self) -> dict[str, Any]:
-        """The next header that is more than a sign of life."""
-        while True:
-            with self._named():
-                header = self._connection.receive_header()
-            if self._says_more(header):
-                return header
-
-    def receive_values(self, into: Tensor) -> dict[str, Any] | None:
-        """The next values, or the header before them if it is more than a sign of life."""
-        while True:
-            with self._named():
-                header = self._connection.receive_values(into)
-            if header is None or self._says_more(header):
-                return header
-
-    def send_last(self, header: dict[str, Any]) -> None:
-        """Send a header and wait for the averager to close the connection.
-
-        Leaving before it has would look like a crash.
-        """
-        self.send_header(header)
-        self._connection.close_after(self._deadline_s)
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def _says_more(self, header: dict[str, Any]) -> bool:
-        if "stopped" in header:
-            raise StoppedError(
-                f"rank {self._rank} was stopped by the averager: {header['stopped']}"
-            )
-        return "waiting" not in header
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except SilenceError as error:
-            raise DeadlineError(
-                f"rank {self._rank} heard nothing from the averager for {self._deadline_s:g} s"
-            ) from error
-        except ConnectionLostError as error:
-            raise DisconnectedError(
-                f"rank {self._rank} was left by the averager: {error}"
-            ) from error

@@ -8,7 +8,7 @@ import cloudpickle
 import pyarrow as pa
 from pyspark import TaskContext
 
-from sparkdl.averager.server import AveragerAddress
+from sparkdl.averager.address import AveragerAddress
 from sparkdl.collective import Network
 from sparkdl.spark.board import BoardAddress
 from sparkdl.spark.console import forwarded

@@ -18,8 +18,9 @@ import cloudpickle
 import numpy as np
 import pyarrow as pa
 
+from sparkdl.averager.address import AveragerAddress
 from sparkdl.averager.attendance import Event
-from sparkdl.averager.server import Averager, AveragerAddress
+from sparkdl.averager.server import Averager
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.collective import Network
 from sparkdl.driver import Launch, Outcome, run

@@ -1,0 +1,111 @@
+"""A worker's connection to the averager, its failures as errors of ours that name the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from sparkdl.averager.address import AveragerAddress
+from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
+from sparkdl.averager.local import connect
+from sparkdl.errors import DeadlineError, DisconnectedError, StoppedError
+
+
+class Line:
+    """A proved connection from a worker; used by one thread.
+
+    Args:
+        address: where the averager is, with the job's token.
+        rank: the worker's.
+        deadline_s: after which silence of the averager means that it is gone, in seconds.
+
+    Raises:
+        DisconnectedError: it cannot be reached; so do all methods when it is lost.
+        DeadlineError: it says nothing for ``deadline_s``; so do all methods.
+        StoppedError: it is another job's, or, in receiving, it has ended the run.
+    """
+
+    def __init__(self, address: AveragerAddress, rank: int, deadline_s: float) -> None:
+        self._rank = rank
+        self._deadline_s = deadline_s
+        try:
+            connected = connect(
+                address.host_and_port, address.token, address.fingerprint, deadline_s
+            )
+        except OSError as error:
+            raise DisconnectedError(
+                f"rank {rank} cannot reach the averager at {address.uri}: {error}"
+            ) from error
+        self._connection = Connection(connected, deadline_s)
+        try:
+            with self._named():
+                known = self._connection.introduce(address.token)
+            if not known:
+                raise StoppedError(
+                    f"rank {rank} and the averager at {address.uri} do not have the same token: "
+                    "it is another job's"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def send_header(self, fields: Mapping[str, Any]) -> None:
+        """Send a JSON object."""
+        with self._named():
+            self._connection.send_header(fields)
+
+    def send_values(self, values: Tensor) -> None:
+        """Send a contiguous 1-D tensor on the CPU."""
+        with self._named():
+            self._connection.send_values(values)
+
+    def receive_header(self) -> dict[str, Any]:
+        """The next header that is more than a sign of life."""
+        while True:
+            with self._named():
+                header = self._connection.receive_header()
+            if self._says_more(header):
+                return header
+
+    def receive_values(self, into: Tensor) -> dict[str, Any] | None:
+        """The next values, or the header before them if it is more than a sign of life."""
+        while True:
+            with self._named():
+                header = self._connection.receive_values(into)
+            if header is None or self._says_more(header):
+                return header
+
+    def send_last(self, header: dict[str, Any]) -> None:
+        """Send a header and wait for the averager to close the connection.
+
+        Leaving before it has would look like a crash.
+        """
+        self.send_header(header)
+        self._connection.close_after(self._deadline_s)
+
+    def close(self) -> None:
+        """Close at once."""
+        self._connection.close()
+
+    def _says_more(self, header: dict[str, Any]) -> bool:
+        if "stopped" in header:
+            raise StoppedError(
+                f"rank {self._rank} was stopped by the averager: {header['stopped']}"
+            )
+        return "waiting" not in header
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except SilenceError as error:
+            raise DeadlineError(
+                f"rank {self._rank} heard nothing from the averager for {self._deadline_s:g} s"
+            ) from error
+        except ConnectionLostError as error:
+            raise DisconnectedError(
+                f"rank {self._rank} was left by the averager: {error}"
+            ) from error

@@ -1,0 +1,206 @@
+"""One worker at the averager, from joining to leaving, and what is said meanwhile.
+
+One worker is one connection (``connection.py`` has its form):
+
+    worker                               averager
+    {"join": rank, "host": ...,
+     "attempt": of its task}     ------>
+    {"reading": rows so far}     ------> now and then, while its rows arrive
+    {"shard": what they are}     ------> wait for all ranks, and for the driver to look at it
+                                 <------ {"waiting": true}, now and then
+                                 <------ {"chunk_bytes": size of the largest message of values,
+                                          "position": where to go on,
+                                          "own_state": bytes of it, or null at the very start,
+                                          "mean_weight": of a row, "shard_rows": by rank}
+                                 <------ the center's parameters and buffers, chunk by chunk
+                                 <------ unless at the very start: the rest of the center, and the
+                                         worker's own state from the checkpoint
+    {"gather": something small}  ------> wait for all ranks, whenever these agree to
+                                 <------ {"gathered": [everyone's, by rank]}
+    {"validation": report}       ------> after an epoch, from who has held-out rows
+    {"window": report,
+     "takes_reply": whether},
+    chunks                       ------> add in rank order, wait for the round
+                                 <------ {"waiting": true}, only after a last window, each round
+                                 <------ {"checkpoint": true}, if this commit becomes one; with
+                                         "now" in place of "waiting": send your own state at once
+                                 <------ the reply, chunk by chunk, or {"committed": true}
+    {"own_state": bytes}, bytes  ------> only if it becomes a checkpoint
+                                 <------ or {"again": true}: a member of the round was lost;
+    {"window": report}, chunks   ------> the same once more
+    ... a round a window ...
+    {"finish": true}             ------>
+    or {"failure": {...}}        ------> the run ends, with the worker's traceback
+    or {"broken": why}           ------> the run ends; it is the exchange among the workers
+
+A worker that sends faster than its chunks can be added is held back by the connection itself.
+A worker whose connection breaks may come back: it joins anew, and its training goes on behind its
+last committed window. If the run ends elsewhere, the next thing that a worker hears is {"stopped":
+reason}.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from sparkdl.averager.codec import Codec
+from sparkdl.averager.connection import Connection
+from sparkdl.averager.headers import (
+    raise_reported_failure,
+    read_own_state,
+    read_shard,
+    read_validation,
+    read_window,
+)
+from sparkdl.averager.rounds import Rounds, StartOverError
+from sparkdl.averager.saving import Resumed, Saving
+from sparkdl.errors import TrainingError
+from sparkdl.events import WindowReport
+
+_WAITING = {"waiting": True}
+MAX_OWN_STATE_BYTES = 1 << 40
+"""It goes to the checkpoint's storage block by block, so this bounds no memory."""
+
+
+class Session:
+    """One worker that has joined.
+
+    Args:
+        rank: the worker's.
+        connection: to it.
+        rounds: the run's.
+        codec: how values travel.
+        resumed: the checkpoint that the run goes on from, if it does.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        connection: Connection,
+        rounds: Rounds,
+        codec: Codec,
+        resumed: Resumed | None,
+    ) -> None:
+        self._rank = rank
+        self._connection = connection
+        self._rounds = rounds
+        self._codec = codec
+        self._resumed = resumed
+        self._scratch = torch.empty(rounds.chunk_bytes, dtype=torch.uint8)
+
+    def run(self) -> None:
+        """Serve the worker from reading its rows to the last epoch; it has joined already."""
+        rank, rounds = self._rank, self._rounds
+        while "reading" in (header := self._next()):
+            rounds.still_reading(rank)
+        rounds.ready(rank, read_shard(header, rank), self._say_waiting)
+        self._send_start()
+        while not (header := self._next()).get("finish"):
+            if "gather" in header:
+                gathered = rounds.gather(rank, header["gather"], self._say_waiting)
+                self._connection.send_header({"gathered": gathered})
+            elif "validation" in header:
+                rounds.validated(read_validation(header, rank))
+            else:
+                self._serve_round(read_window(header, rank), header.get("takes_reply") is not False)
+        rounds.finish(rank)
+
+    def _send_start(self) -> None:
+        """Send the center, and from a checkpoint what only this worker knew."""
+        rank, resumed, rounds = self._rank, self._resumed, self._rounds
+        position = rounds.position(rank)
+        own_state_bytes = None
+        if resumed is not None and position == resumed.progress.positions[rank]:
+            own_state_bytes = resumed.own_state_bytes(rank)
+        elif rounds.begun:
+            own_state_bytes = 0
+        self._connection.send_header(
+            {
+                "chunk_bytes": rounds.chunk_bytes,
+                "position": dataclasses.asdict(position),
+                "own_state": own_state_bytes,
+                "mean_weight": rounds.mean_weight,
+                "shard_rows": rounds.shard_rows,
+            }
+        )
+        self._send(rounds.center, kinds={"parameters", "buffers"})
+        if own_state_bytes is not None:
+            self._send(rounds.center, kinds={"optimizer"})
+        if resumed is not None and own_state_bytes:
+            with resumed.open_own_state(rank) as file:
+                while block := bytearray(file.read(rounds.chunk_bytes)):
+                    self._connection.send_values(torch.frombuffer(block, dtype=torch.uint8))
+        rounds.release(rank)
+
+    def _serve_round(self, report: WindowReport, takes_reply: bool) -> None:
+        try:
+            reply = self._rounds.contribute(
+                report, self._receive, self._scratch, self._while_others_go_on
+            )
+        except StartOverError:
+            self._connection.send_header({"again": True})
+            return
+        saving = self._rounds.saving_of(self._rank)
+        if saving is not None:
+            self._connection.send_header({"checkpoint": True})
+        # Who was done early has missed rounds: the changes of the last one would not be enough.
+        everything = {segment.kind for segment in self._rounds.layout}
+        if takes_reply:
+            self._send(reply, kinds=everything if report.last else None)
+        else:
+            self._connection.send_header({"committed": True})
+        self._rounds.release(self._rank)
+        if saving is not None:
+            self._take_own_state(saving)
+
+    def _take_own_state(self, saving: Saving) -> None:
+        """Write the worker's own state into a checkpoint, which the last one completes."""
+        size = read_own_state(self._next(), self._rank, MAX_OWN_STATE_BYTES)
+        if saving.take(self._rank, self._blocks(size)):
+            self._rounds.save(saving)
+
+    def _blocks(self, size: int) -> Iterator[memoryview]:
+        """The bytes that the worker sends next; each block is overwritten by the one after it."""
+        for start in range(0, size, len(self._scratch)):
+            block = self._scratch[: min(len(self._scratch), size - start)]
+            self._receive(block)
+            self._rounds.hear(self._rank)
+            yield block.numpy().data
+
+    def _next(self) -> dict[str, object]:
+        """The worker's next header, unless it says that the worker failed."""
+        header = self._connection.receive_header()
+        raise_reported_failure(header)
+        return header
+
+    def _receive(self, into: Tensor) -> None:
+        header = self._connection.receive_values(into)
+        if header is not None:
+            raise_reported_failure(header)
+            raise TrainingError(f"rank {self._rank} sent a header in the middle of its values")
+
+    def _send(self, segments: list[Tensor], kinds: set[str] | None) -> None:
+        """Send the center's segments of some kinds as they are, or all as the codec has it."""
+        for chunk in self._rounds.chunks:
+            segment = self._rounds.layout[chunk.segment]
+            if kinds is not None and segment.kind not in kinds:
+                continue
+            dtype = self._codec.wire_dtype(segment) if kinds is None else segment.center_dtype
+            self._connection.send_values(chunk.of(segments).to(dtype))
+            self._rounds.hear(self._rank)
+
+    def _while_others_go_on(self) -> None:
+        """The worker is done with the epoch, and another round of it has ended."""
+        saving = self._rounds.saving_of(self._rank)
+        if saving is None:
+            self._say_waiting()
+        else:
+            self._connection.send_header({"checkpoint": True, "now": True})
+            self._take_own_state(saving)
+
+    def _say_waiting(self) -> None:
+        self._connection.send_header(_WAITING)
