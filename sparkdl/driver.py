@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from sparkdl.averager.attendance import Event
@@ -37,6 +36,7 @@ from sparkdl.errors import (
 from sparkdl.events import EpochSummary
 from sparkdl.feed.facts import DataFacts, check_facts
 from sparkdl.protocols import ColumnSpec, Layout, LossFunction, ModelBuilder, OptimizerBuilder
+from sparkdl.randomness import borrowed_random_numbers
 from sparkdl.replica import Replica
 from sparkdl.schedule import Schedule
 from sparkdl.worker import Job
@@ -79,8 +79,7 @@ def build_replica(
     model: ModelBuilder, optimizer: OptimizerBuilder, loss: LossFunction, seed: int
 ) -> Replica:
     """Build a replica as every worker does, leaving the caller's random state as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with borrowed_random_numbers(seed):
         return Replica(model(), optimizer, loss)
 
 

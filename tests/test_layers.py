@@ -26,10 +26,10 @@ LAYERS: list[tuple[str, ...]] = [
     ("feed",),
     ("losses",),
     ("checkpoint",),
-    ("planner",),
     ("protocols",),
     ("events",),
     ("eager",),
+    ("randomness",),
     ("errors",),
     ("version",),
 ]

@@ -23,6 +23,7 @@ from sparkdl.checkpoint.recipe import load_recipe, save_recipe
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
 from sparkdl.protocols import ColumnSpec
+from sparkdl.randomness import borrowed_random_numbers
 
 DESCRIPTION = "module.json"
 WEIGHTS = "module.safetensors"
@@ -94,7 +95,7 @@ def read_module(directory: Path, *, trust: bool) -> SavedModule:
         raise ConfigError(f"there is no saved model in {directory}: {DESCRIPTION} is missing")
     description = _read_description(path)
     builder = load_recipe(description["model"], directory, "model", trust=trust)
-    with torch.random.fork_rng(devices=[]):
+    with borrowed_random_numbers():
         module: nn.Module = builder if isinstance(builder, nn.Module) else builder()
     state = _read_weights(directory / WEIGHTS)
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}

@@ -28,6 +28,7 @@ from sparkdl.protocols import (
     SchedulerBuilder,
     Targets,
 )
+from sparkdl.randomness import borrowed_random_numbers
 from sparkdl.replica import Replica, align_targets, forward
 from sparkdl.schedule import Schedule, Unit
 
@@ -107,7 +108,7 @@ def probe(
         columns[-1] = torch.ones(2)
     batch = schema.batch(columns, last=True)
     labels = slice(len(schema.features), len(schema.features) + len(schema.labels))
-    with torch.random.fork_rng(devices=[]):
+    with borrowed_random_numbers():
         return _step(replica, batch, schema.labels, facts[labels], head)
 
 

@@ -9,15 +9,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
-from frames import estimator, frame, frame_of_sizes, same_bits
+from frames import CLASSES, WIDTH, estimator, frame, frame_of_sizes, same_bits
 from models import Saboteur, Traced, lines
 from pyspark.sql import SparkSession
+from torch import nn
 
 import sparkdl
-from sparkdl import GradientAllReduce, TorchModel
+from sparkdl import GradientAllReduce
 from sparkdl.errors import DataError, WorkerError
 
 LISTENING = "0A"
@@ -190,32 +192,29 @@ def test_two_concurrent_fits_leave_nothing_behind_and_do_not_mix(
     spark: SparkSession, warm: Traces
 ) -> None:
     rows = frame(spark)
-
-    def fit(seed: int) -> TorchModel:
-        return estimator(numWorkers=1, epochs=3, seed=seed).fit(rows)
+    model = partial(nn.Linear, WIDTH, CLASSES)  # drawn by every fit from its own seed
+    estimators = [estimator(model=model, numWorkers=1, epochs=3, seed=seed) for seed in (1, 2)]
 
     with ThreadPoolExecutor(2) as pool:
-        together = list(pool.map(fit, [1, 2]))
+        together = list(pool.map(lambda one: one.fit(rows), estimators))
 
     assert_no_more_than(warm)
-    assert same_bits(together[0], fit(1))
-    assert same_bits(together[1], fit(2))
+    for fitted, one in zip(together, estimators, strict=True):
+        assert same_bits(fitted, one.fit(rows))
 
 
 def test_concurrent_fits_that_need_more_slots_than_there_are_take_turns(
     spark: SparkSession, warm: Traces
 ) -> None:
     rows = frame(spark)
-
-    def fit(seed: int) -> TorchModel:
-        return estimator(numWorkers=2, seed=seed).fit(rows)
+    estimators = [estimator(numWorkers=2, seed=seed) for seed in (1, 2, 3)]
 
     with ThreadPoolExecutor(3) as pool:
-        together = [pool.submit(fit, seed) for seed in (1, 2, 3)]
+        together = [pool.submit(one.fit, rows) for one in estimators]
         models = [fitted.result(timeout=120) for fitted in together]
 
     assert_no_more_than(warm)
-    assert same_bits(models[2], fit(3))
+    assert same_bits(models[2], estimators[2].fit(rows))
 
 
 def test_a_failed_fit_leaves_nothing_behind(
