@@ -140,8 +140,12 @@ def require_free_slots(
 
 
 def _count_running_tasks(spark: SparkSession) -> int:
-    infos = spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos()
-    return sum(info.numRunningTasks() for info in infos)
+    # The scheduler's own count: that of the status tracker may be ten seconds old.
+    counts = spark.sparkContext._jsc.sc().taskScheduler().runningTasksByExecutors().valuesIterator()
+    running = 0
+    while counts.hasNext():
+        running += int(counts.next())
+    return running
 
 
 def _refuse_speculation(spark: SparkSession) -> None:

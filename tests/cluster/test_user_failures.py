@@ -171,6 +171,7 @@ def test_a_killed_worker_process_ends_the_fit_in_bounded_time_and_names_the_rank
     assert_next_fit_works(spark)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_ends_the_fit_after_the_timeout_and_is_named(
     spark: SparkSession, tmp_path: Path
 ) -> None:

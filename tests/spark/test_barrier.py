@@ -131,6 +131,7 @@ def test_a_rank_killed_in_training_ends_the_fit_and_is_named(
     assert_next_fit_works(spark)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_fit_after_the_timeout_and_is_named(
     spark: SparkSession, tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ class Stuck(nn.Module):
         return self.layer(features)
 
 
+@pytest.mark.slow
 def test_the_error_about_a_silent_worker_has_its_stacks(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -132,6 +133,7 @@ def test_an_upstream_that_takes_longer_than_the_timeout_is_waited_for(spark: Spa
     assert fitted.history[0].examples == 15
 
 
+@pytest.mark.slow
 def test_workers_that_are_never_started_are_named_in_time(spark: SparkSession) -> None:
     """Two of three slots are taken, which Spark has no word for."""
     context = spark.sparkContext
