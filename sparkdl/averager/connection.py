@@ -42,9 +42,6 @@ _PROOF_BYTES = hashlib.sha256().digest_size
 _HEADER, _VALUES = 1, 2
 _PREFIX = struct.Struct("!BI")
 _SECONDS = struct.Struct("ll")
-LOCAL_BUFFER_BYTES = 2 << 20
-"""Asked of the kernel for a local socket, as much as it grants: who sends a chunk is then done
-sooner, and two processes change turns less often. TCP finds its own measure."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """A host that was cut off or lost its power says no farewell; the kernel asks after it."""
 
@@ -74,8 +71,6 @@ class Connection:
         self._silence_s = silence_s
         if connected.family in (socket.AF_INET, socket.AF_INET6):
             _set_up_tcp(connected)
-        else:
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_BUFFER_BYTES)
         self._limit_silence(silence_s)
 
     def accept(self, token: str) -> bool:
