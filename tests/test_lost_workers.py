@@ -19,7 +19,7 @@ import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import classification, make_job, mlp, sparkdl_threads
+from toys import classification, make_job, mlp
 
 from sparkdl.averager import Averager, members
 from sparkdl.driver import Outcome, run
@@ -70,14 +70,7 @@ def explode() -> None:
     raise ZeroDivisionError("the user's own mistake")
 
 
-@pytest.fixture(autouse=True)
-def _nobody_stays() -> Iterator[None]:
-    before = set(sparkdl_threads())
-    yield
-    deadline = time.monotonic() + 5
-    while set(sparkdl_threads()) - before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert set(sparkdl_threads()) - before == set()
+pytestmark = pytest.mark.usefixtures("nobody_stays")
 
 
 def seen_through(proxy: Proxy, averager: Averager) -> Any:
