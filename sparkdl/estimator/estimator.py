@@ -24,6 +24,7 @@ from sparkdl.estimator.progress import ProgressBar
 from sparkdl.feed.columns import BatchTransform
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder, SchedulerBuilder
 from sparkdl.spark.console import driver_hosts
+from sparkdl.spark.gpus import gpu_profile
 from sparkdl.spark.launcher import launch
 from sparkdl.spark.turns import in_turn
 from sparkdl.strategies import ParameterAveraging, Strategy
@@ -256,8 +257,9 @@ class TorchEstimator(
     def _fit(self, dataset: DataFrame) -> TorchModel:
         """Called by ``fit``; see the class."""
         ready = Preflight(self, dataset)
+        spark, workers = dataset.sparkSession, ready.workers
         with (
-            in_turn(dataset.sparkSession, ready.workers.num_workers),
+            in_turn(spark, workers.num_workers, gpu_profile(spark, workers.device)),
             ProgressBar(self.getEpochs(), visible=self.getProgress()) as progress,
         ):
             model = self._try_as_it_is(ready, progress)

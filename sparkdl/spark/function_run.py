@@ -116,7 +116,7 @@ def run(
     require_no_plaintext(spark, False, "what sparkdl.run calls")
     tls = encrypts_connections(spark, False)
     with (
-        in_turn(spark, num_workers),
+        in_turn(spark, num_workers, profile),
         Board(num_workers, *driver_hosts(spark), tls=tls) as board,
     ):
         require_free_slots(spark, num_workers, profile)

@@ -34,9 +34,15 @@ def count_slots(spark: SparkSession, profile: ResourceProfile | None = None) -> 
     return int(context.maxNumConcurrentTasks(needed))
 
 
-def most_slots(spark: SparkSession) -> float:
-    """Slots that there are, or that dynamic allocation would start for tasks that wait."""
-    return max(count_slots(spark), _slots_on_demand(spark))
+def most_slots(spark: SparkSession, profile: ResourceProfile | None = None) -> float:
+    """Slots that there are, or that dynamic allocation would start for tasks that wait.
+
+    Args:
+        spark: the session.
+        profile: what each task needs; what the session's settings say by default.
+    """
+    slots = count_slots(spark, profile)
+    return slots if profile is not None else max(slots, _slots_on_demand(spark))
 
 
 def choose_num_workers(

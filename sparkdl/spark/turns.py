@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 from sparkdl.spark.slots import most_slots
@@ -75,11 +76,14 @@ _TURNS = Turns()
 """Of this process's Spark application; there is never more than one."""
 
 
-def in_turn(spark: SparkSession, workers: int) -> AbstractContextManager[None]:
+def in_turn(
+    spark: SparkSession, workers: int, profile: ResourceProfile | None
+) -> AbstractContextManager[None]:
     """Wait for the slots that a run needs, while other runs of this process hold them.
 
     Args:
         spark: the session.
         workers: slots that the run needs, at most as many as the cluster can have.
+        profile: what each of them needs; None for what the session's settings say.
     """
-    return _TURNS.take(workers, lambda: most_slots(spark))
+    return _TURNS.take(workers, lambda: most_slots(spark, profile))

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from sparkdl.spark.turns import Turns
+from sparkdl.spark.turns import Turns, in_turn
 
 DEADLINE_S = 10.0
 
@@ -103,3 +103,18 @@ def test_a_run_that_is_interrupted_while_it_waits_does_not_keep_others_waiting()
         with turns.take(1, lambda: 2):
             pass
     assert looks
+
+
+def test_slots_are_those_for_what_each_worker_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs that each had half of the GPUs would wait for each other, however many the cores."""
+    counted: list[object] = []
+    profile, spark = object(), object()
+
+    def count(session: object, needed: object) -> int:
+        counted.append((session, needed))
+        return 4
+
+    monkeypatch.setattr("sparkdl.spark.turns.most_slots", count)
+    with in_turn(spark, 2, profile), in_turn(spark, 2, profile):  # type: ignore[arg-type]
+        pass
+    assert set(counted) == {(spark, profile)}
