@@ -329,6 +329,12 @@ def _plan(
     schedule = Schedule(replica.optimizer, job.scheduler, job.scheduler_every)
     config = {
         "state": [[segment.kind, str(segment.dtype), segment.numel] for segment in layout],
+        # Values are saved in the order in which they lie in memory.
+        "strides": {
+            name: parameter.stride()
+            for name, parameter in replica.module.named_parameters()
+            if not parameter.is_contiguous()
+        },
         "strategy": repr(job.strategy),
         "optimizer": type(replica.optimizer).__name__,
         **groups,

@@ -38,6 +38,9 @@ StatePlace = tuple[dict[str, Tensor], str]
 class FlatGroup:
     """Tensors of one kind and dtype, all views into one flat tensor.
 
+    A tensor's values lie in the order in which they lay before, so that a model in channels_last
+    stays so; every replica has to be built the same way.
+
     Args:
         kind: ``parameters``, ``buffers`` or ``optimizer``.
         tensors: the tensors to move into the flat buffer; same dtype and device.
@@ -51,7 +54,9 @@ class FlatGroup:
         self.views: list[Tensor] = []
         start = 0
         for tensor in tensors:
-            view = self.flat[start : start + tensor.numel()].view(tensor.shape)
+            # Of a tensor without gaps or overlaps these are its own strides.
+            strides = torch.empty_like(tensor, device="meta").stride()
+            view = self.flat.as_strided(tensor.shape, strides, start)
             view.copy_(tensor.detach())
             self.views.append(view)
             start += tensor.numel()

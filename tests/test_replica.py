@@ -138,6 +138,40 @@ def test_asking_an_untrained_replica_for_its_layout_does_not_move_its_parameters
     assert all(torch.equal(value, expected[k]) for k, value in replica.module.state_dict().items())
 
 
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 2), nn.Flatten())
+    return net.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_channels_last_stays_channels_last_and_trains_as_in_plain_torch(name: str) -> None:
+    replica, oracle = replica_of(convolutions(), OPTIMIZERS[name]), convolutions()
+    optimizer = OPTIMIZERS[name](oracle.parameters())
+    strides = [parameter.stride() for parameter in oracle.parameters()]
+    images, targets = torch.randn(4, 3, 5, 5), torch.arange(4)
+    for _ in range(3):
+        replica.step(Batch((images,), targets, last=False))
+        flats = replica.segments(with_optimizer=True)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(oracle(images), targets).backward()
+        optimizer.step()
+
+        parameters = list(replica.module.parameters())
+        assert [parameter.stride() for parameter in parameters] == strides
+        assert strides[0] == (27, 1, 9, 3)
+        moments = [
+            value
+            for state in replica.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor) and value.dim() == 4
+        ]
+        assert all(value.is_contiguous(memory_format=torch.channels_last) for value in moments)
+        assert views_of([*parameters, *moments], flats)
+        torch.testing.assert_close(replica.module.state_dict(), oracle.state_dict())
+    assert [parameter.stride() for parameter in replica.release().parameters()] == strides
+
+
 class PartlyUsed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import nn
-from toys import Data, classification, make_job, mlp
+from toys import Data, classification, cnn, make_job, mlp, schema
 
 from sparkdl.averager import Averager
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint
-from sparkdl.driver import Outcome, run
+from sparkdl.driver import Outcome, as_builder, run
 from sparkdl.errors import CheckpointError, ConfigError, TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.feed.feed import FeedOptions
@@ -334,6 +335,15 @@ def test_another_training_is_refused_in_words(
     run_world(make_job(mlp()), data.shards(), checkpoints=policy(tmp_path / "c"))
     other = make_job(changes.pop("model", None) or mlp(), **changes)
     with pytest.raises(ConfigError, match=f"configuration has {message}"):
+        run_world(other, data.shards(), checkpoints=policy(tmp_path / "c"))
+
+
+def test_another_order_of_values_in_memory_is_refused_in_words(tmp_path: Path) -> None:
+    data = classification([12, 8], width=36)
+    job = make_job(cnn(), schema=schema(36))
+    run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
+    other = replace(job, model=as_builder(cnn().to(memory_format=torch.channels_last)))
+    with pytest.raises(ConfigError, match=r'strides .*, this one .*"4.weight": \[16, 1, 8, 4\]'):
         run_world(other, data.shards(), checkpoints=policy(tmp_path / "c"))
 
 

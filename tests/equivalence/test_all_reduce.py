@@ -13,7 +13,7 @@ from torch import nn
 from toys import Data, batches_by_hand, classification, cnn, make_job, mlp, relative_error, schema
 
 from sparkdl.driver import Outcome
-from sparkdl.strategies import GradientAllReduce
+from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
 
 OPTIMIZERS: dict[str, Any] = {
@@ -49,9 +49,7 @@ def train_on_union(
     return module
 
 
-def all_reduce(
-    data: Data, model: nn.Module, strategy: GradientAllReduce, **changes: Any
-) -> Outcome:
+def all_reduce(data: Data, model: nn.Module, strategy: Strategy, **changes: Any) -> Outcome:
     job = make_job(model, strategy=strategy, **changes)
     return run_world(job, data.shards(), ranks_as="processes")
 
@@ -94,6 +92,41 @@ def test_buckets_smaller_than_the_model_change_nothing() -> None:
 
     oracle = train_on_union(cnn(), partial(torch.optim.SGD, lr=0.1), data, epochs=2, batch_size=4)
     assert relative_error(outcome.module, oracle) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("strategy", "error"),
+    [
+        (GradientAllReduce(), 1e-10),
+        (GradientAllReduce(shard_optimizer=True), 1e-10),
+        (GradientAllReduce(compression="bf16"), 3e-2),
+        (ParameterAveraging(period=1), 1e-10),
+        (ParameterAveraging(period=1, aggregation="executors"), 1e-10),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Strategy) else "",
+)
+def test_channels_last_changes_no_result_and_stays(strategy: Strategy, error: float) -> None:
+    data = classification([9, 14], width=36)
+    model = cnn().to(memory_format=torch.channels_last)
+
+    outcome = all_reduce(data, model, strategy, schema=schema(36), epochs=2)
+
+    oracle = train_on_union(cnn(), partial(torch.optim.SGD, lr=0.1), data, epochs=2, batch_size=4)
+    assert relative_error(outcome.module, oracle) <= error
+    strides = [parameter.stride() for parameter in outcome.module.parameters()]
+    assert strides == [parameter.stride() for parameter in model.parameters()]
+
+
+def test_power_sgd_takes_channels_last() -> None:
+    data = classification([60, 60], width=36)
+    model = cnn().to(memory_format=torch.channels_last)
+    strategy = GradientAllReduce(compression="powersgd")
+
+    outcome = all_reduce(data, model, strategy, schema=schema(36), epochs=2)
+
+    exact = all_reduce(data, cnn(), GradientAllReduce(), schema=schema(36), epochs=2)
+    assert 0 < relative_error(outcome.module, exact.module) < 1
+    assert outcome.history[-1].loss < outcome.history[0].loss
 
 
 def test_float32_is_exact_to_its_precision() -> None:
