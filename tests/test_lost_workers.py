@@ -32,6 +32,8 @@ from sparkdl.worker import Job
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
+pytestmark = pytest.mark.usefixtures("nobody_stays")
+
 SIZES = [40, 33, 21]
 
 
@@ -68,9 +70,6 @@ def stop() -> None:
 
 def explode() -> None:
     raise ZeroDivisionError("the user's own mistake")
-
-
-pytestmark = pytest.mark.usefixtures("nobody_stays")
 
 
 def seen_through(proxy: Proxy, averager: Averager) -> Any:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +16,7 @@ from toys import classification, make_job, mlp, parameters_of
 
 from sparkdl.averager import Averager, AveragerClient, connection
 from sparkdl.averager.codec import FullPrecision
-from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
+from sparkdl.averager.connection import Connection
 from sparkdl.averager.port import Port
 from sparkdl.averager.tls import Certificate, Encrypted, connect
 from sparkdl.driver import run
@@ -38,87 +34,6 @@ SILENCE_S = 10.0
 @pytest.fixture(scope="module")
 def certificate() -> Certificate:
     return Certificate()
-
-
-@contextlib.contextmanager
-def connected(
-    certificate: Certificate, silence_s: float = SILENCE_S
-) -> Iterator[tuple[Connection, Connection]]:
-    """Two ends that have shaken hands."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        address = listener.getsockname()
-        client = pool.submit(connect, address, certificate.fingerprint, SILENCE_S)
-        server = Connection(certificate.accept(listener.accept()[0]), silence_s)
-        server.send_header({"hello": 1})
-        worker = Connection(client.result(timeout=10), silence_s)
-        assert worker.receive_header() == {"hello": 1}
-    yield worker, server
-    worker.close()
-    server.close()
-
-
-def both(*calls: Callable[[], Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result(timeout=30) for future in [pool.submit(call) for call in calls]]
-
-
-@pytest.mark.parametrize("numel", [0, 1, 4_095, 4_096, 1_000_003])
-def test_values_survive_the_wire_bit_for_bit(certificate: Certificate, numel: int) -> None:
-    values, received = torch.randn(numel), torch.zeros(numel)
-    with connected(certificate) as (left, right):
-        both(lambda: left.send_values(values), lambda: right.receive_values(received))
-    assert torch.equal(received, values)
-
-
-def test_both_ends_may_send_and_receive_at_the_same_time(certificate: Certificate) -> None:
-    values = torch.randn(1_000_000)
-    received = [torch.zeros(1_000_000), torch.zeros(1_000_000)]
-    with connected(certificate) as (left, right):
-        both(
-            lambda: left.send_values(values),
-            lambda: right.send_values(-values),
-            lambda: left.receive_values(received[0]),
-            lambda: right.receive_values(received[1]),
-        )
-    assert torch.equal(received[0], -values)
-    assert torch.equal(received[1], values)
-
-
-def test_silence_ends_at_the_deadline(certificate: Certificate) -> None:
-    with connected(certificate, silence_s=0.2) as (_, right), pytest.raises(SilenceError):
-        right.receive_header()
-
-
-def test_an_end_that_takes_nothing_is_noticed_at_the_deadline(certificate: Certificate) -> None:
-    with connected(certificate, silence_s=0.2) as (left, _), pytest.raises(SilenceError):
-        left.send_values(torch.zeros(50_000_000))
-
-
-def test_an_interrupt_wakes_who_waits(certificate: Certificate) -> None:
-    with connected(certificate, silence_s=60) as (left, _), ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(left.receive_header)
-        time.sleep(0.1)
-        left.interrupt()
-        assert isinstance(waiting.exception(timeout=10), ConnectionLostError)
-
-
-def test_what_was_said_last_arrives_though_more_was_being_sent(certificate: Certificate) -> None:
-    with connected(certificate) as (worker, averager):
-        sending = threading.Event()
-
-        def work() -> dict[str, Any]:
-            sending.set()
-            worker.send_values(torch.zeros(5_000_000))
-            header = worker.receive_header()
-            worker.close()
-            return header
-
-        def stop() -> None:
-            assert sending.wait(10)
-            averager.send_header({"stopped": "why"})
-            averager.close_after(10)
-
-        assert both(work, stop)[0] == {"stopped": "why"}
 
 
 def test_another_certificate_is_refused_before_anything_is_sent(certificate: Certificate) -> None:
