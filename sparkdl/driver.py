@@ -11,7 +11,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -157,7 +157,9 @@ def run(
         resumed = _find(checkpoints, plan)
         center = center if resumed is None else resumed.read_center()
 
-    def open_averager(center: list[Tensor], progress: Progress | None) -> Averager:
+    def open_averager(
+        center: list[Tensor], progress: Progress | None, kept: Mapping[int, bytes]
+    ) -> Averager:
         return Averager(
             layout,
             center,
@@ -169,15 +171,16 @@ def run(
             plan=plan,
             resumed=resumed,
             progress=progress,
+            kept=kept,
             tolerance=Tolerance(job.survivable_losses, job.min_workers),
             tls=job.tls,
         )
 
     examine = _Examiner(job.schema.columns, check, resumed)
-    averager = open_averager(center, None if resumed is None else resumed.progress)
+    averager = open_averager(center, None if resumed is None else resumed.progress, {})
     losses: list[str] = []
     while not _finished(averager, launch, plan, examine, on_event, losses, job.resubmissions):
-        averager = open_averager(averager.center, averager.progress)
+        averager = open_averager(averager.center, averager.progress, averager.kept)
     for values, tensor in zip(
         replica.segments(with_optimizer=False), averager.center, strict=False
     ):

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -30,6 +31,7 @@ from sparkdl.averager.progress import Position
 from sparkdl.checkpoint.own_state import pack_own_state, unpack_own_state
 from sparkdl.collective import Collective, Network, join_collective
 from sparkdl.errors import (
+    CheckpointError,
     CollectiveError,
     DeadlineError,
     DisconnectedError,
@@ -171,6 +173,7 @@ def train(
             deadline_s=job.deadline_s,
             own_state=lambda: own_state(replica, job.strategy),
             attempt=place.attempt,
+            kept_state=partial(kept_state, replica, job.strategy) if job.resubmissions else None,
         ) as averager:
             run = Run(place.rank, replica, averager)
             try:
@@ -229,6 +232,9 @@ def _train(
             try:
                 position, steps_an_epoch = _take_center(job, shard, replica, averager)
                 feed.scale_weights(averager.mean_weight)
+                if averager.epoch_ended and job.schema.validation is not None:
+                    # All may have been interrupted before they had reported it.
+                    averager.report_validation(_validate(run, feed, position.epoch - 1))
                 deal = _dealer(job, place, averager, token)
                 with _collective(job, place, averager) as run.collective:
                     _train_from(position, steps_an_epoch, job, run, feed, deal)
@@ -263,7 +269,7 @@ def _train_from(
             first_minibatch = first_step * strategy.minibatches_a_step
             strategy.train_epoch(run, feed.epoch(epoch, first_step=first_minibatch))
             if job.schema.validation is not None:
-                run.averager.report_validation(_validate(run, feed))
+                run.averager.report_validation(_validate(run, feed, epoch))
     finally:
         strategy.finish(run)
 
@@ -275,6 +281,19 @@ def own_state(replica: Replica, strategy: Strategy) -> bytes:
         replica.device,
         center_has_optimizer=strategy.exchanges_optimizer_state,
     )
+
+
+def kept_state(replica: Replica, strategy: Strategy) -> bytes:
+    """What the driver keeps of a worker, to start all again from a commit.
+
+    The random numbers, and of the optimizer what the center does not hold. State that replicas do
+    not exchange is left out, for the driver's memory must not grow with the workers.
+    """
+    optimizer = replica.optimizer if strategy.exchanges_optimizer_state else None
+    try:
+        return pack_own_state(optimizer, replica.device, center_has_optimizer=True)
+    except CheckpointError:  # of an optimizer of the user's, which nobody asked to be saved
+        return pack_own_state(None, replica.device, center_has_optimizer=True)
 
 
 def _take_center(
@@ -330,11 +349,11 @@ def _dealer(job: Job, place: Place, averager: AveragerClient, token: str) -> Res
     )
 
 
-def _validate(run: Run, feed: Feed) -> ValidationReport:
+def _validate(run: Run, feed: Feed, epoch: int) -> ValidationReport:
     loss_sum, weight = run.replica.evaluate(feed.held_out())
     return ValidationReport(
         rank=run.rank,
-        epoch=run.epoch,
+        epoch=epoch,
         examples=feed.held_out_rows,
         loss_sum=loss_sum,
         weight=weight,

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from toys import Data, classification, make_job, mlp
 
 from sparkdl.averager import Averager
-from sparkdl.driver import Launch, Outcome, run
+from sparkdl.driver import Launch, Outcome, as_builder, run
 from sparkdl.errors import ConfigError, DataError, WorkerError, WorkerLostError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts
@@ -126,6 +127,37 @@ def test_a_worker_killed_in_the_middle_costs_the_steps_since_the_last_commit_and
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
     assert [row.loss for row in outcome.history] == [row.loss for row in whole.history]
     assert_told_once(events, data, epochs=3)
+
+
+def dropping_out(width: int = 6) -> nn.Module:
+    torch.manual_seed(3)
+    layers = [nn.Linear(width, 8), nn.Dropout(0.5), nn.Linear(8, 3)]
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "after", "feed"),
+    [
+        (GradientAllReduce(bucket_mb=0.0001, commit_every=3), 10, FeedOptions()),
+        (ParameterAveraging(2, aggregation="executors"), 10, FeedOptions()),
+        (ParameterAveraging(2), 13, FeedOptions(reshuffle_every=1)),
+    ],
+    ids=["all-reduce", "averaging", "dealt-anew"],
+)
+def test_random_numbers_go_on_as_if_nobody_had_been_lost(
+    tmp_path: Path, strategy: Strategy, after: int, feed: FeedOptions
+) -> None:
+    data = classification(SIZES)
+    outcomes = []
+    for name, times in (("calm", 0), ("wild", 1)):
+        job = misbehaving(tmp_path / name, strategy, after=after, times=times, feed=feed)
+        model = job.model()
+        assert isinstance(model, Misbehaves)
+        model.net = dropping_out()
+        job = replace(job, model=as_builder(model))
+        outcomes.append(run_world(job, data.shards(), ranks_as="processes"))
+    assert passes(tmp_path / "wild") > passes(tmp_path / "calm")
+    assert same_bits(*outcomes)
 
 
 def assert_told_once(events: list[object], data: Data, epochs: int) -> None:

@@ -312,6 +312,7 @@ class NoAverager:
         pass
 
     resumes = False
+    epoch_ended = False
     mean_weight = 1.0
     shard_rows = (1,)
     gather = None

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sparkdl.averager.attendance import Attendance
 from sparkdl.averager.members import Tolerance
-from sparkdl.averager.progress import Progress
 from sparkdl.averager.saving import CheckpointPlan, Saving
 from sparkdl.averager.tally import Tally
 from sparkdl.errors import CheckpointError, DeadlineError, SparkDLError
@@ -33,7 +32,7 @@ class Checkpoints(Attendance):
         tolerance: what losses the run survives.
         layout: kinds and sizes of the replicas' state.
         center: the initial center, a tensor of ``center_dtype`` a segment; owned from here on.
-        progress: how far its training has come.
+        tally: how far its training has come.
         plan: which commits become checkpoints; None for none.
     """
 
@@ -45,13 +44,13 @@ class Checkpoints(Attendance):
         *,
         layout: Layout,
         center: Sequence[Tensor],
-        progress: Progress,
+        tally: Tally,
         plan: CheckpointPlan | None,
     ) -> None:
         super().__init__(world_size, deadline_s, tolerance)
         self.layout = layout
         self.center = list(center)
-        self._tally = Tally(progress)
+        self._tally = tally
         self._plan = plan
         self._saving: Saving | None = None
         self._writer: threading.Thread | None = None

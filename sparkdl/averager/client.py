@@ -49,6 +49,8 @@ class AveragerClient:
             whom it waits for; this end takes the averager for lost after twice that time.
         own_state: called for a checkpoint; what of this worker is not part of the center.
         attempt: of Spark's task; a later attempt takes the place of an earlier.
+        kept_state: called for every contribution; what the averager keeps of this worker, should
+            all start again from that commit. None for nothing.
 
     Raises:
         StoppedError: the averager cannot be reached or has ended the run.
@@ -63,12 +65,14 @@ class AveragerClient:
         deadline_s: float = 600.0,
         own_state: Callable[[], bytes] = bytes,
         attempt: int = 0,
+        kept_state: Callable[[], bytes] | None = None,
     ) -> None:
         self.rank = rank
         self._codec = codec
         self._base: list[Tensor] = []
         self._chunk_bytes = 0
         self._own_state = own_state
+        self._kept_state = kept_state
         self._own_state_bytes: int | None = None
         self._checkpoint_due = False
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -141,6 +145,7 @@ class AveragerClient:
         self._chunk_bytes = int(header["chunk_bytes"])
         self._scratch = torch.empty(self._chunk_bytes, dtype=torch.uint8)
         self._own_state_bytes = header["own_state"]
+        self.epoch_ended = bool(header["epoch_ended"])
         self.mean_weight = float(header["mean_weight"])
         self.shard_rows = [int(rows) for rows in header["shard_rows"]]
         self._receive_center(state, layout, plan_chunks(layout, self._chunk_bytes))
@@ -235,7 +240,10 @@ class AveragerClient:
         window: WindowReport,
         takes_reply: bool,
     ) -> None:
-        self._line.send_header(window_header(window, takes_reply=takes_reply))
+        kept = b"" if self._kept_state is None else self._kept_state()
+        header = window_header(window, takes_reply=takes_reply, own_state=len(kept))
+        self._line.send_header(header)
+        self._send_bytes(kept)
         if window.weight:
             for chunk in chunks:
                 self._send(chunk, state, layout[chunk.segment], window)
@@ -262,11 +270,15 @@ class AveragerClient:
             self._send_own_state()
 
     def _send_own_state(self) -> None:
-        octets = bytearray(self._own_state())
-        own_state = torch.frombuffer(octets, dtype=torch.uint8) if octets else self._scratch[:0]
-        self._line.send_header({"own_state": len(own_state)})
-        for start in range(0, len(own_state), self._chunk_bytes):
-            self._line.send_values(own_state[start : start + self._chunk_bytes])
+        octets = self._own_state()
+        self._line.send_header({"own_state": len(octets)})
+        self._send_bytes(octets)
+
+    def _send_bytes(self, octets: bytes) -> None:
+        if octets:
+            values = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
+            for start in range(0, len(values), self._chunk_bytes):
+                self._line.send_values(values[start : start + self._chunk_bytes])
 
     def _extend_base(self, state: list[Tensor], layout: Layout) -> None:
         """Start the last center at zero, as the averager does, for state that was not there yet."""

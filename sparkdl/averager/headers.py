@@ -72,9 +72,18 @@ def failure_header(error: WorkerError | CollectiveError) -> dict[str, Any]:
     }
 
 
-def window_header(window: WindowReport, *, takes_reply: bool = True) -> dict[str, Any]:
-    """What a worker sends before a contribution, and whether it wants to know what came out."""
-    return {"window": dataclasses.asdict(window), "takes_reply": takes_reply}
+def window_header(
+    window: WindowReport, *, takes_reply: bool = True, own_state: int = 0
+) -> dict[str, Any]:
+    """What a worker sends before a contribution.
+
+    Args:
+        window: what was trained on.
+        takes_reply: whether it wants to know what came out.
+        own_state: bytes that follow, which the averager is to keep of the worker.
+    """
+    fields = dataclasses.asdict(window)
+    return {"window": fields, "takes_reply": takes_reply, "own_state": own_state}
 
 
 def shard_header(shard: ShardFacts) -> dict[str, Any]:

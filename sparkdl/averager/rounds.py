@@ -14,7 +14,7 @@ that a worker who comes back goes on behind its last committed window and no row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from sparkdl.averager.codec import Codec
 from sparkdl.averager.members import Member, Tolerance
 from sparkdl.averager.progress import Position, Progress
 from sparkdl.averager.saving import CheckpointPlan
+from sparkdl.averager.tally import Tally
 from sparkdl.averager.wire import chunk_bytes, plan_chunks
 from sparkdl.errors import StoppedError, TrainingError
 from sparkdl.events import EpochSummary, ValidationReport, WindowReport
@@ -45,6 +46,7 @@ class Rounds(Checkpoints):
         codec: what the replies are and how the mean becomes the center.
         deadline_s: the longest that a rank may be silent while it is waited for, in seconds.
         progress: how far the training has come already; by default it starts.
+        kept: what was kept of each rank at its last commit; by default nothing.
         plan: which commits become checkpoints; none by default.
         tolerance: what losses the run survives; none by default.
     """
@@ -58,6 +60,7 @@ class Rounds(Checkpoints):
         deadline_s: float,
         *,
         progress: Progress | None = None,
+        kept: Mapping[int, bytes] | None = None,
         plan: CheckpointPlan | None = None,
         tolerance: Tolerance | None = None,
     ) -> None:
@@ -67,7 +70,7 @@ class Rounds(Checkpoints):
             tolerance or Tolerance(),
             layout=layout,
             center=center,
-            progress=progress or Progress.start(world_size),
+            tally=Tally(progress or Progress.start(world_size), kept or {}),
             plan=plan,
         )
         self.chunk_bytes = chunk_bytes(world_size)
@@ -81,6 +84,7 @@ class Rounds(Checkpoints):
         self._complete: set[int] = set()
         self._adding: set[Member] = set()
         self._windows: list[WindowReport] = []
+        self._kept: dict[int, bytes] = {}
         self._restarts = 0
 
     def validated(self, report: ValidationReport) -> None:
@@ -94,6 +98,23 @@ class Rounds(Checkpoints):
         """Where a rank goes on: behind its last committed window."""
         with self._condition:
             return self._tally.positions[rank]
+
+    def kept_state(self, rank: int) -> bytes | None:
+        """What is kept of a rank since its last committed window; None if that sent nothing."""
+        with self._condition:
+            return self._tally.kept.get(rank)
+
+    @property
+    def kept(self) -> dict[int, bytes]:
+        """What is kept of each rank."""
+        with self._condition:
+            return dict(self._tally.kept)
+
+    @property
+    def at_end_of_epoch(self) -> bool:
+        """Whether the center is the final one of an epoch."""
+        with self._condition:
+            return self._tally.at_end_of_epoch
 
     @property
     def begun(self) -> bool:
@@ -118,6 +139,7 @@ class Rounds(Checkpoints):
         receive: Receive,
         scratch: Tensor,
         on_progress: Callable[[], None] = lambda: None,
+        kept: bytes = b"",
     ) -> list[Tensor]:
         """Add one worker's contribution and wait for the outcome.
 
@@ -127,6 +149,7 @@ class Rounds(Checkpoints):
             scratch: ``chunk_bytes`` bytes to receive into, kept from round to round by the caller.
             on_progress: called for each round that ends while the outcome is still to come, which
                 happens to ranks that are done with the epoch.
+            kept: what is to be kept of the worker, should all start again from this round.
 
         Returns:
             What to send, a tensor a segment: the epoch's final center after the last window, else
@@ -146,6 +169,8 @@ class Rounds(Checkpoints):
             self._raise_if_started_over(restarts)
             epoch, number = self._tally.epoch, self._tally.round
             self._windows.append(report)
+            if kept:
+                self._kept[report.rank] = kept
             self._complete.add(report.rank)
             # Who waited for its turn to add could not be heard of.
             self._members.hear(self._arrived - self._complete)
@@ -256,7 +281,7 @@ class Rounds(Checkpoints):
         self._accumulator.stop()
         self._accumulator = None
         self._restarts += 1
-        self._arrived, self._complete, self._windows = set(), set(), []
+        self._arrived, self._complete, self._windows, self._kept = set(), set(), [], {}
         self._admit()
 
     def _commit_if_complete(self) -> None:
@@ -291,12 +316,12 @@ class Rounds(Checkpoints):
     def _count_windows(self) -> None:
         """Now that the round is committed, its windows have happened."""
         windows = sorted(self._windows, key=lambda window: window.rank)
-        self._tally.commit(windows)
+        self._tally.commit(windows, self._kept)
         for report in windows:
             self.events.put(report)
             if report.last:
                 self._pending.discard(report.rank)
-        self._windows = []
+        self._windows, self._kept = [], {}
 
     def _end_epoch(self) -> None:
         summary = self._tally.end_epoch()

@@ -6,7 +6,7 @@ import logging
 import queue
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
 from torch import Tensor
@@ -46,6 +46,7 @@ class Averager:
         plan: which commits become checkpoints; none by default.
         resumed: the checkpoint with which this process began, if there was one.
         progress: how far the training of ``center`` has come; by default it starts.
+        kept: what was kept of each rank at its last commit; by default nothing.
         tolerance: what losses of workers the run survives; none by default.
         tls: whether connections are encrypted.
     """
@@ -63,6 +64,7 @@ class Averager:
         plan: CheckpointPlan | None = None,
         resumed: Resumed | None = None,
         progress: Progress | None = None,
+        kept: Mapping[int, bytes] | None = None,
         tolerance: Tolerance | None = None,
         tls: bool = False,
     ) -> None:
@@ -73,6 +75,7 @@ class Averager:
             codec,
             deadline_s,
             progress=progress,
+            kept=kept,
             plan=plan,
             tolerance=tolerance,
         )
@@ -114,9 +117,19 @@ class Averager:
         return self._rounds.progress
 
     @property
+    def kept(self) -> dict[int, bytes]:
+        """What is kept of each rank, to start it again from ``progress``."""
+        return self._rounds.kept
+
+    @property
     def losses(self) -> list[str]:
         """Which workers were lost so far, and why."""
         return self._rounds.losses
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self._rounds.world_size
 
     @property
     def dropped(self) -> list[int]:

@@ -14,12 +14,14 @@ One worker is one connection (``connection.py`` has its form):
                                           "mean_weight": of a row, "shard_rows": by rank}
                                  <------ the center's parameters and buffers, chunk by chunk
                                  <------ unless at the very start: the rest of the center, and the
-                                         worker's own state from the checkpoint
+                                         worker's own state from the checkpoint, or from the
+                                         last commit of the workers before, if all start again
     {"gather": something small}  ------> wait for all ranks, whenever these agree to
                                  <------ {"gathered": [everyone's, by rank]}
     {"validation": report}       ------> after an epoch, from who has held-out rows
     {"window": report,
-     "takes_reply": whether},
+     "takes_reply": whether,
+     "own_state": bytes}, bytes,
     chunks                       ------> add in rank order, wait for the round
                                  <------ {"waiting": true}, only after a last window, each round
                                  <------ {"checkpoint": true}, if this commit becomes one; with
@@ -59,11 +61,12 @@ from sparkdl.averager.headers import (
 from sparkdl.averager.rounds import Rounds, StartOverError
 from sparkdl.averager.saving import Resumed, Saving
 from sparkdl.errors import TrainingError
-from sparkdl.events import WindowReport
 
 _WAITING = {"waiting": True}
 MAX_OWN_STATE_BYTES = 1 << 40
 """It goes to the checkpoint's storage block by block, so this bounds no memory."""
+MAX_KEPT_BYTES = 1 << 20
+"""Of what the driver keeps of one worker: random number generators and an optimizer's counters."""
 
 
 class Session:
@@ -106,16 +109,18 @@ class Session:
             elif "validation" in header:
                 rounds.validated(read_validation(header, rank))
             else:
-                self._serve_round(read_window(header, rank), header.get("takes_reply") is not False)
+                self._serve_round(header)
         rounds.finish(rank)
 
     def _send_start(self) -> None:
         """Send the center, and from a checkpoint what only this worker knew."""
         rank, resumed, rounds = self._rank, self._resumed, self._rounds
-        position = rounds.position(rank)
-        own_state_bytes = None
-        if resumed is not None and position == resumed.progress.positions[rank]:
-            own_state_bytes = resumed.own_state_bytes(rank)
+        position, kept = rounds.position(rank), rounds.kept_state(rank)
+        own_state_bytes, from_checkpoint = None, False
+        if kept is not None:
+            own_state_bytes = len(kept)
+        elif resumed is not None and position == resumed.progress.positions[rank]:
+            own_state_bytes, from_checkpoint = resumed.own_state_bytes(rank), True
         elif rounds.begun:
             own_state_bytes = 0
         self._connection.send_header(
@@ -123,6 +128,7 @@ class Session:
                 "chunk_bytes": rounds.chunk_bytes,
                 "position": dataclasses.asdict(position),
                 "own_state": own_state_bytes,
+                "epoch_ended": rounds.at_end_of_epoch,
                 "mean_weight": rounds.mean_weight,
                 "shard_rows": rounds.shard_rows,
             }
@@ -130,16 +136,23 @@ class Session:
         self._send(rounds.center, kinds={"parameters", "buffers"})
         if own_state_bytes is not None:
             self._send(rounds.center, kinds={"optimizer"})
-        if resumed is not None and own_state_bytes:
+        if kept:
+            self._connection.send_values(torch.frombuffer(bytearray(kept), dtype=torch.uint8))
+        if resumed is not None and from_checkpoint and own_state_bytes:
             with resumed.open_own_state(rank) as file:
                 while block := bytearray(file.read(rounds.chunk_bytes)):
                     self._connection.send_values(torch.frombuffer(block, dtype=torch.uint8))
         rounds.release(rank)
 
-    def _serve_round(self, report: WindowReport, takes_reply: bool) -> None:
+    def _serve_round(self, header: dict[str, object]) -> None:
+        report = read_window(header, self._rank)
+        size = 0
+        if "own_state" in header:
+            size = read_own_state(header, self._rank, MAX_KEPT_BYTES)
+        kept = b"".join(bytes(block) for block in self._blocks(size))
         try:
             reply = self._rounds.contribute(
-                report, self._receive, self._scratch, self._while_others_go_on
+                report, self._receive, self._scratch, self._while_others_go_on, kept
             )
         except StartOverError:
             self._connection.send_header({"again": True})
@@ -149,7 +162,7 @@ class Session:
             self._connection.send_header({"checkpoint": True})
         # Who was done early has missed rounds: the changes of the last one would not be enough.
         everything = {segment.kind for segment in self._rounds.layout}
-        if takes_reply:
+        if header.get("takes_reply") is not False:
             self._send(reply, kinds=everything if report.last else None)
         else:
             self._connection.send_header({"committed": True})

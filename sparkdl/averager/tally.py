@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from sparkdl.averager.progress import Position, Progress
 from sparkdl.events import (
@@ -20,19 +20,23 @@ class Tally:
 
     Args:
         progress: how far the training had come when the run began.
+        kept: what was kept of each rank then.
 
     Attributes:
         round: rounds committed in this run.
         epoch: the epoch that is under way, counted from 1.
         positions: where each rank goes on, by rank.
         history: the epochs that have ended.
+        kept: of each rank, what it sent with its last committed window to be kept; with position
+            and center the worker goes on exactly as it would have.
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, kept: Mapping[int, bytes]) -> None:
         self.round = 0
         self.epoch = progress.epoch
         self.positions = list(progress.positions)
         self.history = list(progress.history)
+        self.kept = dict(kept)
         self._reports = list(progress.reports)
         self._first_round = -progress.rounds
         self._validations: dict[tuple[int, int], ValidationReport] = {}
@@ -47,9 +51,20 @@ class Tally:
         """From now on the time counts as the epoch's."""
         self._epoch_started = time.monotonic()
 
-    def commit(self, windows: Iterable[WindowReport]) -> None:
-        """Count a round and its windows, given by rank: now they have happened."""
+    @property
+    def at_end_of_epoch(self) -> bool:
+        """Whether nothing was committed since an epoch has ended."""
+        return self.epoch > 1 and self.round == self._first_round
+
+    def commit(self, windows: Iterable[WindowReport], kept: Mapping[int, bytes]) -> None:
+        """Count a round and its windows: now they have happened.
+
+        Args:
+            windows: by rank.
+            kept: what is to be kept of the ranks that sent something.
+        """
         self.round += 1
+        self.kept |= kept
         for report in windows:
             self.positions[report.rank] = Position.after(report)
             self._reports.append(report)

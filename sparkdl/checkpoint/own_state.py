@@ -23,7 +23,7 @@ _GROUP = re.compile(r"group\.(\d+)\.(.*)", re.DOTALL)
 
 
 def pack_own_state(
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     device: torch.device,
     *,
     center_has_optimizer: bool,
@@ -31,7 +31,7 @@ def pack_own_state(
     """Take one worker's own state.
 
     Args:
-        optimizer: the replica's.
+        optimizer: the replica's; None for the random numbers alone.
         device: the replica's; its random number generator is the worker's too.
         center_has_optimizer: whether the center holds the optimizer's floating-point state.
 
@@ -41,7 +41,9 @@ def pack_own_state(
     Raises:
         CheckpointError: the optimizer keeps something that cannot be saved without pickle.
     """
-    values = _optimizer_values(optimizer, with_floats=not center_has_optimizer)
+    values: dict[str, Any] = {}
+    if optimizer is not None:
+        values = _optimizer_values(optimizer, with_floats=not center_has_optimizer)
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     description = {
         "values": {name: value for name, value in values.items() if name not in tensors},
