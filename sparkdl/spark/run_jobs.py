@@ -48,7 +48,8 @@ class RunJobs:
         self._context.cancelJobsWithTag(self.tag)
 
     def infos(self) -> list[SparkJobInfo]:
-        """Those that Spark knows of, and of others in the caller's group."""
+        """Those that Spark knows of."""
         tracker = self._context.statusTracker()
-        found = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(self.group)]
+        known = self._context._jsc.sc().statusTracker().getJobIdsForTag(self.tag)
+        found = [tracker.getJobInfo(job) for job in known]
         return [job for job in found if job is not None]

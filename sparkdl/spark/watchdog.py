@@ -7,8 +7,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from py4j.protocol import Py4JError
 from pyspark import SparkContext
@@ -26,15 +27,26 @@ LEAVE_S = 1.0
 """Seconds for workers that are not stuck to leave."""
 
 
+class StageProgress(NamedTuple):
+    """How far Spark has come with a stage: its tasks, those that run, and those that are done."""
+
+    number: int
+    attempt: int
+    tasks: int
+    active: int
+    completed: int
+
+
 @contextmanager
 def watched(
     averager: Averager, stacks: Stacks, context: SparkContext, jobs: RunJobs
 ) -> Iterator[None]:
     """Look after the workers of a run while it lasts.
 
-    The time until workers count as not started begins anew whenever Spark has made progress with
-    what it has to compute before. The stacks of a worker that is dropped for its silence are
-    logged; an error that says who was waited for has them as a note.
+    The time until workers count as not started runs only while Spark does nothing for them: not
+    while a task runs that they need the results of, and anew when there is progress. The stacks of
+    a worker that is dropped for its silence are logged; an error that says who was waited for has
+    them as a note.
 
     Args:
         averager: of the run.
@@ -90,7 +102,7 @@ def stacks_on_signal(stacks: Stacks) -> Iterator[None]:
 def _watch(
     averager: Averager, stacks: Stacks, context: SparkContext, jobs: RunJobs, ended: threading.Event
 ) -> None:
-    before: list[tuple[int, ...]] = []
+    before: list[StageProgress] = []
     seen = 0
     while not ended.wait(INTERVAL_S):
         if not averager.anyone_joined:
@@ -99,22 +111,48 @@ def _watch(
             except Py4JError as error:
                 logger.debug("Spark does not answer any more: %s", error)
                 return
-            if now != before:
-                before = now
+            if now != before or computes_upstream(context, now, averager.world_size):
                 averager.postpone_deadline()
+            before = now
         dropped = averager.dropped
         if told := stacks.ask(dropped[seen:]) if len(dropped) > seen else "":
             logger.warning("a worker that was dropped is still there:\n%s", told)
         seen = len(dropped)
 
 
-def progress(context: SparkContext, jobs: RunJobs) -> list[tuple[int, ...]]:
-    """How far Spark has come with the jobs of a run: tasks active and completed, by stage."""
+def progress(context: SparkContext, jobs: RunJobs) -> list[StageProgress]:
+    """How far Spark has come with the jobs of a run, by stage."""
     tracker = context.statusTracker()
     stages = {stage for job in jobs.infos() for stage in job.stageIds}
     infos = [tracker.getStageInfo(stage) for stage in sorted(stages)]
     return [
-        (info.stageId, info.currentAttemptId, info.numActiveTasks, info.numCompletedTasks)
+        StageProgress(
+            info.stageId,
+            info.currentAttemptId,
+            info.numTasks,
+            info.numActiveTasks,
+            info.numCompletedTasks,
+        )
         for info in infos
         if info is not None
     ]
+
+
+def computes_upstream(context: SparkContext, stages: Sequence[StageProgress], workers: int) -> bool:
+    """Whether tasks run of which the workers need the results; a single one may take hours.
+
+    Args:
+        context: Spark's.
+        stages: of the run's jobs.
+        workers: how many there are to be. Their own stage is one that feeds no shuffle and has as
+            many tasks: who runs there and has not joined may hang.
+    """
+    return any(
+        stage.active and (stage.tasks != workers or _feeds_a_shuffle(context, stage.number))
+        for stage in stages
+    )
+
+
+def _feeds_a_shuffle(context: SparkContext, stage: int) -> bool:
+    found = context._jsc.sc().dagScheduler().stageIdToStage().get(stage)
+    return bool(found.isDefined() and found.get().getClass().getSimpleName() == "ShuffleMapStage")
