@@ -1,179 +1,88 @@
 """Trainings under a hundred random faults: does each end with the right model, and nothing left?
 
-Jobs of three workers, each a process, train behind a proxy while faults are drawn: kill -9, SIGSTOP
-for up to three seconds, a reset connection, a message cut at a random byte, a full disk. They
-average parameters or reduce gradients in turn. A job is right if every epoch trained on every row
-once and the final loss lies within a tenth of a run without faults. Nothing may be left: process,
-thread, open port, file.
+Jobs of three workers average parameters or reduce gradients in turn, while faults are drawn. Parts:
+
+- ``processes``: each worker is a process. Kill -9, SIGSTOP for up to three seconds, a reset
+  connection, a message cut at a random byte, a full disk.
+- ``executors``: fits on local-cluster. The same, and kill -9 and SIGSTOP of executors' JVMs.
+- ``hosts``: fits on a standalone cluster of three hosts. The same, and hosts that are cut off or
+  paused for up to 16 s, or crash. It needs root; where there is none it is left out, in words.
+
+A job is right if every epoch trained on every row once and the parameters are what they should be
+(``storms.py`` says how that is known), and nothing may be left: process, thread, open port, file.
 ``--seed`` replays a run. Patience with silent workers is two seconds here, not fifteen.
 """
 
-import itertools
-import multiprocessing
-import sys
-import tempfile
-import threading
-import time
-from functools import partial
-from multiprocessing import util
-from pathlib import Path
+import math
+import statistics
+from collections import Counter
+from typing import Any
 
-import cloudpickle
-import numpy as np
-import pyarrow as pa
-import torch
+import storm_executors
+import storm_hosts
+import storm_processes
 from harness import Claim, parse, parser, report
-from torch import Tensor, nn
+from storms import Ended
 
 from sparkdl.averager import members
-from sparkdl.driver import Outcome
-from sparkdl.errors import SparkDLError
-from sparkdl.feed.columns import FeedSchema
-from sparkdl.protocols import ColumnSpec
-from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
-from sparkdl.testing import batches_of, run_world
-from sparkdl.testing.chaos import Chaos
-from sparkdl.worker import Job
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-ROWS = (160, 120, 140)
-EPOCHS = 10
-WIDTH = 8
-FAULTS_A_JOB = 10
-BAND = 0.1
-
-
-class Network(nn.Module):
-    """Takes ten milliseconds for a minibatch, so that faults fall into the training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 2))
-
-    def forward(self, features: Tensor) -> Tensor:
-        time.sleep(0.01)
-        return self.layers(features)
-
-
-STRATEGIES = (
-    ParameterAveraging(3, average_optimizer_state=True),
-    ParameterAveraging(3, average_optimizer_state=False),
-    GradientAllReduce(),
-)
-
-
-def job(strategy: Strategy) -> Job:
-    return Job(
-        model=Network,
-        loss=nn.CrossEntropyLoss(),
-        optimizer=partial(torch.optim.Adam, lr=0.01),
-        strategy=strategy,
-        schema=FeedSchema(
-            (ColumnSpec("features", torch.float32, (WIDTH,)),), ColumnSpec("label", torch.int64)
-        ),
-        epochs=EPOCHS,
-        batch_size=8,
-        seed=3,
-        deadline_s=60.0,
-        max_failures=1000,
-    )
-
-
-def shards() -> list[list[pa.RecordBatch]]:
-    generator = np.random.default_rng(5)
-    features = generator.normal(size=(sum(ROWS), WIDTH)).astype(np.float32)
-    labels = (np.abs(features[:, 0]) + features[:, 1] > 0.7).astype(np.int64)
-    starts = np.cumsum([0, *ROWS])
-    return [
-        batches_of(50, features=features[a:b], label=labels[a:b])
-        for a, b in itertools.pairwise(starts)
-    ]
-
-
-def left_behind() -> str:
-    """What a job left, after ten seconds in which things may end by themselves."""
-    deadline = time.monotonic() + 10
-    while True:
-        threads = [t.name for t in threading.enumerate() if t.name.startswith("sparkdl")]
-        processes = [p.name for p in multiprocessing.active_children()]
-        files = [p.name for p in Path(tempfile.gettempdir()).glob("sparkdl-*")]
-        left = threads + processes + files
-        if not left or time.monotonic() > deadline:
-            return ", ".join(left)
-        time.sleep(0.1)
-
-
-def judge(outcome: Outcome, band: tuple[float, float]) -> str:
-    """What is wrong with a job's outcome; empty if nothing is."""
-    wrong = [row for row in outcome.history if row.examples != sum(ROWS)]
-    if len(outcome.history) != EPOCHS or wrong:
-        return f"rows were lost or doubled: {wrong}"
-    loss = outcome.history[-1].loss
-    if not band[0] <= loss <= band[1]:
-        return f"final loss {loss:.4f} outside of {band[0]:.4f} to {band[1]:.4f}"
-    return left_behind() and f"left behind: {left_behind()}"
+PARTS = {
+    "processes": (storm_processes.run_part, 0.4),
+    "executors": (storm_executors.run_part, 0.3),
+    "hosts": (storm_hosts.run_part, 0.3),
+}
+"""What runs a part, and its share of the faults where all of them run."""
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--seed", type=int, default=1, help="of the first job")
+    options.add_argument("parts", nargs="*", choices=[[], *PARTS], help="all by default")
+    options.add_argument("--seed", type=int, default=1, help="of the first job of each part")
     options.add_argument("--faults", type=int, default=100, help="in all")
     parsed = parse(options, repeats=1)
     faults = 20 if parsed.quick else parsed.faults
-    util.get_temp_dir()  # which is multiprocessing's, before tempfile's changes
-    with tempfile.TemporaryDirectory() as folder:
-        tempfile.tempdir = folder  # other programs' files are not to be seen
-        run_jobs(faults, parsed.seed)
-
-
-def run_jobs(faults: int, first_seed: int) -> None:
-    """Run jobs until so many faults were injected, and report."""
-    data, seconds = shards(), []
-    bands = {}
-    for strategy in STRATEGIES:
-        loss = run_world(job(strategy), data, ranks_as="processes").history[-1].loss
-        bands[str(strategy)] = loss * (1 - BAND), loss * (1 + BAND)
-        print(f"final loss without faults: {loss:.4f} with {strategy}")
+    names = parsed.parts or list(PARTS)
+    shares = {name: PARTS[name][1] for name in names}
     members.STRAGGLER_S = 2.0
-    kinds: dict[str, int] = {}
-    jobs = right = injected = 0
-    while injected < faults:
-        seed = first_seed + jobs
-        strategy = STRATEGIES[seed % len(STRATEGIES)]
-        chaos = Chaos(job(strategy), data, seed, FAULTS_A_JOB, every_s=0.3)
-        storm = chaos.storm
-        started = time.monotonic()
-        try:
-            problem = judge(chaos.run(), bands[str(strategy)])
-        except SparkDLError as error:
-            problem = f"{type(error).__name__}: {error}"
-        seconds.append(time.monotonic() - started)
-        jobs, right = jobs + 1, right + (not problem)
-        print(f"  {', '.join(storm.injected)}")
-        for fault in storm.injected:
-            word = fault.split()[0]
-            kinds[word] = kinds.get(word, 0) + 1
-        injected += storm.hits
-        print(
-            f"seed {seed}, {type(strategy).__name__}: {len(storm.injected)} faults, "
-            f"{len(storm.losses)} losses seen, {seconds[-1]:.1f} s: {problem or 'right'}",
-            flush=True,
-        )
-    claim = Claim(name="jobs with the right end", ratio=right / jobs, target=1.0, at_least=True)
-    report(
-        "chaos",
-        [claim],
-        {
-            "jobs": jobs,
-            "faults": injected,
-            "kinds": kinds,
-            "seed": first_seed,
-            "band_of_final_loss": bands,
-            "seconds_a_job": seconds,
-        },
-    )
+    ended: list[Ended] = []
+    left_out: dict[str, str] = {}
+    for name in names:
+        part = math.ceil(faults * shares[name] / sum(shares.values()))
+        done = PARTS[name][0](parsed.seed, part)
+        if isinstance(done, str):
+            left_out[name] = done
+            print(f"{name}: left out, for {done}")
+        else:
+            ended += done
+    right = sum(not job.problem for job in ended) / len(ended)
+    claim = Claim(name="jobs with the right end", ratio=right, target=1.0, at_least=True)
+    report("chaos", [claim], {"seed": parsed.seed, **summary(ended), "left_out": left_out})
+
+
+def summary(ended: list[Ended]) -> dict[str, Any]:
+    differences = [job.difference for job in ended if job.difference is not None]
+    kinds = Counter(kind_of(fault) for job in ended for fault in job.faults)
+    return {
+        "jobs": len(ended),
+        "faults": sum(job.hits for job in ended),
+        "kinds": dict(sorted(kinds.items())),
+        "losses_seen": sum(job.losses for job in ended),
+        "jobs_by_part_and_strategy": Counter(f"{job.part}, {job.strategy}" for job in ended),
+        "largest_difference_of_parameters": max(differences, default=None),
+        "median_seconds_a_job": statistics.median(job.seconds for job in ended),
+        "problems": [f"{job.part}, seed {job.seed}: {job.problem}" for job in ended if job.problem],
+    }
+
+
+def kind_of(fault: str) -> str:
+    """Of a fault's words those that do not say to whom, or for how long."""
+    words = fault.split()
+    if "no" in words or "nobody" in words:
+        return "nothing to hit"
+    if words[0] in ("kill", "stop"):
+        whom = "worker" if words[1] in ("worker", "rank") else "executor"
+        return f"{words[0]} {whom}"
+    return {"cut": "cut host", "pause": "pause host", "crash": "crash host"}.get(words[0], fault)
 
 
 if __name__ == "__main__":

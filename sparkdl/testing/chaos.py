@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ WITHIN_BYTES = 20_000
 Victims = Callable[[], Sequence[tuple[str, int]]]
 """Who may be killed or stopped at this moment: names and process ids."""
 
+Deed = Callable[[random.Random], str]
+"""Injects a fault of its own choosing; returns what was done."""
+
 
 @dataclass
 class Storm:
@@ -46,6 +50,8 @@ class Storm:
         victims: whose processes are killed and stopped.
         every_s: seconds between two faults, on average.
         stopped_s: the longest that a process is stopped, in seconds.
+        host: where the workers reach the lines that break, an address of this machine.
+        more: faults beside those of processes, connections and the disk.
 
     Attributes:
         injected: what was done, in order.
@@ -57,6 +63,8 @@ class Storm:
     victims: Victims
     every_s: float = 0.4
     stopped_s: float = 3.0
+    host: str = "127.0.0.1"
+    more: Sequence[Deed] = ()
     injected: list[str] = field(default_factory=list)
     losses: list[str] = field(default_factory=list)
 
@@ -74,7 +82,7 @@ class Storm:
 
         @contextmanager
         def start(averager: Averager) -> Iterator[None]:
-            with Proxy(averager.address) as proxy:
+            with Proxy(averager.address, host=self.host) as proxy:
                 seen = _SeenThrough(proxy, averager)
                 with launch(seen), self._blowing(proxy):  # type: ignore[arg-type]
                     yield
@@ -98,19 +106,21 @@ class Storm:
             yield
         finally:
             ended.set()
-            thread.join(30)
+            thread.join(120)
 
     def _inject(self, proxy: Proxy, ended: threading.Event) -> None:
         while not self._training.wait(0.1):
             if ended.is_set():
                 return
-        deeds = [self._kill, self._stop, self._reset, self._truncate, self._fill_disk]
+        own = [self._kill, self._stop, self._reset, self._truncate, self._fill_disk]
+        deeds = [partial(deed, proxy) for deed in own]
+        deeds += [partial(deed, self._generator) for deed in self.more]
         while len(self.injected) < self.faults:
             pause = self._generator.uniform(0, 2 * self.every_s)
             deed = self._generator.choice(deeds)
             if ended.wait(pause):
                 return
-            self.injected.append(deed(proxy))
+            self.injected.append(deed())
 
     def _kill(self, proxy: Proxy) -> str:
         name, pid = self._pick()

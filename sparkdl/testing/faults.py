@@ -23,6 +23,7 @@ class Proxy:
         breaks_after: called for each connection; the bytes of both directions together after which
             it is reset, in the middle of whatever is being sent; None for never.
         on_bytes: called with what passes, in either direction.
+        host: the address at which workers reach it.
     """
 
     def __init__(
@@ -30,14 +31,15 @@ class Proxy:
         target: AveragerAddress,
         breaks_after: Callable[[], int | None] = lambda: None,
         on_bytes: Callable[[bytes], None] = lambda octets: None,
+        host: str = "127.0.0.1",
     ) -> None:
         self._target = target
         self._on_bytes = on_bytes
         self._breaks_after = breaks_after
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((host, 0))
         self._lines: list[_Line] = []
         self.breaks = 0
-        uri = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        uri = f"tcp://{host}:{self._listener.getsockname()[1]}"
         self.address = AveragerAddress(uri, target.token, target.fingerprint)
         self._thread = threading.Thread(target=self._listen, name="sparkdl-proxy", daemon=True)
         self._thread.start()

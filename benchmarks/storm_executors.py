@@ -1,0 +1,204 @@
+"""The part of the chaos benchmark on real executors: fits on ``local-cluster[3,1,1024]``."""
+
+import contextlib
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import cloudpickle
+import harness
+import pyarrow as pa
+import pyarrow.compute
+import torch
+from pyspark import TaskContext
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from storms import Ended, Kind, Result, run_jobs
+from torch import Tensor, nn
+
+from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator, TorchModel
+from sparkdl.driver import Outcome, run
+from sparkdl.feed.columns import ORDER_COLUMN
+from sparkdl.strategies import Strategy
+from sparkdl.testing.chaos import Deed, Storm
+from sparkdl.testing.replay import recorded_commits, replay
+from sparkdl.worker import Job
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+WORKERS = 3
+ROWS = 480
+EPOCHS = 10
+FAULTS_A_JOB = 6
+STRATEGIES = (ParameterAveraging(3), GradientAllReduce())
+CONF = {
+    "spark.executor.memory": "512m",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    # Faults are meant to be many; Spark's own patience is not what is measured.
+    "spark.task.maxFailures": "1000",
+    "spark.stage.maxConsecutiveAttempts": "1000",
+    "spark.deploy.maxExecutorRetries": "-1",
+}
+
+
+class Network(nn.Module):
+    """Takes its time for a minibatch, and says in a folder which process trains which rank."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2))
+        self.folder = folder
+
+    def forward(self, features: Tensor) -> Tensor:
+        context = TaskContext.get()
+        if context is not None:
+            Path(self.folder, f"{context.partitionId()}-{os.getpid()}").touch()
+            time.sleep(0.03)
+        return self.layers(features)
+
+
+def run_part(seed: int, faults: int) -> list[Ended]:
+    """Run jobs on this machine's executors until so many faults were injected."""
+    spark = start_session(f"local-cluster[{WORKERS},1,1024]", CONF)
+    try:
+        return jobs_under_faults(spark, "executors", seed, faults)
+    finally:
+        spark.stop()
+
+
+def start_session(master: str, conf: dict[str, str]) -> SparkSession:
+    os.environ.update(harness.child_environment())
+    spark = harness.session(master, conf)
+    spark.sparkContext.setLogLevel("OFF")
+    return spark
+
+
+def jobs_under_faults(
+    spark: SparkSession,
+    part: str,
+    seed: int,
+    faults: int,
+    *,
+    host: str = "127.0.0.1",
+    more: Sequence[Deed] = (),
+    every_s: float = 0.8,
+) -> list[Ended]:
+    """Run jobs until so many faults were injected; returns what they have come to.
+
+    Args:
+        spark: of three executors with one core each.
+        part: the benchmark's.
+        seed: of the first job's faults.
+        faults: how many in all.
+        host: where the executors reach the lines that break.
+        more: faults beside those that every part has.
+        every_s: seconds between two faults, on average.
+    """
+    frame = rows(spark)
+    with tempfile.TemporaryDirectory() as folder:
+        calm, _ = fit(frame, STRATEGIES[1], None, folder)
+
+    def start(seed: int) -> tuple[Storm, Strategy, Callable[[], Result]]:
+        strategy, folder = STRATEGIES[seed % len(STRATEGIES)], tempfile.TemporaryDirectory()
+        found = partial(victims, str(Path(folder.name, "pids")))
+        storm = Storm(seed, FAULTS_A_JOB, found, every_s=every_s, host=host, more=more)
+
+        def train() -> Result:
+            with folder, recorded_commits() as commits:
+                model, job = fit(frame, strategy, storm, folder.name)
+            expected = calm.module
+            if strategy is STRATEGIES[0]:
+                expected = replay(job, shards(frame, job.seed), commits)
+            return Result(history=model.history, module=model.module, expected=expected)
+
+        return storm, strategy, train
+
+    kind = Kind(part=part, rows=ROWS, epochs=EPOCHS, left_behind=left_behind)
+    return run_jobs(kind, seed, faults, start)
+
+
+def fit(
+    frame: DataFrame, strategy: Strategy, storm: Storm | None, folder: str
+) -> tuple[TorchModel, Job]:
+    """Returns the fitted model and what its workers were told; with faults if there is a storm."""
+    pids = Path(folder, "pids")
+    pids.mkdir()
+    estimator = TorchEstimator(
+        model=Network(str(pids)),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.Adam, lr=0.003),
+        strategy=strategy,
+        epochs=EPOCHS,
+        batchSize=8,
+        numWorkers=WORKERS,
+        progress=False,
+        timeout=120.0,
+        maxFailures=1000,
+        checkpointPath=str(Path(folder, "checkpoints")),
+    )
+    jobs: list[Job] = []
+
+    def stormy(job: Job, size: int, launch: Any, *, on_event: Any, **options: Any) -> Outcome:
+        jobs.append(job)
+        if storm is None:
+            return run(job, size, launch, on_event=on_event, **options)
+
+        def both(event: Any) -> None:
+            storm.on_event(event)
+            on_event(event)
+
+        return run(job, size, storm.over(launch), on_event=both, **options)
+
+    with mock.patch("sparkdl.estimator.estimator.run", stormy):
+        return estimator.fit(frame), jobs[0]
+
+
+def rows(spark: SparkSession) -> DataFrame:
+    numbers = [((F.col("id") * 7919 + k * 1299709) % 1000) / 512 - 1 for k in range(4)]
+    frame = spark.range(0, ROWS, 1, WORKERS).select(F.array(*numbers).alias("features"))
+    label = (F.abs(F.col("features")[0]) + F.col("features")[1] > 0.7).cast("int")
+    return frame.withColumn("label", label)
+
+
+def shards(frame: DataFrame, seed: int) -> list[list[pa.RecordBatch]]:
+    """The rows of each worker, with what orders them."""
+    key = F.xxhash64(F.lit(seed), "features", "label").alias(ORDER_COLUMN)
+    table = frame.select("features", "label", key, F.spark_partition_id().alias("rank")).toArrow()
+    return [
+        table.filter(pa.compute.equal(table["rank"], rank)).drop_columns("rank").to_batches()
+        for rank in range(WORKERS)
+    ]
+
+
+def victims(folder: str) -> list[tuple[str, int]]:
+    """The workers' processes that live, and their executors."""
+    found = []
+    for name in os.listdir(folder):
+        rank, _, pid = name.partition("-")
+        with contextlib.suppress(OSError, IndexError):  # it has ended
+            executor = parent(parent(int(pid)))  # a worker is a child of a daemon of the executor
+            found += [(f"worker {rank}", int(pid)), (f"executor {rank}", executor)]
+    return [(name, pid) for name, pid in found if pid > 1]
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def left_behind() -> str:
+    """Threads that a job left in the driver, after ten seconds in which they may end."""
+    deadline = time.monotonic() + 10
+    while True:
+        left = [t.name for t in threading.enumerate() if t.name.startswith("sparkdl")]
+        if not left or time.monotonic() > deadline:
+            return ", ".join(left)
+        time.sleep(0.1)

@@ -1,0 +1,122 @@
+"""The model that a run must have ended with: its committed windows, trained once more by hand.
+
+Whatever workers were lost on the way, only what was committed has happened. So one process that
+trains every committed window from the center that it began with, and forms every round's mean, has
+to arrive at the same parameters.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from sparkdl.averager.tally import Tally
+from sparkdl.driver import build_replica, initial_center
+from sparkdl.events import WindowReport
+from sparkdl.feed.feed import Feed
+from sparkdl.replica import Replica
+from sparkdl.testing.world import Shard
+from sparkdl.worker import Job
+
+Commits = list[list[WindowReport]]
+"""The windows of each round that was committed."""
+
+
+@contextmanager
+def recorded_commits() -> Iterator[Commits]:
+    """Take down what the runs of this process commit meanwhile; one run at a time."""
+    commits: Commits = []
+    commit = Tally.commit
+
+    def recording(self: Tally, windows: Iterable[WindowReport], kept: Mapping[int, bytes]) -> None:
+        windows = list(windows)
+        commits.append(windows)
+        commit(self, windows, kept)
+
+    Tally.commit = recording  # type: ignore[method-assign]
+    try:
+        yield commits
+    finally:
+        Tally.commit = commit  # type: ignore[method-assign]
+
+
+def replay(job: Job, shards: Sequence[Shard], commits: Commits) -> nn.Module:
+    """Train what was committed, and only that.
+
+    Args:
+        job: of the run. Its strategy averages in the driver, the optimizer's state too, and its
+            model draws no random numbers: then all that a window begins with is the center.
+        shards: the rows of each rank, as the run had them.
+        commits: the run's.
+
+    Returns:
+        The module with the last center's parameters and buffers.
+    """
+    replica = build_replica(job.model, job.optimizer, job.loss, job.seed)
+    _, center = initial_center(replica, with_optimizer=True)
+    replica.module.train()
+    # A copy, because the center shares the replica's memory.
+    center = [segment.clone() for segment in center]
+    with tempfile.TemporaryDirectory(prefix="sparkdl-testing-") as folder, ExitStack() as stack:
+        feeds = []
+        for rank, shard in enumerate(shards):
+            feed = Feed(
+                job.schema,
+                batch_size=job.batch_size,
+                seed=job.seed,
+                rank=rank,
+                directory=Path(folder),
+                options=job.feed,
+            )
+            feeds.append(stack.enter_context(feed))
+            feed.fill(shard)
+        steps = dict.fromkeys(range(len(shards)), 0)
+        for windows in commits:
+            contributions = {}
+            for window in windows:
+                first = steps[window.rank]
+                steps[window.rank] = 0 if window.last else window.step_of_epoch
+                if window.weight:
+                    _train(replica, center, feeds[window.rank], window, first)
+                    contributions[window.weight, window.rank] = [
+                        values.clone() for values in replica.segments(with_optimizer=True)
+                    ]
+            if contributions:
+                center = _mean(contributions)
+    for values, segment in zip(replica.segments(with_optimizer=True), center, strict=True):
+        values.copy_(segment)
+    return replica.release()
+
+
+def relative_difference(first: nn.Module, second: nn.Module) -> float:
+    """The largest difference of two modules' values, relative to the largest of each tensor."""
+    mine, other = first.state_dict(), second.state_dict()
+    return max(
+        float((mine[name] - value).abs().max() / value.abs().max().clamp_min(1e-12))
+        for name, value in other.items()
+    )
+
+
+def _train(
+    replica: Replica, center: list[Tensor], feed: Feed, window: WindowReport, first_step: int
+) -> None:
+    for values, segment in zip(replica.segments(with_optimizer=True), center, strict=True):
+        values.copy_(segment)
+    batches = feed.epoch(window.epoch, first_step=first_step)
+    for _ in range(window.step_of_epoch - first_step):
+        replica.step(next(batches))
+
+
+def _mean(contributions: dict[tuple[int, int], list[Tensor]]) -> list[Tensor]:
+    total = sum(weight for weight, _ in contributions)
+    return [
+        sum(
+            (values.double() * (weight / total))
+            for (weight, _), values in zip(contributions, segments, strict=True)
+        ).to(segments[0].dtype)
+        for segments in zip(*contributions.values(), strict=True)
+    ]
