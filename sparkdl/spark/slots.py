@@ -14,6 +14,9 @@ from sparkdl.spark.gpus import GPUS_AN_EXECUTOR
 
 EXECUTORS_START_S = 60.0
 """Seconds to wait for executors that the configuration promises."""
+LAST_EXECUTOR_S = 5.0
+"""Seconds after which no further executor is expected, where the configuration does not say how
+many there will be."""
 OTHERS_END_S = 10.0
 """Seconds to wait for other jobs to give slots back to workers that all have to start at once."""
 
@@ -50,7 +53,9 @@ def choose_num_workers(
 ) -> int:
     """The number of workers: as wanted if there are slots for them, else as many as slots.
 
-    Executors may still be starting; what the configuration promises is waited for.
+    Executors may still be starting. What the configuration promises is waited for; where it does
+    not say (a standalone cluster with ``spark.cores.max`` alone), executors are, as long as they
+    keep registering.
 
     Args:
         spark: the session.
@@ -61,13 +66,7 @@ def choose_num_workers(
         ConfigError: more workers are wanted than the cluster has slots.
     """
     _refuse_speculation(spark)
-    promised = _promised_slots(spark, gpus=profile is not None)
-    needed = promised if wanted is None else min(wanted, promised)
-    deadline = time.monotonic() + EXECUTORS_START_S
-    slots = count_slots(spark, profile)
-    while slots < needed and time.monotonic() < deadline:
-        time.sleep(0.05)
-        slots = count_slots(spark, profile)
+    slots = _wait_for_executors(spark, wanted, profile)
     if wanted is None:
         if slots < 1:
             raise ConfigError(
@@ -89,6 +88,31 @@ def choose_num_workers(
             "spark.task.cpus cores make one slot)"
         )
     return wanted
+
+
+def _wait_for_executors(
+    spark: SparkSession, wanted: int | None, profile: ResourceProfile | None
+) -> int:
+    """Slots, once there are as many as wanted, or no more are expected."""
+    promised = _promised_slots(spark, gpus=profile is not None)
+    most = float(spark.sparkContext.getConf().get("spark.cores.max") or "inf")
+    needed = min(wanted or math.inf, most if promised is None else promised)
+    deadline = time.monotonic() + EXECUTORS_START_S
+    slots = count_slots(spark, profile)
+    while slots < needed and time.monotonic() < deadline:
+        if promised is None and _seconds_since_last_executor(spark) > LAST_EXECUTOR_S:
+            break
+        time.sleep(0.05)
+        slots = count_slots(spark, profile)
+    return slots
+
+
+def _seconds_since_last_executor(spark: SparkSession) -> float:
+    """Since one has registered; 0 as long as there is none."""
+    known = spark.sparkContext._jsc.sc().statusStore().executorList(True)
+    found = [known.apply(index) for index in range(known.size())]
+    times = [one.addTime().getTime() / 1000 for one in found if one.id() != "driver"]
+    return time.time() - max(times) if times else 0.0
 
 
 def require_static_allocation(spark: SparkSession) -> None:
@@ -172,8 +196,11 @@ def _slots_on_demand(spark: SparkSession) -> float:
     return float(conf.get("spark.dynamicAllocation.maxExecutors") or "inf") * per_executor
 
 
-def _promised_slots(spark: SparkSession, *, gpus: bool = False) -> int:
-    """Slots that the configuration says there will be once every executor has registered."""
+def _promised_slots(spark: SparkSession, *, gpus: bool = False) -> int | None:
+    """Slots that the configuration says there will be once every executor has registered.
+
+    None where it does not say. Nothing is promised of executors that come and go on demand.
+    """
     conf = spark.sparkContext.getConf()
     cpus = int(conf.get("spark.task.cpus", "1") or 1)
     at_most = int(conf.get(GPUS_AN_EXECUTOR, "0") or 0) if gpus else math.inf
@@ -191,7 +218,8 @@ def _promised_slots(spark: SparkSession, *, gpus: bool = False) -> int:
         # Spark gives every executor one core more in turn, until there are no more to give.
         each, over = divmod(int(min(most, executors * cores)), executors)
         return over * slots_with(each + 1) + (executors - over) * slots_with(each)
-    if instances and cores_set:
-        executors = int(min(int(instances), most // int(cores_set)))
-        return executors * slots_with(int(cores_set))
-    return 0
+    master = spark.sparkContext.master or ""
+    if instances and (cores_set or not master.startswith("spark:")):
+        executors = int(min(int(instances), most // int(cores_set or 1)))
+        return executors * slots_with(int(cores_set or 1))
+    return 0 if master.startswith("local") or _slots_on_demand(spark) else None

@@ -235,17 +235,17 @@ class Cluster:
         _wait_for(self._start(host), "Successfully registered with master")
 
     def driver(
-        self, script: Path, *arguments: str, conf: dict[str, str], **options: object
+        self, script: Path, *arguments: str, conf: dict[str, str | None], **options: object
     ) -> subprocess.Popen[str]:
         """Start a driver on this machine, in a session and process group of its own.
 
         Args:
             script: a Python file; it gets its session with ``create_session()``.
             *arguments: handed to the script.
-            conf: further Spark settings.
+            conf: further Spark settings; None leaves one out.
             **options: for ``subprocess.Popen``.
         """
-        settings = {
+        settings: dict[str, str | None] = {
             "spark.master": self.master,
             "spark.driver.host": self.hosts.gateway,
             "spark.driver.bindAddress": self.hosts.gateway,
@@ -256,7 +256,12 @@ class Cluster:
             "spark.cores.max": str(self._cores * len(self.hosts.hosts)),
             **conf,
         }
-        flags = [part for key, value in settings.items() for part in ("--conf", f"{key}={value}")]
+        flags = [
+            part
+            for key, value in settings.items()
+            if value is not None
+            for part in ("--conf", f"{key}={value}")
+        ]
         command = [self._home / "bin" / "spark-submit", *flags, script, *arguments]
         return subprocess.Popen(
             [str(part) for part in command],

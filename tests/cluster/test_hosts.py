@@ -111,9 +111,18 @@ def test_nothing_is_left_of_the_hosts_of_a_process_that_was_killed(tmp_path: Pat
         assert mark not in shown
 
 
+UNCOUNTED = {"spark.executor.instances": None, "spark.executor.cores": None}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_model_is_trained_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "promise", [{}, UNCOUNTED, {**UNCOUNTED, "spark.cores.max": None}], ids=["all", "cores", "none"]
+)
+def test_a_model_is_trained_on_two_hosts_whatever_is_said_of_executors(
+    hosts: Hosts, tmp_path: Path, promise: dict[str, str | None]
+) -> None:
+    """Without a number of workers: on all slots, so on both executors, which are just starting."""
     output = tmp_path / "result.json"
     script = Path(__file__).parent / "train_on_hosts.py"
     with Cluster(hosts) as cluster:
@@ -121,8 +130,11 @@ def test_a_model_is_trained_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
             script,
             str(output),
             "epochs=3",
-            conf={"spark.executor.memory": "512m"},
+            "numWorkers=null",
+            conf={"spark.executor.memory": "512m", **promise},
         )
         assert driver.wait(200) == 0
     result = json.loads(output.read_text())
     assert result.get("examples") == [60, 60, 60], result
+    # Of two workers with three minibatches each; one alone would have three.
+    assert result["rounds"] == [2, 2, 2]

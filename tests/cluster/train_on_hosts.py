@@ -29,12 +29,13 @@ def main(output: str, *arguments: str) -> None:
     if sleep := changes.pop("sleep", 0):
         changes["model"] = Slow(sleep)
     workers = changes.setdefault("numWorkers", 2)
-    rows = frame(spark, rows=changes.pop("rows", 60), partitions=workers)
+    rows = frame(spark, rows=changes.pop("rows", 60), partitions=workers or 2)
     result: dict[str, Any] = {}
     try:
         model = estimator(**changes).fit(rows)
         result["losses"] = [epoch.loss for epoch in model.history]
         result["examples"] = [epoch.examples for epoch in model.history]
+        result["rounds"] = [epoch.rounds for epoch in model.history]
         result["bits"] = [
             tensor.double().flatten().tolist() for tensor in model.module.state_dict().values()
         ]

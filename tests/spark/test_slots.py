@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,14 @@ from pyspark.sql import SparkSession
 from sparkdl.errors import ConfigError
 from sparkdl.spark import slots
 from sparkdl.spark.partitions import known_partitions
-from sparkdl.spark.slots import _promised_slots, choose_num_workers, count_slots, require_free_slots
+from sparkdl.spark.slots import (
+    _promised_slots,
+    _seconds_since_last_executor,
+    _wait_for_executors,
+    choose_num_workers,
+    count_slots,
+    require_free_slots,
+)
 
 
 def test_no_wish_means_every_slot(spark: SparkSession) -> None:
@@ -61,16 +69,49 @@ def test_executors_that_were_lost_and_not_replaced_are_an_error_with_numbers(
             },
             6,
         ),
-        ("spark://h:7077", {"spark.cores.max": "8"}, 0),
-        ("yarn", {"spark.executor.instances": "4"}, 0),
+        ("spark://h:7077", {"spark.cores.max": "8"}, None),
+        ("spark://h:7077", {"spark.executor.instances": "4"}, None),
+        ("yarn", {"spark.executor.instances": "4"}, 4),
+        ("yarn", {}, None),
+        ("yarn", {"spark.dynamicAllocation.enabled": "true"}, 0),
+        ("local[4]", {}, 0),
     ],
 )
 def test_what_the_configuration_promises_is_never_more_than_cores_max(
-    master: str, conf: dict[str, str], slots: int
+    master: str, conf: dict[str, str], slots: int | None
 ) -> None:
     context = SimpleNamespace(master=master, getConf=lambda: conf)
     session: Any = SimpleNamespace(sparkContext=context)
     assert _promised_slots(session) == slots
+
+
+@pytest.mark.parametrize(("wanted", "waited"), [(None, 3), (2, 2), (9, 3)])
+def test_where_nothing_is_promised_executors_are_waited_for_while_they_register(
+    monkeypatch: pytest.MonkeyPatch, wanted: int | None, waited: int
+) -> None:
+    """One of one core every 0.2 s, three in all, of at most eight."""
+    started = time.monotonic()
+
+    def registered(*_: object) -> int:
+        return min(3, int((time.monotonic() - started) / 0.2))
+
+    def since_last(_: object) -> float:
+        return time.monotonic() - started - 0.2 * registered() if registered() else 0.0
+
+    monkeypatch.setattr(slots, "LAST_EXECUTOR_S", 0.4)
+    monkeypatch.setattr(slots, "count_slots", registered)
+    monkeypatch.setattr(slots, "_seconds_since_last_executor", since_last)
+    context = SimpleNamespace(master="spark://h:7077", getConf=lambda: {"spark.cores.max": "8"})
+    session: Any = SimpleNamespace(sparkContext=context)
+    assert _wait_for_executors(session, wanted, None) == waited
+
+
+def test_the_last_executor_of_a_session_registered_some_time_ago(spark: SparkSession) -> None:
+    choose_num_workers(spark, 3)
+    time.sleep(0.1)
+    age = _seconds_since_last_executor(spark)
+    started = spark.sparkContext.startTime / 1000
+    assert 0.1 <= age <= time.time() - started
 
 
 @pytest.mark.slow
