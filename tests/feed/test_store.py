@@ -7,10 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 from sparkdl.errors import TrainingError
 from sparkdl.feed.store import PartitionStore
@@ -73,3 +77,64 @@ def test_rows_for_which_there_is_no_room_are_refused_with_numbers(
     ):
         store.append([SPEC], [torch.ones(2, 1024)])
     store.close()
+
+
+class TestPartitionStore:
+    """The store's files have no name and give back what was put in."""
+
+    COLUMNS = (
+        ColumnSpec("a", torch.float32, (3,)),
+        ColumnSpec("b", torch.int64),
+        ColumnSpec("c", torch.float64, (0,)),
+    )
+
+    def batch(self, rows: int) -> list[Tensor]:
+        numbers = torch.arange(rows)
+        return [
+            torch.stack([numbers, numbers + 1, numbers + 2], dim=1).float(),
+            numbers,
+            torch.empty((rows, 0), dtype=torch.float64),
+        ]
+
+    def test_no_file_is_seen_in_the_directory_even_while_open(self, tmp_path: Path) -> None:
+        store = PartitionStore(tmp_path)
+        store.append(self.COLUMNS, self.batch(1000))
+        store.slice(0, 1000)
+        assert list(tmp_path.iterdir()) == []
+        store.close()
+        assert list(tmp_path.iterdir()) == []
+
+    @given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5))
+    @settings(deadline=None, max_examples=30)
+    def test_rows_come_back_in_the_order_they_were_appended(self, sizes: list[int]) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            store = PartitionStore(Path(directory))
+            for size in sizes:
+                store.append(self.COLUMNS, self.batch(size))
+            columns = store.slice(0, store.rows)
+            assert store.rows == sum(sizes)
+            for position, spec in enumerate(self.COLUMNS):
+                expected = torch.cat([self.batch(size)[position] for size in sizes])
+                assert columns[position].dtype is spec.dtype
+                assert torch.equal(columns[position], expected)
+            assert len(columns) == len(self.COLUMNS)
+            store.close()
+
+    def test_a_store_without_rows_has_no_columns(self, tmp_path: Path) -> None:
+        store = PartitionStore(tmp_path)
+        assert (store.rows, store.slice(0, 0)) == (0, [])
+        store.close()
+
+    def test_a_slice_that_is_not_contiguous_is_stored_as_it_reads(self, tmp_path: Path) -> None:
+        store = PartitionStore(tmp_path)
+        values = torch.arange(12.0).view(2, 6).t()[::2]
+        store.append([ColumnSpec("a", torch.float32, (2,))], [values])
+        assert torch.equal(store.slice(0, 3)[0], values)
+        store.close()
+
+    def test_closing_closes_the_files(self, tmp_path: Path) -> None:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        store = PartitionStore(tmp_path)
+        store.append(self.COLUMNS, self.batch(10))
+        store.close()
+        assert len(list(Path("/proc/self/fd").iterdir())) == before

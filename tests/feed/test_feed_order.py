@@ -1,0 +1,100 @@
+"""Rows that say where they belong are fed in that order, however they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from feeds import (
+    epochs_of,
+    ids_of,
+    record_batch,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from toys import classification, make_job, mlp
+
+from sparkdl.feed.shuffle import permutation
+from sparkdl.testing import batches_of, run_world
+
+
+class TestOrder:
+    """Rows that say where they belong give the same minibatches however they arrive."""
+
+    @staticmethod
+    def arrivals(draw: Callable[[Any], Any], rows: list[tuple[int, int]]) -> list[pa.RecordBatch]:
+        """(key, id) pairs in a drawn order, in record batches of drawn sizes."""
+        shuffled = draw(st.permutations(rows))
+        cuts = sorted(draw(st.lists(st.integers(0, len(rows)), max_size=4)))
+        return [
+            record_batch([i for _, i in piece], [key for key, _ in piece])
+            for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True)
+            for piece in [shuffled[start:stop]]
+        ]
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        data=st.data(),
+        keys=st.lists(st.integers(-(2**63), 2**63 - 1), unique=True, max_size=20),
+        batch_size=st.integers(1, 7),
+    )
+    def test_rows_in_any_order_of_arrival_give_the_same_minibatches(
+        self, data: Any, keys: list[int], batch_size: int
+    ) -> None:
+        rows = list(zip(keys, range(len(keys)), strict=True))
+        ordered = [i for _, i in sorted(rows)]
+        # the same rows, arriving in the wanted order and without keys, are the oracle
+        expected = epochs_of([record_batch(ordered)], batch_size=batch_size)
+
+        found = epochs_of(self.arrivals(data.draw, rows), batch_size=batch_size)
+
+        for mine, other in zip(found, expected, strict=True):
+            assert [batch.last for batch in mine] == [batch.last for batch in other]
+            for batch, twin in zip(mine, other, strict=True):
+                assert torch.equal(batch.targets, twin.targets)
+                assert len(batch.features) == 1
+                assert torch.equal(batch.features[0], twin.features[0])
+
+    def test_epoch_one_is_in_the_order_of_the_keys(self) -> None:
+        batches = [record_batch([0, 1], [5, -3]), record_batch([2, 3, 4], [9, 0, -7])]
+        first, *_ = epochs_of(batches, batch_size=2)
+        assert ids_of(first) == [4, 1, 3, 0, 2]
+
+    def test_later_epochs_permute_the_ordered_rows(self) -> None:
+        keys = list(range(30, 0, -1))
+        _, second, third = epochs_of([record_batch(range(30), keys)], seed=4, rank=2)
+        in_order = np.arange(29, -1, -1)
+        for number, epoch in ((2, second), (3, third)):
+            shuffled = permutation(30, seed=4, epoch=number, rank=2).numpy()
+            assert ids_of(epoch) == in_order[shuffled].tolist()
+
+    def test_equal_keys_keep_the_order_of_arrival(self) -> None:
+        keys = [7] * 40 + [1] * 3
+        first, *_ = epochs_of([record_batch(range(43), keys)])
+        assert ids_of(first) == [40, 41, 42, *range(40)]
+
+
+def test_a_run_on_ordered_rows_does_not_depend_on_their_arrival() -> None:
+    data = classification([17, 12])
+    job = make_job(mlp(), epochs=3)
+
+    def train(seed: int) -> dict[str, Tensor]:
+        shards = []
+        for rank in range(2):
+            features, targets = data.shard(rank)
+            arrival = np.random.default_rng([seed, rank]).permutation(len(targets))
+            shards.append(
+                batches_of(
+                    5, features=features[arrival], label=targets[arrival], order=arrival * 10
+                )
+            )
+        return run_world(job, shards).module.state_dict()
+
+    expected = run_world(job, data.shards()).module.state_dict()
+    for seed in (1, 2):
+        found = train(seed)
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
