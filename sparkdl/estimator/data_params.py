@@ -13,8 +13,9 @@ from pyspark.ml.param.shared import (
     HasWeightCol,
 )
 
-from sparkdl.estimator.converters import one_of, optional_function, optional_whole, whole
+from sparkdl.spark.converters import one_of, optional_function, optional_whole, whole
 from sparkdl.spark.declared import dtypes, names, shapes
+from sparkdl.spark.scratch import STORE_PLACES
 
 OUTPUT_TYPES = ("auto", "class", "probability", "raw")
 
@@ -155,7 +156,7 @@ class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, HasValidationIndi
         Params._dummy(),
         "storeIn",
         "where each worker keeps its rows: 'disk' (Spark's local directory) or 'memory' (/dev/shm)",
-        typeConverter=one_of("storeIn", ("disk", "memory")),
+        typeConverter=one_of("storeIn", STORE_PLACES),
     )
 
     def getLabelCols(self) -> list[str] | None:

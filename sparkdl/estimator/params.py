@@ -9,7 +9,11 @@ from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.param.shared import HasSeed
 
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.converters import (
+from sparkdl.estimator.data_params import DataParams
+from sparkdl.estimator.recovery_params import RecoveryParams
+from sparkdl.estimator.schedule_params import ScheduleParams
+from sparkdl.estimator.security_params import SecurityParams
+from sparkdl.spark.converters import (
     function,
     one_of,
     optional_positive,
@@ -17,10 +21,6 @@ from sparkdl.estimator.converters import (
     positive,
     whole,
 )
-from sparkdl.estimator.data_params import DataParams
-from sparkdl.estimator.recovery_params import RecoveryParams
-from sparkdl.estimator.schedule_params import ScheduleParams
-from sparkdl.estimator.security_params import SecurityParams
 from sparkdl.strategies import Strategy
 
 

@@ -25,6 +25,7 @@ from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import Precision
 from sparkdl.schedule import Unit
 from sparkdl.spark.columns import InputColumn
+from sparkdl.spark.converters import in_bytes
 from sparkdl.spark.encryption import encrypts_connections, require_no_plaintext
 from sparkdl.spark.gpus import gpu_profile
 from sparkdl.spark.launcher import Workers
@@ -66,7 +67,6 @@ class Preflight:
         fractions = _parameter_dtype(self._replica.module)
         self.head = head_of(params.getLoss())
         fed = fed_columns(params, frame, params.getLoss(), self.head, fractions)
-        budget = params.getMemoryBudget()
         spark = frame.sparkSession
         self.job = Job(
             model=builder,
@@ -88,7 +88,7 @@ class Preflight:
                 drop_last=params.getDropLast(),
                 reshuffle_every=params.getReshuffleEvery(),
                 transform=params.getBatchTransform(),
-                resident_bytes=None if budget is None else budget << 20,
+                resident_bytes=in_bytes(params.getMemoryBudget()),
             ),
             tls=encrypts_connections(spark, params.getTls()),
         )

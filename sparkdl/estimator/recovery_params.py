@@ -8,7 +8,7 @@ from pyspark.ml.param import Param, Params
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.converters import one_of, optional_whole, whole
+from sparkdl.spark.converters import one_of, optional_whole, whole
 
 
 def _path(value: Any) -> str | None:

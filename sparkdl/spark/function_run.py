@@ -17,22 +17,25 @@ from pyspark.sql import DataFrame, SparkSession
 from sparkdl.errors import ConfigError, DataError, DeadlineError, SparkDLError, TrainingError
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import NO_ROWS
+from sparkdl.feed.feed import FeedOptions
 from sparkdl.spark import bootstrap
 from sparkdl.spark.board import Board, Lines, Report
 from sparkdl.spark.columns import input_column
 from sparkdl.spark.console import driver_hosts, echoes, show
+from sparkdl.spark.converters import in_bytes, one_of, optional_whole, whole
 from sparkdl.spark.declared import Declared, dtypes, names, shapes
 from sparkdl.spark.encryption import (
     encrypts_connections,
     keeps_rows_in_memory,
     require_no_plaintext,
 )
-from sparkdl.spark.function_task import OUTPUT_DDL, Call, Script
+from sparkdl.spark.function_task import OUTPUT_DDL, Call, Feeding, Script
 from sparkdl.spark.gpus import gpu_profile
 from sparkdl.spark.launcher import JOB_END_S, LEAVE_S, Workers, as_training_error, run_on_rows
 from sparkdl.spark.network import network_of
 from sparkdl.spark.partitions import known_partitions
 from sparkdl.spark.run_jobs import RunJobs
+from sparkdl.spark.scratch import STORE_PLACES
 from sparkdl.spark.session import require_classic_session
 from sparkdl.spark.slots import (
     choose_num_workers,
@@ -48,8 +51,6 @@ logger = logging.getLogger(__name__)
 OnReport = Callable[[int, Mapping[str, float]], None]
 """(rank, numbers by name)."""
 
-ORDER_SEED = 0
-"""Of the order in which the rows come."""
 JOIN_S = 120.0
 """Seconds for all workers to start, once there are slots for them."""
 
@@ -63,6 +64,9 @@ def run(
     columnShapes: dict[str, list[int]] | None = None,
     columnDtypes: dict[str, str] | None = None,
     imageCols: list[str] | None = None,
+    shuffleSeed: int = 0,
+    memoryBudget: int | None = None,
+    storeIn: str = "disk",
     on_report: OnReport | None = None,
     **kwargs: Any,
 ) -> list[Any]:
@@ -85,6 +89,10 @@ def run(
             matrices, binary columns and images.
         columnDtypes: as the estimator's Param: the tensor's dtype by column.
         imageCols: as the estimator's Param: binary columns that hold encoded images.
+        shuffleSeed: of the orders in which the rows of ``df`` come; a ``seed`` is the function's.
+        memoryBudget: as the estimator's Param: MiB of its stored rows that a worker keeps mapped;
+            None for no limit.
+        storeIn: as the estimator's Param: where each worker keeps its rows, ``disk`` or ``memory``.
         on_report: called in the driver with rank and numbers of each
             ``sparkdl.current_worker().report(...)``; by default they are printed.
         **kwargs: the function's arguments by name.
@@ -109,7 +117,8 @@ def run(
         raise ConfigError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
     call = Call(_function(train_fn, kwargs), args, kwargs)
     declared = Declared(shapes(columnShapes), dtypes(columnDtypes), names("imageCols")(imageCols))
-    rows = None if df is None else _rows_of(df, declared, num_workers, device)
+    keeping = _Keeping(shuffleSeed, memoryBudget, storeIn)
+    rows = None if df is None else _rows_of(df, declared, num_workers, device, keeping)
     require_static_allocation(spark)
     profile = gpu_profile(spark, device)
     choose_num_workers(spark, num_workers, profile)
@@ -134,14 +143,30 @@ def run(
 
 
 @dataclass(frozen=True)
+class _Keeping:
+    """How the workers keep their rows, as the user said it."""
+
+    seed: int
+    memory_budget: int | None
+    store_in: str
+
+    def __post_init__(self) -> None:
+        whole("shuffleSeed")(self.seed)
+        optional_whole("memoryBudget", 1)(self.memory_budget)
+        one_of("storeIn", STORE_PLACES)(self.store_in)
+
+
+@dataclass(frozen=True)
 class _Rows:
-    """A DataFrame for the workers, and what its columns become."""
+    """A DataFrame for the workers, and what they do with it."""
 
     workers: Workers
-    schema: FeedSchema
+    feeding: Feeding
 
 
-def _rows_of(df: DataFrame, declared: Declared, num_workers: int, device: str) -> _Rows:
+def _rows_of(
+    df: DataFrame, declared: Declared, num_workers: int, device: str, keeping: _Keeping
+) -> _Rows:
     columns = tuple(input_column(df, name, "df") for name in df.columns)
     if not columns:
         raise DataError("df has no columns: there is nothing to feed")
@@ -156,8 +181,15 @@ def _rows_of(df: DataFrame, declared: Declared, num_workers: int, device: str) -
         repartition=known_partitions(df) != num_workers,
         device=device,
         description="",
+        store_in=keeping.store_in,
     )
-    return _Rows(workers, FeedSchema(specs, label=(), by_name=True))
+    feeding = Feeding(
+        schema=FeedSchema(specs, label=(), by_name=True),
+        seed=keeping.seed,
+        options=FeedOptions(resident_bytes=in_bytes(keeping.memory_budget)),
+        in_memory=keeps_rows_in_memory(df.sparkSession, keeping.store_in),
+    )
+    return _Rows(workers, feeding)
 
 
 class _Job:
@@ -176,8 +208,8 @@ class _Job:
         self._jobs = RunJobs(spark.sparkContext, description)
         # The call is pickled by itself: what it imports may be missing on a worker, which is
         # the user's to see.
-        feed = None if rows is None else (rows.schema, keeps_rows_in_memory(spark))
-        payload = cloudpickle.dumps((network_of(spark), feed, cloudpickle.dumps(call)))
+        feeding = None if rows is None else rows.feeding
+        payload = cloudpickle.dumps((network_of(spark), feeding, cloudpickle.dumps(call)))
         self._task = bootstrap.make_task(
             "sparkdl.spark.function_task:run_function_task",
             (payload, astuple(board.address), device, echoes(spark)),
@@ -213,17 +245,16 @@ class _Job:
         return [cloudpickle.loads(row.result) for row in sorted(self._rows, key=lambda r: r.rank)]
 
     def _run(self) -> None:
-        workers = self._board.world_size
+        world_size = self._board.world_size
         try:
             if self._input is None:
-                tasks = self._spark.range(0, workers, 1, workers)
+                tasks = self._spark.range(0, world_size, 1, world_size)
                 self._rows = tasks.mapInArrow(
                     self._task, OUTPUT_DDL, barrier=True, profile=self._profile
                 ).collect()
             else:
-                self._rows = run_on_rows(
-                    self._input.workers, ORDER_SEED, self._task, OUTPUT_DDL, barrier=True
-                )
+                workers, seed = self._input.workers, self._input.feeding.seed
+                self._rows = run_on_rows(workers, seed, self._task, OUTPUT_DDL, barrier=True)
                 if not self._rows:
                     # Spark starts no task for what it finds to be empty while it plans.
                     self._board.fail(DataError(NO_ROWS))

@@ -37,7 +37,7 @@ from sparkdl.eager import defer_compiler
 from sparkdl.errors import DataError, StoppedError
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import DataFacts, check_facts
-from sparkdl.feed.feed import Feed
+from sparkdl.feed.feed import Feed, FeedOptions
 from sparkdl.spark.board import BoardAddress, BoardClient
 from sparkdl.spark.devices import choose_device
 from sparkdl.spark.function_worker import FedRows, FunctionWorker, working_as
@@ -74,6 +74,23 @@ class Call:
     kwargs: Mapping[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Feeding:
+    """How every worker feeds its rows.
+
+    Attributes:
+        schema: what the columns become.
+        seed: of the orders in which the rows come.
+        options: of the feed.
+        in_memory: who demands that rows are in memory; None if they may be on a disk.
+    """
+
+    schema: FeedSchema
+    seed: int
+    options: FeedOptions
+    in_memory: str | None
+
+
 def run_function_task(
     payload: bytes,
     address: tuple[str, int, str, str | None],
@@ -84,12 +101,12 @@ def run_function_task(
     """Call the user's function as one of several ranks.
 
     Args:
-        payload: the pickled ``Network``, the rows' ``FeedSchema`` and who demands that they are in
-            memory, or None, and, pickled by itself, the ``Call``.
+        payload: the pickled ``Network``, the ``Feeding`` or None, and, pickled by itself, the
+            ``Call``.
         address: the fields of the board's ``BoardAddress``.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         echo: whether what is printed is also written to this process's own streams.
-        batches: the task's rows; without a schema they say nothing.
+        batches: the task's rows; without a ``Feeding`` they say nothing.
 
     Yields:
         The rank with the pickled result, or without if the run has failed; the driver knows why.
@@ -123,12 +140,12 @@ def _serve(
 ) -> bytes:
     context = TaskContext.get()
     assert context is not None
-    network, fed, pickled_call = cloudpickle.loads(payload)
+    network, feeding, pickled_call = cloudpickle.loads(payload)
     chosen = choose_device(device, context)
     defer_compiler()
     leave_group()
     with (
-        _rows(fed, batches, board, rank, chosen) as rows,
+        _rows(feeding, batches, board, rank, chosen) as rows,
         _surroundings(network, board, rank, chosen, context.cpus(), rows),
         Output(board.send_lines) as output,
         output.capture(echo=echo),
@@ -144,24 +161,30 @@ def _serve(
 
 @contextmanager
 def _rows(
-    fed: tuple[FeedSchema, str | None] | None,
+    feeding: Feeding | None,
     batches: Iterator[pa.RecordBatch],
     board: BoardClient,
     rank: int,
     device: str,
 ) -> Iterator[FedRows | None]:
     """Read the worker's rows, and learn of the others' whether all can be fed."""
-    if fed is None:
+    if feeding is None:
         for _ in batches:  # a Python process whose input was not read to its end is not used again
             pass
         yield None
         return
-    schema, in_memory = fed
-    directory = row_directory(in_memory)
-    with Feed(schema, batch_size=1, seed=0, rank=rank, directory=directory, device=device) as feed:
+    with Feed(
+        feeding.schema,
+        batch_size=1,
+        seed=feeding.seed,
+        rank=rank,
+        directory=row_directory(feeding.in_memory),
+        device=device,
+        options=feeding.options,
+    ) as feed:
         shards = board.gather(shard_header(feed.fill(batches)))
         facts = DataFacts.of([read_shard(shard, sender) for sender, shard in enumerate(shards)])
-        check_facts(facts, schema.columns)
+        check_facts(facts, feeding.schema.columns)
         feed.settle([column.longest for column in facts.columns])
         yield FedRows(feed, facts.shard_rows)
 

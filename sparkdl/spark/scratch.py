@@ -8,6 +8,8 @@ from pathlib import Path
 
 from sparkdl.errors import ConfigError
 
+STORE_PLACES = ("disk", "memory")
+"""What ``storeIn`` may be."""
 MEMORY = Path("/dev/shm")
 """Linux's file system in memory."""
 

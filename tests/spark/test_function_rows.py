@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 import sparkdl
 from sparkdl.errors import ConfigError, DataError, WorkerError
-from sparkdl.spark import function_run
+from sparkdl.spark import function_run, scratch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(frames)
@@ -107,6 +107,37 @@ def test_rows_are_spread_evenly_and_dealt_in_another_order_each_epoch(spark: Spa
     assert [len(each) for each in ids] == [35] * 4
     assert sorted(ids[0] + ids[2]) == sorted(ids[1] + ids[3]) == list(range(70))
     assert ids[0] != ids[1] != sorted(ids[1])
+
+
+def test_the_shuffle_seed_changes_the_order_and_nothing_else(spark: SparkSession) -> None:
+    def look() -> list[list[int]]:
+        batches = sparkdl.current_worker().batches(10)
+        return [[i for batch in batches for i in batch["id"].tolist()] for _ in range(2)]
+
+    rows = frame_of_sizes(spark, [30, 30])
+    default, zero, other = (
+        sparkdl.run(look, num_workers=2, df=rows, **settings)
+        for settings in ({}, {"shuffleSeed": 0}, {"shuffleSeed": -7})
+    )
+
+    assert default == zero
+    for rank in (0, 1):
+        orders = [*default[rank], *other[rank]]
+        assert len({tuple(order) for order in orders}) == 4
+        assert len({tuple(sorted(order)) for order in orders}) == 1
+
+
+def test_rows_are_kept_where_the_user_wants_them(spark: SparkSession) -> None:
+    def look() -> list[str]:
+        assert sum(len(b["id"]) for b in sparkdl.current_worker().batches(4)) == 30
+        return open_files()
+
+    def kept_in(**settings: Any) -> set[bool]:
+        results = sparkdl.run(look, num_workers=2, df=frame_of_sizes(spark, [30, 30]), **settings)
+        return {file.startswith(str(scratch.MEMORY)) for files in results for file in files}
+
+    assert kept_in() == {False}
+    assert kept_in(storeIn="memory", memoryBudget=1) == {True}
 
 
 def test_every_column_becomes_a_tensor_as_declared(spark: SparkSession) -> None:
@@ -246,6 +277,12 @@ def test_what_makes_no_sense_is_refused(spark: SparkSession) -> None:
         sparkdl.run(_never, df=rows, columnDtypes={"other": "int8"})
     with pytest.raises(ConfigError, match="columnDtypes must say"):
         sparkdl.run(_never, df=rows, columnDtypes={"id": "int7"})
+    with pytest.raises(ConfigError, match=r"shuffleSeed .* whole number, got 0\.5"):
+        sparkdl.run(_never, df=rows, shuffleSeed=0.5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="memoryBudget must be a whole number >= 1, got 0"):
+        sparkdl.run(_never, df=rows, memoryBudget=0)
+    with pytest.raises(ConfigError, match="storeIn must be one of disk, memory, got 'tape'"):
+        sparkdl.run(_never, df=rows, storeIn="tape")
     with pytest.raises(WorkerError, match=r"ConfigError: there are no rows: .* df="):
         sparkdl.run(lambda: sparkdl.current_worker().batches(3), num_workers=1)
     with pytest.raises(WorkerError, match="batch_size must be a whole number"):

@@ -1,4 +1,4 @@
-"""What checks and converts the values of Params; each names the Param in its error."""
+"""What checks and converts what users set; each names the setting in its error."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 from sparkdl.errors import ConfigError
 
 
-def whole(name: str, minimum: int) -> Any:
-    """A whole number of at least ``minimum``."""
+def whole(name: str, minimum: int | None = None) -> Any:
+    """A whole number, of at least ``minimum`` if that is given."""
 
     def convert(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ConfigError(f"{name} must be a whole number >= {minimum}, got {value!r}")
-        return value
+        whole_number = isinstance(value, int) and not isinstance(value, bool)
+        if not whole_number or (minimum is not None and value < minimum):
+            bound = "" if minimum is None else f" >= {minimum}"
+            raise ConfigError(f"{name} must be a whole number{bound}, got {value!r}")
+        return int(value)
 
     return convert
 
@@ -22,6 +24,11 @@ def optional_whole(name: str, minimum: int) -> Any:
     """The same, or None."""
     convert = whole(name, minimum)
     return lambda value: None if value is None else convert(value)
+
+
+def in_bytes(mebibytes: int | None) -> int | None:
+    """MiB as bytes; None stays None."""
+    return None if mebibytes is None else mebibytes << 20
 
 
 def positive(name: str) -> Any:
