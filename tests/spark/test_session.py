@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl import create_session
 from sparkdl.errors import ConfigError, SetupError
-from sparkdl.spark.session import require_classic_session, require_java
+from sparkdl.spark.session import find_java, require_classic_session
 
 
 def test_without_java_the_message_says_what_to_install(
@@ -21,13 +21,13 @@ def test_without_java_the_message_says_what_to_install(
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SetupError, match=r"Java 17 or 21.*apt-get install openjdk-17"):
-        require_java()
+        find_java()
 
 
 def test_a_java_home_without_java_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     with pytest.raises(SetupError, match=f"JAVA_HOME is {tmp_path}.*unset it"):
-        require_java()
+        find_java()
 
 
 def test_java_home_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -35,14 +35,14 @@ def test_java_home_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     (tmp_path / "bin" / "java").touch(mode=0o755)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
-    require_java()
+    find_java()
 
 
 def test_java_on_the_path_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "java").touch(mode=0o755)
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    require_java()
+    find_java()
 
 
 def test_create_session_in_a_process_without_java_fails_with_the_fix_and_no_stack_of_the_jvm(
