@@ -141,6 +141,7 @@ def fit_averaging_loop(
 Fit = Callable[[SparkSession, Path, int, int], tuple[nn.Module, float | None]]
 CONTENDERS: dict[str, tuple[Callable[[], SparkSession], Fit]] = {
     "sparkdl": (sparkdl_session, fit_averaging),
+    "sparkdl_unprepared": (sparkdl_session, fit_averaging),
     "sparkdl_plain_session": (plain_session, fit_averaging),
     "sparkdl_all_reduce": (sparkdl_session, fit_all_reduce),
     "torch_distributor": (plain_session, fit_torch_distributor),

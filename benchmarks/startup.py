@@ -2,8 +2,8 @@
 
 Every measurement is a process of its own with a fresh session on local-cluster[2,1,2048]; it fits
 twice. Both train the same MLP from the same Parquet files on two workers. Ours is timed when the
-later of its workers has taken a step, in a session made by ``sparkdl.create_session`` and in one
-that the user built.
+later of its workers has taken a step, in a session made by ``sparkdl.create_session`` where
+``sparkdl-prepare`` was run, in one where it was not, and in one that the user built.
 """
 
 import sys
@@ -15,10 +15,11 @@ from typing import Any
 
 import digits
 import harness
+import prepared
 
 TARGETS = {"first fit": 0.5, "second fit": 0.15}
 PEER = "torch_distributor"
-CONTENDERS = ("sparkdl", "sparkdl_plain_session", PEER)
+CONTENDERS = ("sparkdl", "sparkdl_unprepared", "sparkdl_plain_session", PEER)
 
 
 def main() -> None:
@@ -26,6 +27,7 @@ def main() -> None:
     chosen = harness.arguments(__doc__, repeats=5)
     with tempfile.TemporaryDirectory() as folder:
         digits.write(Path(folder))
+        prepared.prepare(Path(folder) / "cache")
         measured = measure(Path(folder), chosen.repeats)
     medians = {
         name: {
@@ -58,7 +60,10 @@ def measure(folder: Path, repeats: int) -> dict[str, list[list[float]]]:
 def first_steps(name: str, folder: Path) -> list[float]:
     """Fits twice, one epoch each, in a fresh session; returns the seconds to each first step."""
     script = harness.FOLDER / "fit_session.py"
-    child: dict[str, Any] = harness.run_child([sys.executable, script, name, folder, "--epochs=1"])
+    child: dict[str, Any] = harness.run_child(
+        [sys.executable, script, name, folder, "--epochs=1"],
+        environment=prepared.environment_of(name, folder / "cache"),
+    )
     print(f"  {name}: {child['fits']}", flush=True)
     return [fit["first_step"] for fit in child["fits"]]
 

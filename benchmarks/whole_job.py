@@ -5,7 +5,8 @@ same job: TorchDistributor with DDP, a hand-written broadcast / mapPartitions / 
 the same period, and with ``--peer elephas`` also elephas 7.3, which needs an environment of its
 own (made on the first use, 3.7 GB). With ``--all-reduce`` ours reduces gradients in every step
 instead, as DDP does, against TorchDistributor alone. Every measurement is a process with a fresh
-session on local-cluster[2,1,2048].
+session on local-cluster[2,1,2048]; ours are made by ``sparkdl.create_session`` where
+``sparkdl-prepare`` was run and where it was not, and by the user.
 """
 
 import statistics
@@ -19,8 +20,9 @@ from typing import Any
 
 import digits
 import harness
+import prepared
 
-AVERAGING = ("sparkdl", "sparkdl_plain_session")
+AVERAGING = ("sparkdl", "sparkdl_unprepared", "sparkdl_plain_session")
 ALL_REDUCE = ("sparkdl_all_reduce",)
 FITS = ("first fit", "second fit")
 TARGETS = {
@@ -60,6 +62,7 @@ def main() -> None:
         commands["elephas"] = [python, harness.FOLDER / "peers" / "elephas_job.py"]
     with tempfile.TemporaryDirectory() as folder:
         digits.write(Path(folder))
+        prepared.prepare(Path(folder) / "cache")
         turns: dict[str, Callable[[], list[dict[str, float]]]] = {
             name: partial(fits, name, command, Path(folder)) for name, command in commands.items()
         }
@@ -69,7 +72,7 @@ def main() -> None:
 
 def fits(name: str, command: list[str | Path], folder: Path) -> list[dict[str, float]]:
     """Runs one contender in a fresh session; returns seconds and accuracy of each fit."""
-    environment = harness.child_environment(python=Path(command[0]))
+    environment = prepared.environment_of(name, folder / "cache", Path(command[0]))
     child: dict[str, Any] = harness.run_child([*command, folder], environment=environment)
     print(f"  {name}: {child['fits']}", flush=True)
     return list(child["fits"])

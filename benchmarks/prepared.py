@@ -1,0 +1,38 @@
+"""Where a contender's session starts: on a machine where ``sparkdl-prepare`` was run, or not."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import harness
+
+PREPARED = ("sparkdl", "sparkdl_all_reduce")
+PREPARE_TIMEOUT_SECONDS = 300.0
+
+
+def prepare(cache: Path) -> None:
+    """Runs ``sparkdl-prepare`` for the sessions of ``PREPARED``; not part of any figure.
+
+    Args:
+        cache: a folder that is not there yet, for what it writes.
+    """
+    subprocess.run(
+        [sys.executable, "-c", "from sparkdl.spark.prepare import main; main([])"],
+        env=harness.child_environment() | {"XDG_CACHE_HOME": str(cache)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        timeout=PREPARE_TIMEOUT_SECONDS,
+        check=True,
+    )
+
+
+def environment_of(name: str, cache: Path, python: Path = Path(sys.executable)) -> dict[str, str]:
+    """Returns the environment of a contender's process.
+
+    Args:
+        name: of the contender.
+        cache: as prepared; whoever is not in ``PREPARED`` does not see it, nor what the user has.
+        python: the interpreter of the contender.
+    """
+    seen = cache if name in PREPARED else cache / "nothing"
+    return harness.child_environment(python=python) | {"XDG_CACHE_HOME": str(seen)}
