@@ -1,7 +1,7 @@
 """Time of one round of ParameterAveraging(aggregation="executors"), against a bare all-reduce.
 
-Two workers, 25 M float32 parameters, gloo. Ours makes the weighted mean; the peer adds up the same
-bytes and nothing else. Rounds are interleaved.
+Two workers, 25 M float32 parameters, gloo. Ours looks for values that are not finite and makes the
+weighted mean; the peer adds up the same bytes and nothing else. Rounds are interleaved.
 """
 
 import json
@@ -71,8 +71,8 @@ def _member(rank: int, folder: Path) -> tuple[Callable[[], None], torch.Tensor]:
     collective = joining.__enter__()
     run = Run(rank, cast(Any, None), cast(Any, averager), rows=64, collective=collective)
     vector = torch.empty(NUMEL)
-    together = Together(run)
-    take_part = partial(together.average, [vector], [64] * WORKERS)
+    together = Together(run, 64)
+    take_part = partial(together.average, [vector], [64] * WORKERS, run.window())
     take_part.joining = joining  # type: ignore[attr-defined] # keeps the group alive
     return take_part, vector
 

@@ -10,6 +10,22 @@ from torch import Tensor
 from sparkdl.errors import NonFiniteError
 from sparkdl.events import WindowReport
 
+ADVICE = "Lower the learning rate, clip gradients, or look for bad values in the features"
+
+
+def count_non_finite(values: Tensor) -> int:
+    """How many values are NaN or infinite.
+
+    Args:
+        values: of any shape and dtype, on any device.
+    """
+    # The sum is finite only if every value is (but for overflow, hence the second look); it costs
+    # little while the values are about to be read by a socket anyway.
+    wide = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else None
+    if not values.is_floating_point() or math.isfinite(values.sum(dtype=wide).item()):
+        return 0
+    return int((~torch.isfinite(values)).sum())
+
 
 def require_finite(values: Tensor, window: WindowReport) -> None:
     """Check what a worker is about to contribute.
@@ -21,17 +37,12 @@ def require_finite(values: Tensor, window: WindowReport) -> None:
     Raises:
         NonFiniteError: there are NaN or infinite values.
     """
-    # The sum is finite only if every value is (but for overflow, hence the second look); it costs
-    # little while the values are about to be read by a socket anyway.
-    if not values.is_floating_point() or math.isfinite(values.sum().item()):
-        return
-    bad = int((~torch.isfinite(values)).sum())
+    bad = count_non_finite(values)
     if bad:
         raise NonFiniteError(
             f"rank {window.rank} has {bad} NaN or infinite values among its parameters, "
             f"buffers or optimizer state after epoch {window.epoch}, step {window.step} "
-            f"(mean loss of the window: {window.loss_sum / max(1, window.examples):.6g}). "
-            "Lower the learning rate, clip gradients, or look for bad values in the features",
+            f"(mean loss of the window: {window.loss_sum / max(1, window.examples):.6g}). {ADVICE}",
             rank=window.rank,
             epoch=window.epoch,
             step=window.step,

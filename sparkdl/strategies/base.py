@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -86,19 +86,22 @@ class Run:
             last: whether it is the epoch's last window.
             stands_for: rows of those who have formed the contribution together.
         """
-        report = WindowReport(
+        report = replace(self.window(), last=last, stands_for=stands_for)
+        self.examples = 0
+        self.loss_sum = _nothing()
+        return report
+
+    def window(self) -> WindowReport:
+        """Sum up the minibatches since the last round, which go on."""
+        return WindowReport(
             rank=self.rank,
             epoch=self.epoch,
             step=self.step,
             examples=self.examples,
             loss_sum=float(self.loss_sum),
-            last=last,
+            last=False,
             step_of_epoch=self.step_of_epoch,
-            stands_for=stands_for,
         )
-        self.examples = 0
-        self.loss_sum = _nothing()
-        return report
 
 
 def require_steps(name: str, steps: object) -> None:

@@ -30,6 +30,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run, Strategy, require_steps
+from sparkdl.strategies.gradients import ROUNDED, FiniteGradients, reduce_by
 from sparkdl.strategies.synchronized_norm import Turn, synchronize
 from sparkdl.strategies.together import Together
 
@@ -122,7 +123,10 @@ class GradientAllReduce(Strategy):
             run.replica.rebuild_optimizer(_sharded)
         together = Together(run, run.batch_size * self.accumulate)
         turn = synchronize(run.replica.module) if self.sync_batch_norm else None
-        run.memory = _Reducer(_wrap(self, run.replica, turn), together, run.batch_size)
+        model = _wrap(self, run.replica, turn)
+        finite = FiniteGradients(run, ROUNDED.get(self.compression or ""))
+        reduce_by(model, self.compression, finite)
+        run.memory = _Reducer(model, together, finite, run.batch_size)
 
     def finish(self, run: Run) -> None:
         """Let go of the group, which is about to end."""
@@ -150,6 +154,7 @@ class GradientAllReduce(Strategy):
     def _agreed_state(self, run: Run) -> list[Tensor]:
         """The replica's state, after averaging what gradients do not keep equal: the buffers."""
         together: Together = run.memory.together
+        run.memory.finite.settle()
         layout = run.replica.layout(with_optimizer=self.exchanges_optimizer_state)
         segments = run.replica.segments(with_optimizer=self.exchanges_optimizer_state)
         buffers = [
@@ -157,7 +162,7 @@ class GradientAllReduce(Strategy):
             for segment, values in zip(layout, segments, strict=True)
             if segment.kind == "buffers"
         ]
-        together.average(buffers, together.shares)
+        together.average(buffers, together.shares, run.window())
         return segments
 
 
@@ -167,12 +172,20 @@ class _Reducer:
     Args:
         model: its model, wrapped.
         together: this worker among the others.
+        finite: looks at its gradients.
         batch_size: rows a minibatch.
     """
 
-    def __init__(self, model: DistributedDataParallel, together: Together, batch_size: int) -> None:
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        together: Together,
+        finite: FiniteGradients,
+        batch_size: int,
+    ) -> None:
         self.model = model
         self.together = together
+        self.finite = finite
         self._batch_size = batch_size
 
     def step(
@@ -198,12 +211,13 @@ class _Reducer:
             now = turn >= turns - 1
             with collective.guarded("the reduction of gradients"), self._sync(now=now):
                 loss: Tensor = self.model(batch)
+                self.finite.loss = loss.detach()
                 # DDP divides by the number of workers, whatever each has contributed.
                 examples = 0 if batch is None else batch.examples
                 weight = examples * collective.world_size / total
                 (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
             if batch is not None:
-                yield batch, loss.detach()
+                yield batch, self.finite.loss
         with collective.guarded("the exchange of parameter shards"):
             replica.update()
 
@@ -271,7 +285,7 @@ def _wrap(
     with warnings.catch_warnings():
         # torch renames the argument; what it is called next is not known to older versions.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
-        model = DistributedDataParallel(
+        return DistributedDataParallel(
             _ModelAndLoss(replica, turn),
             bucket_cap_mb=strategy.bucket_mb,
             find_unused_parameters=strategy.find_unused_parameters,
@@ -280,23 +294,6 @@ def _wrap(
             init_sync=False,
             broadcast_buffers=False,
         )
-    if strategy.compression is not None:
-        state, hook = _compression(strategy.compression)
-        model.register_comm_hook(state, hook)
-    return model
-
-
-def _compression(name: str) -> tuple[Any, Callable[..., Any]]:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    if name == "powersgd":
-        state = powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=10)
-        return state, powerSGD_hook.powerSGD_hook
-    if name == "fp16":
-        return None, default_hooks.fp16_compress_hook
-
-    # Under its own name DDP refuses it on gloo, which has been able to add bfloat16 for long.
-    return None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)
 
 
 def _sharded(

@@ -22,7 +22,6 @@ from typing import Literal
 from torch import Tensor
 
 from sparkdl.averager.codec import CODECS, Codec
-from sparkdl.averager.finite import require_finite
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
 from sparkdl.strategies.base import Run, Strategy, require_steps
@@ -145,7 +144,7 @@ class _Windows:
         """Take part in the next round."""
         together = self._together
         window = range(together.steps, together.steps + self._period)
-        together.average(state, together.examples_of(window))
+        together.average(state, together.examples_of(window), run.window())
         together.steps = window.stop
         together.give_sign_of_life(run)
         together.hand_over_if_due(run, self._commit_every, lambda: state)
@@ -177,10 +176,8 @@ class _HostWindows:
         together.require_announced(run, examples)
         stands_for = sum(examples) if together.collective.index == 0 else 0
         report = run.close_window(last=last, stands_for=stands_for)
-        for values in state:
-            require_finite(values, report)
         if any(examples):
-            together.average(state, examples)
+            together.average(state, examples, report)
         together.exchange(run, state, report)
         together.steps = 0 if last else window.stop
 

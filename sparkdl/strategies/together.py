@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from sparkdl.averager.finite import require_finite
 from sparkdl.collective import Collective
 from sparkdl.errors import TrainingError
 from sparkdl.events import WindowReport
@@ -56,7 +57,9 @@ class Together:
         start, stop = steps.start * self.rows_a_step, steps.stop * self.rows_a_step
         return [max(0, min(share, stop) - start) for share in self.shares]
 
-    def average(self, segments: Sequence[Tensor], examples: Sequence[int]) -> None:
+    def average(
+        self, segments: Sequence[Tensor], examples: Sequence[int], window: WindowReport
+    ) -> None:
         """Overwrite every member's values with the mean weighted by examples.
 
         Integers and booleans become those of the first member that has examples. Weights are
@@ -65,10 +68,17 @@ class Together:
         Args:
             segments: flat tensors, the same number and kinds on every member.
             examples: how much each member's values count; not all zero.
+            window: this worker's, which ends here or goes on.
+
+        Raises:
+            NonFiniteError: this worker's values are not finite; nobody gets them.
         """
         first = next(index for index, count in enumerate(examples) if count)
         total = sum(count / examples[first] for count in examples)
         weight = examples[self.collective.index] / examples[first]
+        if weight:
+            for values in segments:
+                require_finite(values, window)
         for values in segments:
             if not values.is_floating_point():
                 self.collective.broadcast(values, self.collective.members[first])

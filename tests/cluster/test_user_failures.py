@@ -17,8 +17,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import Tensor, nn
 
-from sparkdl import ParameterAveraging
+from sparkdl import GradientAllReduce, ParameterAveraging
 from sparkdl.errors import DataError, DeadlineError, NonFiniteError, TrainingError, WorkerError
+from sparkdl.strategies import Strategy
 
 ROWS = 90  # three workers of three batches of ten
 
@@ -117,15 +118,24 @@ def test_an_import_that_only_the_driver_has_is_reported_from_the_worker(
         estimator(model=only_here.build).fit(frame(spark))
 
 
-@pytest.mark.parametrize("period", [1, 3])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ParameterAveraging(period=1),
+        ParameterAveraging(period=3),
+        ParameterAveraging(period=1, aggregation="executors"),
+        GradientAllReduce(),
+    ],
+    ids=str,
+)
 def test_parameters_that_become_nan_are_an_error_that_names_rank_epoch_and_step(
-    spark: SparkSession, tmp_path: Path, period: int
+    spark: SparkSession, tmp_path: Path, strategy: Strategy
 ) -> None:
     model = Saboteur(str(tmp_path / "passes"), "poison", rank=2, step=3)
     with pytest.raises(NonFiniteError, match=r"rank 2 has \d+ NaN") as caught:
-        estimator(
-            model=model, numWorkers=3, strategy=ParameterAveraging(period=period), epochs=2
-        ).fit(frame(spark, rows=ROWS))
+        estimator(model=model, numWorkers=3, strategy=strategy, epochs=2).fit(
+            frame(spark, rows=ROWS)
+        )
     assert (caught.value.rank, caught.value.epoch, caught.value.step) == (2, 1, 3)
 
 

@@ -13,7 +13,7 @@ import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import Data, classification, make_job, mlp, relative_error
+from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
 
 from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError, NonFiniteError, TrainingError
@@ -170,12 +170,28 @@ def die(model: nn.Module) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_values_that_are_not_finite_are_reported_with_the_rank_that_made_them() -> None:
+@pytest.mark.parametrize("aggregation", ["executors", "hierarchical"])
+@pytest.mark.parametrize("period", [1, 2, 3])
+def test_values_that_are_not_finite_are_reported_with_the_rank_that_made_them(
+    aggregation: str, period: int
+) -> None:
     data = classification([12, 12, 12])
+    order = batches_by_hand(data, 2, 1, 4)
     data.features[30, 0] = 1e6  # of rank 2, who is not the first of its host
+    step = 1 + next(i for i, (features, _) in enumerate(order) if data.features[30, 1] in features)
     with pytest.raises(NonFiniteError, match=r"rank 2 has .* NaN or infinite") as caught:
-        averaged("hierarchical", data, Marked(diverge))
-    assert caught.value.rank == 2
+        averaged(aggregation, data, Marked(diverge), strategy={"period": period})
+    window_ends = min(3, -(-step // period) * period)
+    assert (caught.value.rank, caught.value.epoch, caught.value.step) == (2, 1, window_ends)
+
+
+@pytest.mark.parametrize("aggregation", ["executors", "hierarchical"])
+def test_who_has_no_rows_left_is_not_blamed_for_what_others_sent(aggregation: str) -> None:
+    data = classification([4, 12, 4])
+    data.features[8:16, 0] = 1e6  # of rank 1, behind the last window of the others
+    with pytest.raises(NonFiniteError) as caught:
+        averaged(aggregation, data, Marked(diverge), strategy={"period": 1})
+    assert caught.value.rank == 1
 
 
 def test_a_worker_that_dies_ends_the_run_by_name_where_no_loss_is_allowed() -> None:
