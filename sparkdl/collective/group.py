@@ -186,7 +186,8 @@ def join_collective(
         raise CollectiveError(
             f"rank {rank} on {met.hosts[rank]} ({met.address}) cannot form a group with rank 0 at "
             f"{met.master[0]}:{met.master[1]}: {_first_line(error)}. Firewalls must let workers "
-            "reach each other; spark.sparkdl.collective.interface chooses the network"
+            "reach each other; collectiveInterface (spark.sparkdl.collective.interface) chooses "
+            "the network"
         ) from error
     finally:
         leave_group()

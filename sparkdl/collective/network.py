@@ -91,7 +91,7 @@ def interface_of(address: str) -> str:
     known = ", ".join(f"{name} ({mine})" for name, mine in addresses.items())
     raise ConfigError(
         f"no network interface of {socket.gethostname()} has {address} as its address; they are "
-        f"{known}. Choose one by spark.sparkdl.collective.interface"
+        f"{known}. Choose one by collectiveInterface (spark.sparkdl.collective.interface)"
     )
 
 
@@ -115,7 +115,7 @@ def listen(address: str, ports: tuple[int, int] | None) -> socket.socket:
                 raise
     raise ConfigError(
         f"every port from {ports[0]} to {ports[1]} is taken on {address} "
-        f"({socket.gethostname()}). Widen spark.sparkdl.collective.ports"
+        f"({socket.gethostname()}). Widen collectivePorts (spark.sparkdl.collective.ports)"
     )
 
 

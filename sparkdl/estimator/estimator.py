@@ -130,6 +130,13 @@ class TorchEstimator(
         keepLast: checkpoints to keep; with 2, one is left if the newest is found damaged.
         resume: ``auto`` goes on from the newest checkpoint in ``checkpointPath`` if there is one,
             and refuses one of another training; ``never`` starts anew.
+        collectiveInterface: for strategies whose workers exchange among themselves, the network
+            interface by which they do: its name (``eth1``), or an address or subnet
+            (``10.1.0.0/16``) in which each host has one. None for what the Spark setting
+            ``spark.sparkdl.collective.interface`` says, or else the route to the driver.
+        collectivePorts: first and last port on which rank 0 may accept the other workers, as text
+            (``40000-40100``). None for the setting ``spark.sparkdl.collective.ports``, or else any
+            free one.
         tls: whether the connections of workers to the driver and to each other are encrypted, with
             a certificate made for this fit; they also are where Spark's settings demand it.
 
@@ -181,6 +188,8 @@ class TorchEstimator(
         checkpointRounds: int | None = None,
         keepLast: int = 2,
         resume: str = "auto",
+        collectiveInterface: str | None = None,
+        collectivePorts: str | None = None,
         tls: bool = False,
     ) -> None:
         super().__init__()
@@ -223,6 +232,8 @@ class TorchEstimator(
             checkpointRounds=checkpointRounds,
             keepLast=keepLast,
             resume=resume,
+            collectiveInterface=collectiveInterface,
+            collectivePorts=collectivePorts,
             tls=tls,
         )
         # pyspark.ml's own Params have no None; what is not set is not used.

@@ -10,6 +10,7 @@ from pyspark.ml.param.shared import HasSeed
 
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.data_params import DataParams
+from sparkdl.estimator.network_params import NetworkParams
 from sparkdl.estimator.recovery_params import RecoveryParams
 from sparkdl.estimator.schedule_params import ScheduleParams
 from sparkdl.estimator.security_params import SecurityParams
@@ -40,7 +41,9 @@ def _strategy(value: Any) -> Strategy:
     return value
 
 
-class EstimatorParams(DataParams, ScheduleParams, RecoveryParams, SecurityParams, HasSeed):
+class EstimatorParams(
+    DataParams, ScheduleParams, RecoveryParams, NetworkParams, SecurityParams, HasSeed
+):
     """Params of ``TorchEstimator``; its docstring says what each is for."""
 
     model: Param[Any] = Param(

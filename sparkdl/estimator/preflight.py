@@ -29,6 +29,7 @@ from sparkdl.spark.converters import in_bytes
 from sparkdl.spark.encryption import encrypts_connections, require_no_plaintext
 from sparkdl.spark.gpus import gpu_profile
 from sparkdl.spark.launcher import Workers
+from sparkdl.spark.network import network_of
 from sparkdl.spark.partitions import known_partitions
 from sparkdl.spark.session import require_classic_session
 from sparkdl.spark.slots import choose_num_workers, require_static_allocation
@@ -115,6 +116,11 @@ class Preflight:
             device=params.getDevice(),
             description=_describe(params, num_workers),
             store_in=params.getStoreIn(),
+            network=network_of(
+                spark,
+                interface=params.getCollectiveInterface(),
+                ports=params.getCollectivePorts(),
+            ),
         )
         self._output_type = params.getOutputType()
         self._refuse_not_finite = params.getHandleInvalid() == "error"

@@ -181,6 +181,7 @@ def _rows_of(
         repartition=known_partitions(df) != num_workers,
         device=device,
         description="",
+        network=network_of(df.sparkSession),
         store_in=keeping.store_in,
     )
     feeding = Feeding(

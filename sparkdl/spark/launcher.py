@@ -17,6 +17,7 @@ from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F
 
 from sparkdl.averager.server import Averager
+from sparkdl.collective import Network
 from sparkdl.driver import Launch
 from sparkdl.errors import DataError, SetupError, SparkDLError, TrainingError, WorkerLostError
 from sparkdl.feed.columns import ORDER_COLUMN
@@ -28,7 +29,6 @@ from sparkdl.spark.console import Console, driver_hosts, echoes
 from sparkdl.spark.encryption import keeps_rows_in_memory
 from sparkdl.spark.gpus import gpu_profile
 from sparkdl.spark.lost import is_loss, memory_advice, with_sparks_reason
-from sparkdl.spark.network import network_of
 from sparkdl.spark.partitions import has_stable_order
 from sparkdl.spark.run_jobs import RunJobs
 from sparkdl.spark.slots import require_free_slots
@@ -71,6 +71,7 @@ class Workers:
         repartition: whether the rows have to be spread anew.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         description: shown in the Spark UI.
+        network: how they reach each other.
         store_in: where they keep their rows: ``disk`` or ``memory``.
     """
 
@@ -80,6 +81,7 @@ class Workers:
     repartition: bool
     device: str
     description: str
+    network: Network
     store_in: str = "disk"
 
 
@@ -90,7 +92,7 @@ def launch(workers: Workers, job: Job) -> Launch:
     jobs = RunJobs(context, workers.description)
     barrier = job.strategy.needs_collective
     payload = cloudpickle.dumps(
-        (job, network_of(spark), keeps_rows_in_memory(spark, workers.store_in))
+        (job, workers.network, keeps_rows_in_memory(spark, workers.store_in))
     )
 
     @contextmanager

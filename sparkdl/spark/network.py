@@ -15,24 +15,39 @@ PORTS = "spark.sparkdl.collective.ports"
 """Setting: first and last port on which rank 0 may accept the other workers (``40000-40100``)."""
 
 
-def network_of(spark: SparkSession) -> Network:
+def network_of(
+    spark: SparkSession, *, interface: str | None = None, ports: str | None = None
+) -> Network:
     """Read the settings.
+
+    Args:
+        spark: the session.
+        interface: wins over the setting.
+        ports: wins over the setting; first and last one, ``40000-40100``.
 
     Raises:
         ConfigError: the range of ports is not one.
     """
     conf = spark.sparkContext.getConf()
+    name, text = (PORTS, conf.get(PORTS)) if ports is None else ("collectivePorts", ports)
     return Network(
         driver=conf.get("spark.driver.host") or "127.0.0.1",
-        interface=conf.get(INTERFACE) or None,
-        ports=_parse_ports(conf.get(PORTS) or ""),
+        interface=interface or conf.get(INTERFACE) or None,
+        ports=parse_ports(name, text) if text else None,
     )
 
 
-def _parse_ports(text: str) -> tuple[int, int] | None:
-    if not text:
-        return None
-    match = re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", text)
+def parse_ports(name: str, text: object) -> tuple[int, int]:
+    """Read a range of ports.
+
+    Args:
+        name: what it is called, for the message.
+        text: first and last port, ``40000-40100``.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    match = re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", text) if isinstance(text, str) else None
     if match and 1 <= int(match[1]) <= int(match[2]) <= 65_535:
         return int(match[1]), int(match[2])
-    raise ConfigError(f"{PORTS} must be two ports such as 40000-40100, got '{text}'")
+    raise ConfigError(f"{name} must be two ports such as '40000-40100', got {text!r}")

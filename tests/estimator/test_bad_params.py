@@ -33,6 +33,18 @@ def test_none_is_refused_where_there_is_no_default(name: str) -> None:
         estimator(**{name: None})
 
 
+@pytest.mark.parametrize("value", ["40000", "2-1", "0-10", "1-70000", 40000, (1, 2), ""])
+def test_ports_that_are_no_range_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="collectivePorts must be two ports such as '40000-401"):
+        estimator(collectivePorts=value)
+
+
+@pytest.mark.parametrize("value", ["", 7, ["eth1"]])
+def test_an_interface_that_is_no_name_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="collectiveInterface must be a network interface such"):
+        estimator(collectiveInterface=value)
+
+
 def test_more_workers_than_slots_are_refused_with_both_numbers(
     spark: SparkSession, refuse: Refuse
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import socket
 import sys
 import threading
 import time
@@ -16,10 +17,11 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from frames import estimator, features_of, frame, frame_of_sizes, labels_of, same_bits
 from models import Saboteur
 from pyspark.sql import DataFrame, SparkSession
-from torch import nn
+from torch import Tensor, nn
 
 from sparkdl import GradientAllReduce
 from sparkdl.errors import ConfigError, TrainingError, WorkerError
@@ -194,7 +196,7 @@ def test_a_range_of_ports_that_is_none_is_refused(
 ) -> None:
     conf = spark.sparkContext.getConf().set("spark.sparkdl.collective.ports", text)
     monkeypatch.setattr(spark.sparkContext, "getConf", lambda: conf)
-    with pytest.raises(ConfigError, match="must be two ports such as 40000-40100"):
+    with pytest.raises(ConfigError, match="must be two ports such as '40000-40100'"):
         network_of(spark)
 
 
@@ -208,3 +210,45 @@ def test_interface_and_ports_come_from_the_spark_settings(
     monkeypatch.setattr(spark.sparkContext, "getConf", lambda: conf)
     assert network_of(spark).ports == (40000, 40100)
     assert network_of(spark).interface == "eth7"
+    chosen = network_of(spark, interface="eth8", ports="50000-50001")
+    assert (chosen.interface, chosen.ports) == ("eth8", (50000, 50001))
+
+
+class Noting(nn.Module):
+    """Notes where the workers' store is."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.folder = folder
+
+    def forward(self, features: Tensor) -> Tensor:
+        if dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store().underlying_store
+            Path(self.folder, f"{store.host}:{store.port}").touch()
+        return self.layer(features)
+
+
+def test_the_params_choose_interface_and_port_of_a_fit(spark: SparkSession, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        model = estimator(
+            model=Noting(str(tmp_path)),
+            strategy=ALL_REDUCE,
+            numWorkers=3,
+            collectiveInterface="127.0.0.0/8",
+            collectivePorts=f"{port}-{port + 40}",
+        ).fit(frame(spark))
+    assert model.history[0].examples == 60
+    (told,) = (path.name for path in tmp_path.iterdir())
+    host, _, chosen = told.rpartition(":")
+    assert host == "127.0.0.1"
+    assert port < int(chosen) <= port + 40
+
+
+def test_an_interface_that_no_worker_has_is_an_error_that_lists_what_there_is(
+    spark: SparkSession,
+) -> None:
+    with pytest.raises(TrainingError, match=r"no network interface of .* matches 'wan7'; .*lo \("):
+        estimator(strategy=ALL_REDUCE, numWorkers=3, collectiveInterface="wan7").fit(frame(spark))
+    assert_next_fit_works(spark)
