@@ -127,11 +127,6 @@ class Averager:
         return self._rounds.losses
 
     @property
-    def world_size(self) -> int:
-        """Number of workers."""
-        return self._rounds.world_size
-
-    @property
     def dropped(self) -> list[int]:
         """The rank of each worker that was dropped for its silence so far, in that order."""
         return self._rounds.dropped

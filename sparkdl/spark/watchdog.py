@@ -39,7 +39,7 @@ class StageProgress(NamedTuple):
 
 @contextmanager
 def watched(
-    averager: Averager, stacks: Stacks, context: SparkContext, jobs: RunJobs
+    averager: Averager, stacks: Stacks, context: SparkContext, jobs: RunJobs, tasks: int
 ) -> Iterator[None]:
     """Look after the workers of a run while it lasts.
 
@@ -53,10 +53,11 @@ def watched(
         stacks: asks the workers.
         context: Spark's.
         jobs: the run's.
+        tasks: in which the workers run.
     """
     ended = threading.Event()
     thread = threading.Thread(
-        target=_watch, args=(averager, stacks, context, jobs, ended), name="sparkdl-watchdog"
+        target=_watch, args=(averager, stacks, context, jobs, tasks, ended), name="sparkdl-watchdog"
     )
     thread.daemon = True
     thread.start()
@@ -100,7 +101,12 @@ def stacks_on_signal(stacks: Stacks) -> Iterator[None]:
 
 
 def _watch(
-    averager: Averager, stacks: Stacks, context: SparkContext, jobs: RunJobs, ended: threading.Event
+    averager: Averager,
+    stacks: Stacks,
+    context: SparkContext,
+    jobs: RunJobs,
+    tasks: int,
+    ended: threading.Event,
 ) -> None:
     before: list[StageProgress] = []
     seen = 0
@@ -108,11 +114,11 @@ def _watch(
         if not averager.anyone_joined:
             try:
                 now = progress(context, jobs)
+                if now != before or computes_upstream(context, now, tasks):
+                    averager.postpone_deadline()
             except Py4JError as error:
                 logger.debug("Spark does not answer any more: %s", error)
                 return
-            if now != before or computes_upstream(context, now, averager.world_size):
-                averager.postpone_deadline()
             before = now
         dropped = averager.dropped
         if told := stacks.ask(dropped[seen:]) if len(dropped) > seen else "":
@@ -138,17 +144,17 @@ def progress(context: SparkContext, jobs: RunJobs) -> list[StageProgress]:
     ]
 
 
-def computes_upstream(context: SparkContext, stages: Sequence[StageProgress], workers: int) -> bool:
+def computes_upstream(context: SparkContext, stages: Sequence[StageProgress], tasks: int) -> bool:
     """Whether tasks run of which the workers need the results; a single one may take hours.
 
     Args:
         context: Spark's.
         stages: of the run's jobs.
-        workers: how many there are to be. Their own stage is one that feeds no shuffle and has as
-            many tasks: who runs there and has not joined may hang.
+        tasks: in which the workers run. Their own stage is one that feeds no shuffle and has as
+            many: who runs there and has not joined may hang.
     """
     return any(
-        stage.active and (stage.tasks != workers or _feeds_a_shuffle(context, stage.number))
+        stage.active and (stage.tasks != tasks or _feeds_a_shuffle(context, stage.number))
         for stage in stages
     )
 
