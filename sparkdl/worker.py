@@ -45,6 +45,7 @@ from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ShardFacts
 from sparkdl.feed.feed import Feed, FeedOptions
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder, SchedulerBuilder
+from sparkdl.randomness import seed_worker
 from sparkdl.replica import Precision, Replica
 from sparkdl.reshuffle import Reshuffle
 from sparkdl.schedule import Unit
@@ -227,7 +228,7 @@ def _train(
         shard = feed.fill(batches, averager.report_reading)
         run.batch_size = job.batch_size
         # Replicas start equal but must not draw equal dropout masks.
-        torch.manual_seed(job.seed + 1 + place.rank)
+        seed_worker(job.seed + 1 + place.rank)
         while True:
             try:
                 position, steps_an_epoch = _take_center(job, shard, replica, averager)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -129,10 +131,17 @@ def test_a_worker_killed_in_the_middle_costs_the_steps_since_the_last_commit_and
     assert_told_once(events, data, epochs=3)
 
 
-def dropping_out(width: int = 6) -> nn.Module:
+class Noise(nn.Module):
+    """Draws from torch, from numpy and from Python."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        dropped = nn.functional.dropout(features, 0.5)
+        return dropped * np.random.normal(1.0, 0.1) * random.gauss(1.0, 0.1)
+
+
+def noisy() -> nn.Module:
     torch.manual_seed(3)
-    layers = [nn.Linear(width, 8), nn.Dropout(0.5), nn.Linear(8, 3)]
-    return nn.Sequential(*layers).double()
+    return nn.Sequential(nn.Linear(6, 8), Noise(), nn.Linear(8, 3)).double()
 
 
 @pytest.mark.parametrize(
@@ -153,7 +162,7 @@ def test_random_numbers_go_on_as_if_nobody_had_been_lost(
         job = misbehaving(tmp_path / name, strategy, after=after, times=times, feed=feed)
         model = job.model()
         assert isinstance(model, Misbehaves)
-        model.net = dropping_out()
+        model.net = noisy()
         job = replace(job, model=as_builder(model))
         outcomes.append(run_world(job, data.shards(), ranks_as="processes"))
     assert passes(tmp_path / "wild") > passes(tmp_path / "calm")

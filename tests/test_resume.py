@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import random
+import sys
 import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import nn
+from torch import Tensor, nn
 from toys import Data, classification, cnn, make_job, mlp, schema
 
 from sparkdl.averager import Averager
@@ -27,6 +31,8 @@ from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
 from sparkdl.testing.world import _processes, _threads
 from sparkdl.worker import Job
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Interrupted(Exception):
@@ -208,12 +214,20 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert len(saved.description["progress"]["history"]) == 3
 
 
+class Noise(nn.Module):
+    """Draws from torch, from numpy and from Python."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        dropped = nn.functional.dropout(features, 0.5)
+        return dropped * np.random.normal(1.0, 0.1) * random.gauss(1.0, 0.1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [die_after, save_and_stop])
-def test_dropout_draws_the_numbers_that_it_would_have_drawn(tmp_path: Path, stop: Any) -> None:
+def test_a_model_draws_the_numbers_that_it_would_have_drawn(tmp_path: Path, stop: Any) -> None:
     """In processes, for a rank's random numbers are its process's."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3)).double()
+    model = nn.Sequential(nn.Linear(6, 16), Noise(), nn.Linear(16, 3)).double()
     job = make_job(model, epochs=4, optimizer=OPTIMIZERS["Adam"])
     data = classification([13, 9])
     whole = run_world(job, data.shards(), ranks_as="processes")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
 from sparkdl.errors import CheckpointError
+from sparkdl.randomness import random_state, set_random_state
 
 _STATE = re.compile(r"state\.(\d+)\.(.*)", re.DOTALL)
 _GROUP = re.compile(r"group\.(\d+)\.(.*)", re.DOTALL)
@@ -50,9 +51,7 @@ def pack_own_state(
         # Optimizers keep their step counters on the CPU, whatever the device.
         "on_device": [name for name, value in tensors.items() if value.device.type != "cpu"],
     }
-    tensors["random.cpu"] = torch.get_rng_state()
-    if device.type == "cuda":
-        tensors["random.cuda"] = torch.cuda.get_rng_state(device)
+    tensors |= random_state(device)
     try:
         text = json.dumps(description)
     except (TypeError, ValueError) as error:
@@ -84,9 +83,7 @@ def unpack_own_state(octets: bytes, optimizer: torch.optim.Optimizer, device: to
             _put(optimizer, name, tensor.to(device) if name in on_device else tensor)
         for name, value in description["values"].items():
             _put(optimizer, name, value)
-        torch.set_rng_state(tensors["random.cpu"])
-        if device.type == "cuda" and "random.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["random.cuda"], device)
+        set_random_state(tensors, device)
     except (KeyError, IndexError, ValueError, TypeError) as error:
         raise CheckpointError(f"a worker's saved state does not fit it: {error!r}") from error
 
