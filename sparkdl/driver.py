@@ -349,7 +349,9 @@ def _plan(
         "number of workers": world_size,
     }
     return CheckpointPlan(
-        store=CheckpointStore(policy.path, keep_last=policy.keep_last),
+        store=CheckpointStore(
+            policy.path, keep_last=policy.keep_last, open_elsewhere=policy.open_elsewhere
+        ),
         every=policy.every,
         every_rounds=policy.every_rounds,
         last_epoch=job.epochs,

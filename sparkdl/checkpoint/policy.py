@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sparkdl.checkpoint.storage import OpenElsewhere
 from sparkdl.errors import ConfigError
 
 
@@ -20,6 +21,7 @@ class CheckpointPolicy:
         every_rounds: rounds between two, besides those at the ends of epochs; None for no others.
         keep_last: how many are kept.
         resume: ``auto`` goes on from the newest checkpoint if there is one; ``never`` starts anew.
+        open_elsewhere: see ``storage.CheckpointStore``.
     """
 
     path: str
@@ -27,6 +29,7 @@ class CheckpointPolicy:
     every_rounds: int | None = None
     keep_last: int = 2
     resume: Literal["auto", "never"] = "auto"
+    open_elsewhere: OpenElsewhere | None = None
 
 
 def require_same(what: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ import json
 import logging
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,8 +35,14 @@ FORMAT = 1
 BLOCK_BYTES = 4 << 20
 """How much is read at once to be checked."""
 
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 _NAME = re.compile(r"checkpoint-(\d{6,})")
 _STORAGE_ERRORS = (OSError, pa.ArrowException)
+
+
+OpenElsewhere = Callable[[str], tuple[fs.FileSystem, str]]
+"""Opens a URI that pyarrow cannot: a file system and the path in it. Raises OSError if it cannot
+either."""
 
 
 class CheckpointStore:
@@ -46,22 +52,25 @@ class CheckpointStore:
         path: a directory: a path on this machine, or a URI that pyarrow.fs takes (``file:``,
             ``s3:``, ``gs:``, ``hdfs:``, ``abfss:``).
         keep_last: how many checkpoints to keep, >= 1.
+        open_elsewhere: tried for a URI of which pyarrow cannot open the file system.
 
     Raises:
         ConfigError: the directory cannot be reached or made.
     """
 
-    def __init__(self, path: str, *, keep_last: int) -> None:
+    def __init__(
+        self, path: str, *, keep_last: int, open_elsewhere: OpenElsewhere | None = None
+    ) -> None:
         self.path = path
         self.keep_last = keep_last
         try:
-            self._files, self._root = _resolve(path)
+            self._files, self._root = _resolve(path, open_elsewhere)
             self._files.create_dir(self._root, recursive=True)
             self._next = max(self._numbers(), default=0) + 1
         except (*_STORAGE_ERRORS, ValueError) as error:
             raise ConfigError(
                 f"checkpointPath '{path}' cannot be used: {error}. Give a directory on this "
-                "machine, or a URI that pyarrow.fs takes, for example s3://bucket/directory"
+                "machine, or a URI that pyarrow.fs or Spark takes, for example s3://bucket/directory"
             ) from error
 
     def begin(self) -> PendingCheckpoint:
@@ -254,12 +263,18 @@ class _Checksummed:
         return len(octets)
 
 
-def _resolve(path: str) -> tuple[fs.FileSystem, str]:
-    if "://" in path or path.startswith("file:"):
+def _resolve(path: str, open_elsewhere: OpenElsewhere | None) -> tuple[fs.FileSystem, str]:
+    if not _URI.match(path):
+        return fs.LocalFileSystem(), str(Path(path).expanduser().absolute())
+    try:
         # Hadoop's names of the same store.
         files, root = fs.FileSystem.from_uri(re.sub(r"^s3[an]://", "s3://", path))
-        return files, root.rstrip("/")
-    return fs.LocalFileSystem(), str(Path(path).expanduser().absolute())
+    except (*_STORAGE_ERRORS, ValueError) as error:
+        if open_elsewhere is None:
+            raise
+        logger.info("pyarrow cannot open %s (%s)", path, error)
+        files, root = open_elsewhere(path)
+    return files, root.rstrip("/")
 
 
 def _verified(files: fs.FileSystem, directory: str) -> SavedCheckpoint:

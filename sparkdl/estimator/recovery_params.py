@@ -9,6 +9,7 @@ from pyspark.ml.param import Param, Params
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
 from sparkdl.spark.converters import one_of, optional_whole, whole
+from sparkdl.spark.hadoop_files import open_hadoop
 
 
 def _path(value: Any) -> str | None:
@@ -23,7 +24,7 @@ class RecoveryParams(Params):
     checkpointPath: Param[str | None] = Param(
         Params._dummy(),
         "checkpointPath",
-        "directory for checkpoints of the training, a path or a pyarrow.fs URI; None for none",
+        "directory for checkpoints of the training, a path or URI; None for none",
         typeConverter=_path,
     )
     checkpointEvery: Param[int] = Param(
@@ -138,4 +139,5 @@ class RecoveryParams(Params):
             every_rounds=self.getCheckpointRounds(),
             keep_last=self.getKeepLast(),
             resume="auto" if self.getResume() == "auto" else "never",
+            open_elsewhere=open_hadoop,
         )

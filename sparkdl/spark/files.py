@@ -33,7 +33,7 @@ def publish(directory: Path, path: str, *, overwrite: bool) -> None:
     if local is not None:
         _publish_locally(directory, local, Path(_local_path(beside) or beside), overwrite)
         return
-    fs, paths = _hadoop(target)
+    fs, paths = hadoop_files(target)
     if fs.exists(paths(target)) and not overwrite:
         raise _exists(path)
     fs.copyFromLocalFile(paths(directory.as_uri()), paths(beside))
@@ -51,7 +51,7 @@ def fetch(path: str) -> Iterator[Path]:
         yield local
         return
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
-        fs, paths = _hadoop(target)
+        fs, paths = hadoop_files(target)
         if not fs.exists(paths(target)):
             raise ConfigError(f"there is nothing at {path}")
         copied = Path(scratch) / "fetched"
@@ -82,7 +82,7 @@ def _qualify(path: str) -> str:
         if urlparse(path).scheme not in ("", "file"):
             raise ConfigError(f"{path} is not a local path; create a Spark session first")
         return path
-    fs, paths = _hadoop(path)
+    fs, paths = hadoop_files(path)
     return str(fs.makeQualified(paths(path)).toString())
 
 
@@ -91,8 +91,8 @@ def _local_path(target: str) -> Path | None:
     return Path(unquote(parsed.path)) if parsed.scheme in ("", "file") else None
 
 
-def _hadoop(path: str) -> tuple[Any, Any]:
-    """Hadoop's file system of a path, and its class of paths."""
+def hadoop_files(path: str) -> tuple[Any, Any]:
+    """Hadoop's file system of a path, and its class of paths; both are the driver's JVM's."""
     context = SparkSession.builder.getOrCreate().sparkContext
     paths = context._jvm.org.apache.hadoop.fs.Path  # type: ignore[union-attr]
     return paths(path).getFileSystem(context._jsc.hadoopConfiguration()), paths

@@ -189,7 +189,7 @@ def test_a_relative_path_is_below_the_working_directory(
 def test_any_file_system_of_pyarrow_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """One in memory, which like an object store has no real directories to rename."""
     memory = fs._MockFileSystem()
-    monkeypatch.setattr(storage, "_resolve", lambda path: (memory, path))
+    monkeypatch.setattr(storage, "_resolve", lambda path, elsewhere: (memory, path))
     store = CheckpointStore("bucket/job", keep_last=2)
     for epoch in (1, 2, 3):
         save(store, epoch)
@@ -198,7 +198,7 @@ def test_any_file_system_of_pyarrow_will_do(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(memory.get_file_info(fs.FileSelector("bucket/job"))) == 2
 
 
-@pytest.mark.parametrize("path", ["nosuch://x/y", "/dev/null/x"])
+@pytest.mark.parametrize("path", ["nosuch://x/y", "nosuch:/x/y", "/dev/null/x"])
 def test_a_path_that_cannot_be_used_is_refused_in_words(path: str) -> None:
     with pytest.raises(ConfigError, match=r"checkpointPath .* cannot be used: "):
         CheckpointStore(path, keep_last=2)
@@ -265,7 +265,7 @@ def test_a_disk_that_fills_up_at_any_byte_never_publishes_half_a_checkpoint(
     save(CheckpointStore(str(tmp_path), keep_last=2), 1)
     files = fs.PyFileSystem(fs.FSSpecHandler(FillsUp(room)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "_resolve", lambda path: (files, path))
+        patch.setattr(storage, "_resolve", lambda path, elsewhere: (files, path))
         store = CheckpointStore(str(tmp_path), keep_last=2)
         error = None
         try:
