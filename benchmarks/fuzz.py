@@ -61,7 +61,9 @@ HEADERS = [
             "last": False,
             "step_of_epoch": 1,
             "stands_for": None,
-        }
+        },
+        "takes_reply": True,
+        "own_state": 12,
     },
     {"own_state": 10},
     {"gather": {"a": 1}},

@@ -243,6 +243,11 @@ def header(**changes: Any) -> Raw:
     return Raw(json.dumps({"window": {**WINDOW, **changes}}).encode())
 
 
+def keeping(size: object) -> Raw:
+    """A window with so many bytes that the averager is to keep of the worker."""
+    return Raw(json.dumps({"window": WINDOW, "own_state": size}).encode())
+
+
 def shard(**changes: Any) -> Raw:
     return Raw(json.dumps({"shard": {**SHARD, **changes}}).encode())
 
@@ -316,6 +321,10 @@ WRONG_MESSAGES: dict[str, tuple[Message, ...]] = {
     "failure-with-extra-field": (
         Raw(b'{"failure": {"non_finite": false, "message": "", "x": 1}}'),
     ),
+    "kept-bytes-are-text": (keeping("many"),),
+    "kept-bytes-are-less-than-nothing": (keeping(-1),),
+    "kept-bytes-are-more-than-memory": (keeping(1 << 60),),
+    "kept-bytes-are-fewer-than-said": (keeping(4096), torch.ones(5)),
     "header-instead-of-values": (header(), header()),
     "values-without-header": (torch.ones(5),),
     "too-few-values": (header(), torch.ones(4)),
