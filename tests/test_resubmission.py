@@ -148,8 +148,15 @@ def noisy() -> nn.Module:
     ("strategy", "after", "feed"),
     [
         (GradientAllReduce(bucket_mb=0.0001, commit_every=3), 10, FeedOptions()),
-        (ParameterAveraging(2, aggregation="executors"), 10, FeedOptions()),
-        (ParameterAveraging(2), 13, FeedOptions(reshuffle_every=1)),
+        pytest.param(
+            ParameterAveraging(2, aggregation="executors"),
+            10,
+            FeedOptions(),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ParameterAveraging(2), 13, FeedOptions(reshuffle_every=1), marks=pytest.mark.slow
+        ),
     ],
     ids=["all-reduce", "averaging", "dealt-anew"],
 )

@@ -84,9 +84,11 @@ class Storm:
         def start(averager: Averager) -> Iterator[None]:
             with Proxy(averager.address, host=self.host) as proxy:
                 seen = _SeenThrough(proxy, averager)
-                with launch(seen), self._blowing(proxy):  # type: ignore[arg-type]
-                    yield
-            self.losses += averager.losses
+                try:
+                    with launch(seen), self._blowing(proxy):  # type: ignore[arg-type]
+                        yield
+                finally:
+                    self.losses += averager.losses
 
         return start
 

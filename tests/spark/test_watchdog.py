@@ -137,10 +137,10 @@ def test_a_single_task_upstream_that_takes_longer_than_the_timeout_is_waited_for
     spark: SparkSession,
 ) -> None:
     """As many tasks as workers, and nothing for Spark to report while they run."""
-    slowly = F.udf(lambda value: time.sleep(9) or value, LongType(), useArrow=False)
+    slowly = F.udf(lambda value: time.sleep(7) or value, LongType(), useArrow=False)
     upstream = spark.range(0, 2, 1, 2).select(slowly("id").alias("id")).repartition(2)
     upstream = upstream.select(F.explode(F.sequence("id", F.col("id") + 4)).alias("id"))
-    fitted: Any = estimator(timeout=5.0, batchSize=4).fit(with_features(upstream))
+    fitted: Any = estimator(timeout=4.0, batchSize=4).fit(with_features(upstream))
     assert fitted.history[0].examples == 10
 
 
