@@ -276,3 +276,21 @@ def test_the_norm_that_is_clipped_is_that_of_the_union_batch(sharded: bool) -> N
     )
     assert relative_error(outcome.module, by_hand(clip_norm=0.05)) <= 1e-10
     assert relative_error(outcome.module, by_hand()) > 1e-3
+
+
+def test_autocast_to_bfloat16_is_that_of_one_process_on_the_union_batch() -> None:
+    data = classification([20, 12], dtype=np.float32)
+    settings: dict[str, Any] = {"schema": schema(6, torch.float32), "epochs": 3}
+
+    rounded = all_reduce(
+        data, mlp().float(), GradientAllReduce(), precision="bf16", **settings
+    ).module
+
+    exact = all_reduce(data, mlp().float(), GradientAllReduce(), **settings).module
+    assert 1e-4 < relative_error(rounded, exact) < 5e-2
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        oracle = train_on_union(
+            mlp().float(), partial(torch.optim.SGD, lr=0.1), data, epochs=3, batch_size=4
+        )
+    # Rows do not see each other in a forward pass; only sums of gradients are rounded otherwise.
+    assert relative_error(rounded, oracle) < 0.5 * relative_error(rounded, exact)

@@ -156,6 +156,8 @@ def test_dynamic_allocation_is_refused_before_anything_starts(
     monkeypatch.setattr(spark.sparkContext, "getConf", lambda: conf)
     with pytest.raises(ConfigError, match=r"dynamicAllocation.*ParameterAveraging"):
         require_static_allocation(spark)
+    with pytest.raises(ConfigError, match=r"dynamicAllocation.*ParameterAveraging"):
+        estimator(strategy=ALL_REDUCE, numWorkers=3).fit(frame(spark))
 
 
 def test_slots_held_by_another_job_are_an_error_with_numbers_in_seconds(

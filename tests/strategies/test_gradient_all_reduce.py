@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from toys import classification, make_job, mlp
+from toys import classification, make_job, mlp, schema
 
 from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.protocols import Batch
+from sparkdl.replica import Replica
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Run, Strategy
+from sparkdl.strategies.gradients import START_POWER_SGD, FiniteGradients
 from sparkdl.testing import run_world
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -82,3 +90,99 @@ def test_an_epoch_may_take_longer_than_the_deadline_for_its_workers_give_signs_o
     outcome = run_world(job, classification([40, 35]).shards(), ranks_as="processes")
     assert outcome.history[0].seconds > 7
     assert outcome.history[0].examples == 75
+
+
+def events_of_a_step(bucket_mb: float, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens in the last step: gradients sent off, and the first layer's computed."""
+    events: list[str] = []
+    look_at, update = FiniteGradients.look_at, Replica.update
+
+    def updating(self: Replica) -> None:
+        events.append("update")
+        update(self)
+
+    def noting(self: FiniteGradients, values: Tensor) -> None:
+        events.append("sent")
+        look_at(self, values)
+
+    def build() -> nn.Module:
+        model = mlp()
+        next(model.parameters()).register_hook(lambda gradient: events.append("first-layer"))
+        return model
+
+    monkeypatch.setattr(FiniteGradients, "look_at", noting)
+    monkeypatch.setattr(Replica, "update", updating)
+    job = make_job(build, strategy=GradientAllReduce(bucket_mb=bucket_mb))
+    run_world(job, classification([16]).shards())
+    return " ".join(events).split("update")[-2].strip().split(" ")
+
+
+def test_buckets_are_sent_off_while_backward_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert events_of_a_step(25, monkeypatch) == ["first-layer", "sent"]
+    events = events_of_a_step(0.0001, monkeypatch)
+    assert events.index("sent") < events.index("first-layer")
+    assert events.count("sent") > 1
+
+
+@pytest.mark.parametrize(
+    ("compression", "most"), [(None, 1.0), ("fp16", 0.5), ("bf16", 0.5), ("powersgd", 0.25)]
+)
+def test_compressed_gradients_are_fewer_bytes(
+    compression: Any, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.numel() * tensor.element_size())
+        return all_reduce(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", counting)
+    model = nn.Linear(60, 40)
+    job = make_job(
+        model,
+        strategy=GradientAllReduce(compression=compression),
+        schema=schema(60, torch.float32),
+        loss=nn.CrossEntropyLoss(),
+    )
+    steps = START_POWER_SGD + 5
+    run_world(job, classification([4 * steps], width=60, dtype=np.float32).shards())
+
+    own = sum(parameter.numel() * 4 for parameter in model.parameters())
+    if compression != "powersgd":
+        assert sent == [most * own] * steps
+    else:
+        assert sent[:START_POWER_SGD] == [own] * START_POWER_SGD
+        assert sum(sent[START_POWER_SGD:]) <= most * own * (steps - START_POWER_SGD)
+
+
+class Noting(torch.optim.Adam):
+    """Notes of how many numbers it keeps state."""
+
+    def __init__(self, parameters: Any, *, folder: str, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.folder = folder
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        kept = sum(value["exp_avg"].numel() for value in self.state.values())
+        Path(self.folder, str(os.getpid())).write_text(str(kept))
+        return result
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_each_worker_keeps_the_optimizers_state_of_its_share(tmp_path: Path, sharded: bool) -> None:
+    job = make_job(
+        mlp(),
+        strategy=GradientAllReduce(shard_optimizer=sharded),
+        optimizer=functools.partial(Noting, folder=str(tmp_path), lr=0.01),
+    )
+    run_world(job, classification([12, 12]).shards(), ranks_as="processes")
+    (tmp_path / str(os.getpid())).unlink(missing_ok=True)  # the driver tries a step
+    kept = sorted(int(path.read_text()) for path in tmp_path.iterdir())
+    total = sum(parameter.numel() for parameter in mlp().parameters())
+    if sharded:
+        assert sum(kept) == total
+        assert kept[-1] < 0.8 * total
+    else:
+        assert kept == [total, total]

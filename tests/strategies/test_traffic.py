@@ -1,0 +1,65 @@
+"""How many bytes of parameters go through the driver, counted at its connections."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from toys import classification, make_job, mlp
+
+from sparkdl.averager.connection import Connection
+from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
+from sparkdl.testing import run_world
+
+P = sum(parameter.numel() * 8 for parameter in mlp().parameters())
+"""Bytes of the model in float64."""
+WORKERS, HOSTS, ROUNDS = 4, ["a", "b", "a", "b"], 2
+
+
+@pytest.fixture
+def traffic(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Bytes of values in and out of this process; the ranks are processes of their own."""
+    counted: Counter[str] = Counter()
+    receive, send = Connection.receive_values, Connection.send_values
+
+    def counting_receive(self: Connection, into: Any) -> Any:
+        header = receive(self, into)
+        if header is None:
+            counted["in"] += into.numel() * into.element_size()
+        return header
+
+    def counting_send(self: Connection, values: Any) -> None:
+        send(self, values)
+        counted["out"] += values.numel() * values.element_size()
+
+    monkeypatch.setattr(Connection, "receive_values", counting_receive)
+    monkeypatch.setattr(Connection, "send_values", counting_send)
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("strategy", "received", "sent"),
+    [
+        (ParameterAveraging(period=2), ROUNDS * WORKERS, ROUNDS * WORKERS),
+        (
+            ParameterAveraging(period=2, aggregation="hierarchical"),
+            ROUNDS * len(set(HOSTS)),
+            ROUNDS * len(set(HOSTS)),
+        ),
+        (ParameterAveraging(period=2, aggregation="executors"), 1, 0),
+        (ParameterAveraging(period=2, aggregation="executors", commit_every=2), 2, 0),
+        (GradientAllReduce(), 1, 0),
+        (GradientAllReduce(commit_every=1), 4, 0),
+    ],
+    ids=str,
+)
+def test_the_driver_receives_and_sends_so_many_copies_of_the_parameters_an_epoch(
+    strategy: Strategy, received: int, sent: int, traffic: Counter[str]
+) -> None:
+    data = classification([16] * WORKERS)  # four minibatches each
+
+    run_world(make_job(mlp(), strategy=strategy), data.shards(), ranks_as="processes", hosts=HOSTS)
+
+    assert traffic["in"] == received * P
+    assert traffic["out"] == (WORKERS + sent) * P  # every worker starts with the center
