@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sparkdl.averager.codec import Codec
@@ -17,10 +16,6 @@ from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
 from sparkdl.protocols import Batch, CenterExchange
 from sparkdl.replica import Replica
-
-
-def _nothing() -> Tensor:
-    return torch.zeros((), dtype=torch.float64)
 
 
 @dataclass
@@ -46,15 +41,15 @@ class Run:
     """Optimizer steps since the start of the epoch."""
     examples: int = 0
     """Rows trained on since the last round."""
-    loss_sum: Tensor = field(default_factory=_nothing)
-    """Sum of the loss over those rows, a float64 scalar."""
+    loss_sum: float | Tensor = 0.0
+    """Sum of the loss over those rows; on a GPU a float64 scalar there."""
 
     def start_at(self, position: Position) -> None:
         """Begin, or begin again, behind the last committed window."""
         self.step = position.step
         self.step_of_epoch = position.step_of_epoch
         self.examples = 0
-        self.loss_sum = _nothing()
+        self.loss_sum = 0.0
 
     def start_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Count a new epoch, of which some steps may have been taken already."""
@@ -74,10 +69,8 @@ class Run:
     def count(self, batch: Batch, loss: Tensor) -> None:
         """Count a minibatch that was trained on, with its mean loss."""
         self.examples += batch.examples
-        if self.loss_sum.device != loss.device:
-            self.loss_sum = self.loss_sum.to(loss.device)
-        # A tensor, because reading a number from a GPU at every step would stall it.
-        self.loss_sum.add_(loss, alpha=batch.examples)
+        # Reading a number from a GPU at every step would stall it; on CPUs a tensor is slower.
+        self.loss_sum += batch.examples * (loss.double() if loss.is_cuda else loss.item())
 
     def close_window(self, *, last: bool, stands_for: int | None = None) -> WindowReport:
         """Sum up the minibatches since the last round, and start counting anew.
@@ -88,7 +81,7 @@ class Run:
         """
         report = replace(self.window(), last=last, stands_for=stands_for)
         self.examples = 0
-        self.loss_sum = _nothing()
+        self.loss_sum = 0.0
         return report
 
     def window(self) -> WindowReport:
