@@ -41,6 +41,17 @@ def seed_worker(seed: int) -> None:
     random.seed(seed)
 
 
+@contextmanager
+def streams_put_back() -> Iterator[None]:
+    """Leave the streams of this process, but for GPUs' own, where they were before."""
+    cpu = torch.device("cpu")
+    states = random_state(cpu)
+    try:
+        yield
+    finally:
+        set_random_state(states, cpu)
+
+
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """Where the streams of this process are, by name, for ``set_random_state``.
 

@@ -10,6 +10,7 @@ from pyspark import TaskContext
 
 from sparkdl.averager.address import AveragerAddress
 from sparkdl.collective import Network
+from sparkdl.randomness import streams_put_back
 from sparkdl.spark.board import BoardAddress
 from sparkdl.spark.console import forwarded
 from sparkdl.spark.devices import choose_device
@@ -63,6 +64,7 @@ def run_worker_task(
     except Exception as error:  # an import missing on this executor is the user's to see
         report_failure(averager, rank, error)
     else:
-        with forwarded(BoardAddress(*console), rank, echo=echo):
+        # Spark goes on to use this process for other jobs of the user's.
+        with streams_put_back(), forwarded(BoardAddress(*console), rank, echo=echo):
             train(job, place, averager, batches)
     yield pa.record_batch([pa.array([rank])], schema=OUTPUT_SCHEMA)
