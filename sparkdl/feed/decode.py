@@ -21,6 +21,9 @@ from sparkdl.feed.linalg import decode_matrices, decode_vectors
 from sparkdl.feed.lists import Broken, binary_bytes, broken_where, lists_of, numpy_of
 from sparkdl.protocols import ColumnSpec
 
+GROWING = ("image", "matrix", "vector")
+"""Encodings whose rows may become far larger than they arrive."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
@@ -206,8 +209,6 @@ def _some(numbers: list[int]) -> str:
 
 def decoded_elements(values: pa.Array, spec: ColumnSpec) -> int:
     """Numbers a row of a column whose rows grow when decoded; 0 for one whose rows do not."""
-    if spec.encoding in ("image", "matrix"):
-        return spec.elements or 0
     if spec.encoding == "vector" and len(values):
         return pc.max(pc.struct_field(values, "size")).as_py() or 0
-    return 0
+    return (spec.elements or 0) if spec.encoding in GROWING else 0

@@ -6,6 +6,7 @@ over all workers, before anybody trains; the rows are read once for that and for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -231,7 +232,8 @@ def says_nothing_new(column: Decoded, spec: ColumnSpec, known: ColumnFacts) -> b
     # Comparisons with NaN are false; of an extreme that is out of range there may be more.
     return bool(
         all_within(known.smallest, known.largest, spec.dtype)
-        and np.isfinite([known.smallest, known.largest]).all()
+        and math.isfinite(known.smallest)
+        and math.isfinite(known.largest)
         and known.smallest <= numbers.min()
         and numbers.max() <= known.largest
     )

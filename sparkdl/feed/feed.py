@@ -15,7 +15,7 @@ from torch import Tensor
 from sparkdl.errors import ConfigError
 from sparkdl.feed.allocator import keep_freed_memory
 from sparkdl.feed.columns import ORDER_COLUMN, BatchTransform, FeedSchema
-from sparkdl.feed.decode import Decoded, decode, decoded_elements, to_tensor
+from sparkdl.feed.decode import GROWING, Decoded, decode, decoded_elements, to_tensor
 from sparkdl.feed.device import DeviceChunk, to_device
 from sparkdl.feed.facts import ColumnFacts, ShardFacts, look_at, says_nothing_new
 from sparkdl.feed.prefetch import prefetched
@@ -24,7 +24,7 @@ from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import Batch, ColumnSpec
 
 ORDER = ColumnSpec(ORDER_COLUMN, torch.int64)
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 4 << 20
 """What is gathered from the store at once, cut into minibatches afterwards: large enough that
 Python's part is nothing, small enough for a core's cache."""
 DECODED_BYTES = 64 << 20
@@ -151,8 +151,10 @@ class Feed:
             if record_batch.num_rows == 0:
                 continue
             for part in _parts(record_batch, specs):
-                columns = part.columns[: len(specs)]
-                decoded = [decode(*pair) for pair in zip(columns, specs, strict=True)]
+                columns = part.columns
+                decoded = [
+                    decode(column, spec) for column, spec in zip(columns, specs, strict=False)
+                ]
                 place = (self._rank, rows)
                 facts = [
                     known
@@ -161,7 +163,7 @@ class Feed:
                     for known, column, spec in zip(facts, decoded, specs, strict=True)
                 ]
                 if all(column.sound for column in facts):
-                    keys = part.columns[len(specs)] if part.num_columns > len(specs) else None
+                    keys = columns[len(specs)] if len(columns) > len(specs) else None
                     self._append(decoded, [column.longest for column in facts], keys)
                 rows += part.num_rows
             on_rows(rows)
@@ -295,7 +297,8 @@ class Feed:
         order = self._order(self._training)
         if epoch == 1:
             return order
-        return order[permutation(self.rows, seed=self._seed, epoch=epoch, rank=self._rank)]
+        shuffled = permutation(self.rows, seed=self._seed, epoch=epoch, rank=self._rank)
+        return order.index_select(0, shuffled)
 
     def _batches(
         self, store: PartitionStore, order: Tensor, sizes: Iterable[int]
@@ -356,10 +359,11 @@ def _chunked(sizes: Iterable[int], rows: int) -> Iterator[list[int]]:
 
 def _parts(record_batch: pa.RecordBatch, specs: tuple[ColumnSpec, ...]) -> Iterator[pa.RecordBatch]:
     """Cut a record batch so that what it is decoded into stays small."""
-    elements = max(
-        (decoded_elements(*pair) for pair in zip(record_batch.columns, specs, strict=False)),
-        default=0,
-    )
+    growing = [index for index, spec in enumerate(specs) if spec.encoding in GROWING]
+    elements = max((decoded_elements(record_batch[k], specs[k]) for k in growing), default=0)
     rows = max(1, DECODED_BYTES // (8 * elements)) if elements else record_batch.num_rows
+    if rows >= record_batch.num_rows:
+        yield record_batch
+        return
     for start in range(0, record_batch.num_rows, rows):
         yield record_batch.slice(start, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 
+@functools.cache
 def limits(dtype: torch.dtype) -> tuple[float, float]:
     """The smallest and the largest number of a dtype; infinite for booleans, which any can become.
 

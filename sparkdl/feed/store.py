@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -166,8 +167,9 @@ class _Group:
         self.row_bytes = self.dtype.itemsize * len(columns) * (first.elements or 0)
         self._directory = directory
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - closed in close()
+        self._row_kind = np.dtype((np.void, self.row_bytes))
         self._mapped: mmap.mmap | None = None
-        self._tensor: Tensor | None = None
+        self._stored_rows: np.ndarray | None = None
 
     def pack(self, columns: Sequence[Tensor]) -> Tensor:
         # Twice as fast as torch.stack(columns, dim=1).
@@ -205,14 +207,23 @@ class _Group:
         )
 
     def take(self, rows: Tensor, stored: int, step: int, *, pinned: bool) -> Tensor:
-        tensor = self._map(stored)
         out = torch.empty((len(rows), *self.row_shape), dtype=self.dtype, pin_memory=pinned)
-        for start in range(0, len(rows), step):
+        if not out.numel():
+            return out
+        stored_rows, taken, chosen = self._map(stored), self._raw(out), rows.numpy()
+        for start in range(0, len(chosen), step):
             if start:
                 self.unmap()
-            stop = start + step
-            torch.index_select(tensor, 0, rows[start:stop], out=out[start:stop])
+            part = slice(start, start + step)
+            # Rows of 64 bytes come 1.6 times as fast as by torch.index_select, long ones equally
+            # fast; "clip" is the mode that writes to ``out`` directly.
+            np.take(stored_rows, chosen[part], out=taken[part], mode="clip")
         return out
+
+    def _raw(self, values: Tensor) -> np.ndarray:
+        """The same memory, each row one item, shape (n,)."""
+        raw: np.ndarray = values.view(-1).view(torch.uint8).numpy()
+        return raw.view(self._row_kind)
 
     def unmap(self) -> None:
         """Forget which pages were mapped; the page cache still has them."""
@@ -220,19 +231,14 @@ class _Group:
             self._mapped.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        self._tensor = self._mapped = None
+        self._stored_rows = self._mapped = None
         self._file.close()
 
-    def _map(self, stored: int) -> Tensor:
-        if self._tensor is None:
-            shape = (stored, *self.row_shape)
-            if 0 in shape:
-                self._tensor = torch.empty(shape, dtype=self.dtype)
-            else:
-                # A private mapping is writable for torch's sake; nobody writes.
-                self._mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
-                self._tensor = torch.frombuffer(self._mapped, dtype=self.dtype).view(shape)
-        return self._tensor
+    def _map(self, stored: int) -> np.ndarray:
+        if self._stored_rows is None:
+            self._mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._stored_rows = np.frombuffer(self._mapped, self._row_kind, stored)
+        return self._stored_rows
 
 
 def _grouped(specs: Sequence[ColumnSpec]) -> list[list[_Column]]:

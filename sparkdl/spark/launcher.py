@@ -30,6 +30,7 @@ from sparkdl.spark.encryption import keeps_rows_in_memory
 from sparkdl.spark.gpus import gpu_profile
 from sparkdl.spark.lost import is_loss, memory_advice, with_sparks_reason
 from sparkdl.spark.partitions import has_stable_order
+from sparkdl.spark.record_batches import small_record_batches
 from sparkdl.spark.run_jobs import RunJobs
 from sparkdl.spark.slots import require_free_slots
 from sparkdl.spark.task import OUTPUT_DDL
@@ -206,8 +207,10 @@ def run_on_rows(
     """
 
     def run_on(rows: DataFrame) -> list[Row]:
-        profile = gpu_profile(rows.sparkSession, workers.device)
-        return rows.mapInArrow(task, output, barrier=barrier, profile=profile).collect()
+        spark = rows.sparkSession
+        profile = gpu_profile(spark, workers.device)
+        with small_record_batches(spark.sparkContext):
+            return rows.mapInArrow(task, output, barrier=barrier, profile=profile).collect()
 
     try:
         return run_on(worker_frame(workers, seed))
