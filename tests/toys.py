@@ -148,11 +148,9 @@ def sgd_on_union(
 def batches_by_hand(
     data: Data, rank: int, epoch: int, batch_size: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The minibatches of one rank: arrival order in epoch 1, the documented permutation later."""
+    """The minibatches of one rank, in the documented permutation."""
     features, targets = data.shard(rank)
-    order = np.arange(len(targets))
-    if epoch > 1:
-        order = permutation(len(targets), seed=SEED, epoch=epoch, rank=rank).numpy()
+    order = permutation(len(targets), seed=SEED, epoch=epoch, rank=rank).numpy()
     return [
         (features[order[i : i + batch_size]], targets[order[i : i + batch_size]])
         for i in range(0, len(order), batch_size)

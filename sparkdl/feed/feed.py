@@ -205,8 +205,8 @@ class Feed:
     def epoch(self, epoch: int, *, first_step: int = 0) -> Iterator[Batch]:
         """Yield every row to train on once, but for those of the minibatches before ``first_step``.
 
-        Epoch 1 keeps the order of ``ORDER_COLUMN``, or without it that of arrival; later ones
-        follow a permutation of it.
+        Each epoch follows a permutation of the order that ``ORDER_COLUMN`` gives the rows, or
+        without it their arrival.
 
         Args:
             epoch: counted from 1.
@@ -295,8 +295,6 @@ class Feed:
 
     def _epoch_order(self, epoch: int) -> Tensor:
         order = self._order(self._training)
-        if epoch == 1:
-            return order
         shuffled = permutation(self.rows, seed=self._seed, epoch=epoch, rank=self._rank)
         return order.index_select(0, shuffled)
 

@@ -170,9 +170,10 @@ def worker_frame(workers: Workers, seed: int) -> DataFrame:
     """The rows as workers receive them: needed columns only, spread evenly, and their order.
 
     A shuffle delivers the same set of rows to a partition in every run, but in another order. A
-    hash with the seed orders them the same way each time, and at random: the hash of where a row
-    was before the shuffle if that is the same in every run, else of its content, which costs time.
-    The workers sort by it: 8 bytes a row, where Spark would sort the rows.
+    hash with the seed orders them the same way each time: the hash of where a row was before the
+    shuffle if that is the same in every run, else of its content, which costs time. The workers
+    sort by it: 8 bytes a row, where Spark would sort the rows. Rows that come from files straight
+    to the workers need none.
     """
     names = [f"c{index}" for index in range(len(workers.columns))]
     selected = workers.frame.select(
@@ -183,6 +184,8 @@ def worker_frame(workers: Workers, seed: int) -> DataFrame:
     )
     identity = names
     if has_stable_order(workers.frame):
+        if not workers.repartition:
+            return selected
         identity = ["position"]
         selected = selected.withColumn("position", F.monotonically_increasing_id())
     if workers.repartition:

@@ -36,12 +36,7 @@ def by_hand(
     starts = np.cumsum([0, *data.sizes])
     for epoch in range(1, epochs + 1):
         orders = [
-            start
-            + (
-                np.arange(size)
-                if epoch == 1
-                else permutation(size, seed=SEED, epoch=epoch, rank=rank).numpy()
-            )
+            start + permutation(size, seed=SEED, epoch=epoch, rank=rank).numpy()
             for rank, (start, size) in enumerate(zip(starts[:-1], data.sizes, strict=True))
         ]
         for first in range(0, max(data.sizes), batch_size):
