@@ -86,6 +86,20 @@ def test_each_row_of_a_shuffled_frame_is_trained_on_once_an_epoch(
     assert_each_row_once_an_epoch(fit(rows, tmp_path / "ids"), 50)
 
 
+def test_each_row_of_files_is_trained_on_once_an_epoch_in_the_same_random_order_every_time(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    uri = (tmp_path / "table").as_uri()
+    frame(spark, rows=60, partitions=3).write.parquet(uri)
+    rows = spark.read.parquet(uri)
+    assert rows.rdd.getNumPartitions() == 3  # so that they come without a shuffle
+    ids, again = (fit(rows, tmp_path / name) for name in ("ids", "again"))
+    assert ids == again
+    assert_each_row_once_an_epoch(ids, 60)
+    for of_rank in ids.values():
+        assert of_rank[:20] != sorted(of_rank[:20])
+
+
 @pytest.mark.parametrize("sizes", [[54, 3, 3], [0, 60, 0]], ids=["uneven", "all-in-one"])
 def test_a_skewed_frame_is_spread_evenly_over_the_workers(
     spark: SparkSession, tmp_path: Path, sizes: list[int]

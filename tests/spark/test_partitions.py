@@ -1,4 +1,4 @@
-"""Which plans deliver their rows in the same order in every run."""
+"""Which plans deliver their rows in the same order in every run, and what the others bring."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
+from sparkdl.feed.columns import ORDER_COLUMN
+from sparkdl.spark.columns import input_column
+from sparkdl.spark.launcher import Workers, worker_frame
 from sparkdl.spark.partitions import has_stable_order
 
 Change = Callable[[DataFrame], DataFrame]
@@ -45,3 +48,23 @@ def test_what_shuffles_or_sorts_has_none(files: DataFrame, change: Change) -> No
     changed = change(files)
     assert not has_stable_order(changed)
     changed.unpersist()
+
+
+def fed_columns(frame: DataFrame, *, repartition: bool) -> list[str]:
+    workers = Workers(
+        frame=frame,
+        columns=(input_column(frame, "id", "featuresCol"),),
+        num_workers=2,
+        repartition=repartition,
+        device="cpu",
+        description="",
+    )
+    return worker_frame(workers, seed=1).columns
+
+
+def test_rows_bring_their_order_unless_they_come_from_files_to_the_workers(
+    files: DataFrame,
+) -> None:
+    assert fed_columns(files, repartition=False) == ["c0"]
+    assert fed_columns(files, repartition=True) == ["c0", ORDER_COLUMN]
+    assert fed_columns(files.repartition(2), repartition=False) == ["c0", ORDER_COLUMN]
