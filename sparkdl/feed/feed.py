@@ -167,6 +167,8 @@ class Feed:
                     self._append(decoded, [column.longest for column in facts], keys)
                 rows += part.num_rows
             on_rows(rows)
+        self._training.flush()
+        self._held_out.flush()
         held_out = self._held_out.rows
         # Sorted, because a shuffle delivers the rows in any order and sums depend on it.
         weights = torch.cat(self._weights).double().sort().values if self._weights else None

@@ -61,12 +61,24 @@ class PartitionStore:
         Args:
             specs: what the columns are, the same at every call.
             batch: one tensor a column, shape (n, *row_shape), in the column's dtype.
+
+        Raises:
+            TrainingError: there is no room for them.
         """
         if not self._groups:
             self.create(specs, 0)
-        packed = [group.pack([batch[c.index] for c in group.columns]) for group in self._groups]
+        for group in self._groups:
+            group.append(group.pack([batch[column.index] for column in group.columns]))
         self.rows += len(batch[0])
-        self.write(packed, self.rows - len(batch[0]))
+
+    def flush(self) -> None:
+        """Write the last of the rows that were appended; it happens by itself when they are read.
+
+        Raises:
+            TrainingError: there is no room for them.
+        """
+        for group in self._groups:
+            group.flush()
 
     def create(self, specs: Sequence[ColumnSpec], rows: int) -> None:
         """Make room for rows that are written in any order.
@@ -167,6 +179,9 @@ class _Group:
         self.row_bytes = self.dtype.itemsize * len(columns) * (first.elements or 0)
         self._directory = directory
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - closed in close()
+        self._written = 0
+        self._tail = bytearray()
+        """Of the rows that were appended, what is not in the file yet."""
         self._row_kind = np.dtype((np.void, self.row_bytes))
         self._mapped: mmap.mmap | None = None
         self._stored_rows: np.ndarray | None = None
@@ -182,20 +197,50 @@ class _Group:
         apart = torch.empty(shape, dtype=self.dtype, pin_memory=pinned)
         return list(apart.copy_(packed.t()).unbind(0))
 
-    def write(self, values: Tensor, first: int) -> None:
-        """Write rows.
+    def append(self, values: Tensor) -> None:
+        """Write rows behind those that were appended before.
+
+        The system keeps what is written at once, from one multiple of ``PAGE_BYTES`` to another, in
+        huge pages: gathering long rows from them is a tenth faster. What is left over is written
+        with what comes next.
 
         Raises:
             TrainingError: there is no room for them.
         """
-        remaining = values.contiguous().view(-1).view(torch.uint8).numpy().data
-        position = first * self.row_bytes
-        while remaining:
+        data = _bytes_of(values)
+        end = self._written + len(self._tail) + len(data)
+        complete = end - end % PAGE_BYTES - self._written - len(self._tail)
+        if complete > 0:
+            self._put([memoryview(self._tail), data[:complete]], self._written)
+            self._written, self._tail = end - end % PAGE_BYTES, bytearray()
+            data = data[complete:]
+        self._tail += data
+
+    def flush(self) -> None:
+        """Write what is left over."""
+        self._put([memoryview(self._tail)], self._written)
+        self._written, self._tail = self._written + len(self._tail), bytearray()
+
+    def write(self, values: Tensor, first: int) -> None:
+        """Write rows to a place of their own.
+
+        Raises:
+            TrainingError: there is no room for them.
+        """
+        self._put([_bytes_of(values)], first * self.row_bytes)
+
+    def _put(self, pieces: list[memoryview], position: int) -> None:
+        while pieces:
             try:
-                written = os.pwrite(self._file.fileno(), remaining, position)
+                written = os.pwritev(self._file.fileno(), pieces, position)
             except OSError as error:
-                raise self._no_room(remaining.nbytes, error) from error
-            remaining, position = remaining[written:], position + written
+                missing = sum(piece.nbytes for piece in pieces)
+                raise self._no_room(missing, error) from error
+            position += written
+            while pieces and written >= pieces[0].nbytes:
+                written -= pieces.pop(0).nbytes
+            if pieces:
+                pieces[0] = pieces[0][written:]
 
     def _no_room(self, missing: int, error: OSError) -> TrainingError:
         system = os.statvfs(self._directory)
@@ -236,9 +281,14 @@ class _Group:
 
     def _map(self, stored: int) -> np.ndarray:
         if self._stored_rows is None:
+            self.flush()
             self._mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
             self._stored_rows = np.frombuffer(self._mapped, self._row_kind, stored)
         return self._stored_rows
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    return values.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _grouped(specs: Sequence[ColumnSpec]) -> list[list[_Column]]:

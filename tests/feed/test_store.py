@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparkdl.errors import TrainingError
+from sparkdl.feed import store as store_module
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import ColumnSpec
 
@@ -69,13 +72,20 @@ def test_rows_for_which_there_is_no_room_are_refused_with_numbers(
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(
-        TrainingError,
-        match=rf"do not fit into {tmp_path} on .*: 4 MiB of them are there, 8192 bytes could not "
-        r"be written, \d+ MiB are free \(No space left on device\).*storeIn",
-    ):
-        store.append([SPEC], [torch.ones(2, 1024)])
+    monkeypatch.setattr(os, "pwritev", full)
+
+    def refused(missing: int) -> Any:
+        return pytest.raises(
+            TrainingError,
+            match=rf"do not fit into {tmp_path} on .*: 4 MiB of them are there, {missing} bytes "
+            r"could not be written, \d+ MiB are free \(No space left on device\).*storeIn",
+        )
+
+    store.append([SPEC], [torch.ones(2, 1024)])
+    with refused(8192):
+        store.flush()
+    with refused(2 << 20):
+        store.append([SPEC], [torch.ones(511, 1024)])
     store.close()
 
 
@@ -104,10 +114,18 @@ class TestPartitionStore:
         store.close()
         assert list(tmp_path.iterdir()) == []
 
-    @given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5))
-    @settings(deadline=None, max_examples=30)
-    def test_rows_come_back_in_the_order_they_were_appended(self, sizes: list[int]) -> None:
-        with tempfile.TemporaryDirectory() as directory:
+    @given(
+        sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5),
+        page_bytes=st.sampled_from([16, 100, 2 << 20]),
+    )
+    @settings(deadline=None, max_examples=60)
+    def test_rows_come_back_in_the_order_they_were_appended(
+        self, sizes: list[int], page_bytes: int
+    ) -> None:
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            mock.patch.object(store_module, "PAGE_BYTES", page_bytes),
+        ):
             store = PartitionStore(Path(directory))
             for size in sizes:
                 store.append(self.COLUMNS, self.batch(size))
