@@ -11,20 +11,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from toys import Data, classification, mlp
+from toys import SEED, Data, classification, mlp
 
 from sparkdl.averager import Averager
+from sparkdl.feed.shuffle import permutation
 from sparkdl.worker import Job, Place, train
 
 MARK = 777.0
 """A feature value by which a model recognizes the row at which to misbehave."""
 
 
-def marked(sizes: list[int], *rows: int) -> Data:
+def marked(sizes: list[int], *places: int) -> Data:
+    """Rows for the ranks, some marked by their places in epoch 1, all ranks' counted through."""
     data = classification(sizes)
-    data.features[list(rows), 0] = MARK
+    starts = np.cumsum([0, *sizes])
+    epoch_one = np.concatenate(
+        [
+            start + permutation(size, seed=SEED, epoch=1, rank=rank).numpy()
+            for rank, (start, size) in enumerate(zip(starts[:-1], sizes, strict=True))
+        ]
+    )
+    data.features[epoch_one[list(places)], 0] = MARK
     return data
 
 

@@ -65,6 +65,10 @@ def told(outcome: Outcome) -> list[EpochSummary]:
     return [replace(epoch, seconds=0.0) for epoch in outcome.history]
 
 
+def _losses(epoch: EpochSummary) -> tuple[float, float | None]:
+    return epoch.loss, epoch.validation_loss
+
+
 @pytest.mark.parametrize(
     ("strategy", "windows"),
     [(ParameterAveraging(2), 0), (ParameterAveraging(1), 4), (GradientAllReduce(), 0)],
@@ -81,7 +85,12 @@ def test_the_losses_on_held_out_rows_are_those_of_a_training_never_interrupted(
     policy = CheckpointPolicy(path=str(tmp_path / "c"))
     resumed = run_world(job, shards(), ranks_as=ranks_as, checkpoints=policy)
     assert all(epoch.validation_examples == 12 for epoch in whole.history)
-    assert told(resumed) == told(whole)
+    if strategy.needs_collective:  # gloo adds up three ranks' gradients in an order of its own
+        assert [_losses(epoch) for epoch in told(resumed)] == [
+            pytest.approx(_losses(epoch), rel=1e-12) for epoch in told(whole)
+        ]
+    else:
+        assert told(resumed) == told(whole)
 
 
 def test_a_training_that_had_ended_tells_of_its_last_epoch_too(tmp_path: Path) -> None:
