@@ -61,20 +61,8 @@ def replay(job: Job, shards: Sequence[Shard], commits: Commits) -> nn.Module:
     replica.module.train()
     # A copy, because the center shares the replica's memory.
     center = [segment.clone() for segment in center]
-    with tempfile.TemporaryDirectory(prefix="sparkdl-testing-") as folder, ExitStack() as stack:
-        feeds = []
-        for rank, shard in enumerate(shards):
-            feed = Feed(
-                job.schema,
-                batch_size=job.batch_size,
-                seed=job.seed,
-                rank=rank,
-                directory=Path(folder),
-                options=job.feed,
-            )
-            feeds.append(stack.enter_context(feed))
-            feed.fill(shard)
-        steps = dict.fromkeys(range(len(shards)), 0)
+    steps = dict.fromkeys(range(len(shards)), 0)
+    with _feeds(job, shards) as feeds:
         for windows in commits:
             contributions = {}
             for window in windows:
@@ -99,6 +87,25 @@ def relative_difference(first: nn.Module, second: nn.Module) -> float:
         float((mine[name] - value).abs().max() / value.abs().max().clamp_min(1e-12))
         for name, value in other.items()
     )
+
+
+@contextmanager
+def _feeds(job: Job, shards: Sequence[Shard]) -> Iterator[list[Feed]]:
+    """The rows of every rank."""
+    with tempfile.TemporaryDirectory(prefix="sparkdl-testing-") as folder, ExitStack() as stack:
+        feeds = []
+        for rank, shard in enumerate(shards):
+            feed = Feed(
+                job.schema,
+                batch_size=job.batch_size,
+                seed=job.seed,
+                rank=rank,
+                directory=Path(folder),
+                options=job.feed,
+            )
+            feeds.append(stack.enter_context(feed))
+            feed.fill(shard)
+        yield feeds
 
 
 def _train(
