@@ -107,24 +107,26 @@ def probe(
     if schema.weight is not None:
         columns[-1] = torch.ones(2)
     batch = schema.batch(columns, last=True)
-    labels = slice(len(schema.features), len(schema.features) + len(schema.labels))
     with borrowed_random_numbers():
-        return _step(replica, batch, schema.labels, facts[labels], head)
+        return _step(replica, batch, schema, facts, head)
 
 
 def _step(
     replica: Replica,
     batch: Batch,
-    labels: Sequence[ColumnSpec],
-    label_facts: Sequence[ColumnFacts],
+    schema: FeedSchema,
+    facts: Sequence[ColumnFacts],
     head: Head,
 ) -> Tensor:
     replica.module.train()
     shapes = _shapes(batch.features)
+    labels = schema.labels
+    label_facts = facts[len(schema.features) :]
     try:
         outputs = forward(replica.module, batch.features)
     except Exception as error:  # the user's forward may raise anything
-        _fail(f"the model fails on a batch with features of {shapes}", error)
+        integers = _integers(schema.features, facts)
+        _fail(f"the model fails on a batch with features of {shapes}{integers}", error)
     if not isinstance(outputs, Tensor):
         raise ModelError(
             f"the model returns a {type(outputs).__name__} for features of {shapes}; it must "
@@ -136,7 +138,7 @@ def _step(
             "dimension must be the rows"
         )
     ignored = getattr(replica.loss, "ignore_index", None)
-    for label, found in zip(labels, label_facts, strict=True):
+    for label, found in zip(labels, label_facts, strict=False):
         _check_label_range(label, found, outputs, head, ignored)
     both = (
         f"outputs {_shapes(outputs)} and targets {_shapes(align_targets(outputs, batch.targets))}"
@@ -181,6 +183,17 @@ def _check_label_range(
             f"label column '{name}' holds {low:g} to {high:g} ({_where(facts)}), but the loss "
             "takes 0 to 1. Map the two classes to 0 and 1, or use CrossEntropyLoss for more classes"
         )
+
+
+def _integers(features: Sequence[ColumnSpec], facts: Sequence[ColumnFacts]) -> str:
+    """What integers the batch holds, which may be out of an embedding's range, and whose."""
+    ranges = [
+        f"'{spec.name}' from {found.smallest} ({found.where('smallest')}) to {found.largest} "
+        f"({found.where('largest')})"
+        for spec, found in zip(features, facts, strict=False)
+        if not spec.dtype.is_floating_point and found.smallest is not None
+    ]
+    return f", {', '.join(ranges)}" if ranges else ""
 
 
 def _where(facts: ColumnFacts) -> str:

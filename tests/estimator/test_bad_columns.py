@@ -173,7 +173,8 @@ def test_a_class_label_out_of_range_in_one_partition_is_refused_with_the_range_o
 ) -> None:
     rows = frame(spark, rows=60, partitions=3)
     rows = rows.withColumn("label", F.expr("if(id = 59, 7, label)"))
-    refuse(rows, DataError, "'label'", "0 to 7", "0 to 2", numWorkers=3)
+    place = "row 19 of partition 2"
+    refuse(rows, DataError, "'label'", "0 to 7", place, "0 to 2", numWorkers=3)
 
 
 def test_doubles_that_are_whole_are_refused_as_class_labels_only_if_out_of_range(

@@ -39,9 +39,11 @@ def test_an_index_beyond_the_embedding_is_refused(spark: SparkSession, refuse: R
         frame(spark).withColumn("carrier", F.col("id") % 6),
         ModelError,
         "features of int64 (2,), float32 (2, 4)",
+        "'carrier' from 0 (row 0 of partition 0) to 5 (row 5 of partition 0)",
         "index out of range",
         model=TwoTables(entries=5),
         featuresCols=["carrier", "features"],
+        numWorkers=3,
     )
 
 
@@ -49,6 +51,7 @@ def test_a_negative_index_into_an_embedding_is_refused(spark: SparkSession, refu
     refuse(
         frame(spark).withColumn("carrier", F.col("id") % 5 - 1),
         ModelError,
+        "'carrier' from -1 (row",
         "index out of range",
         model=TwoTables(entries=5),
         featuresCols=["carrier", "features"],
