@@ -30,7 +30,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run, Strategy, require_steps
-from sparkdl.strategies.gradients import ROUNDED, FiniteGradients, reduce_by
+from sparkdl.strategies.gradients import FiniteGradients, FiniteSum, keep_finite
 from sparkdl.strategies.synchronized_norm import Turn, synchronize
 from sparkdl.strategies.together import Together
 
@@ -124,8 +124,7 @@ class GradientAllReduce(Strategy):
         together = Together(run, run.batch_size * self.accumulate)
         turn = synchronize(run.replica.module) if self.sync_batch_norm else None
         model = _wrap(self, run.replica, turn)
-        finite = FiniteGradients(run, ROUNDED.get(self.compression or ""))
-        reduce_by(model, self.compression, finite)
+        finite = keep_finite(model, self.compression, run)
         run.memory = _Reducer(model, together, finite, run.batch_size)
 
     def finish(self, run: Run) -> None:
@@ -180,7 +179,7 @@ class _Reducer:
         self,
         model: DistributedDataParallel,
         together: Together,
-        finite: FiniteGradients,
+        finite: FiniteGradients | FiniteSum,
         batch_size: int,
     ) -> None:
         self.model = model
@@ -206,8 +205,10 @@ class _Reducer:
         total = sum(rows)
         turns = math.ceil((max(rows) if all_turns else rows[collective.rank]) / self._batch_size)
         replica.optimizer.zero_grad()
+        trained: list[Batch | None] = []
         for turn in range(max(1, turns)):
             batch = next(batches, None)
+            trained.append(batch)
             now = turn >= turns - 1
             with collective.guarded("the reduction of gradients"), self._sync(now=now):
                 loss: Tensor = self.model(batch)
@@ -218,6 +219,7 @@ class _Reducer:
                 (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
             if batch is not None:
                 yield batch, self.finite.loss
+        self.finite.before_update(trained)
         with collective.guarded("the exchange of parameter shards"):
             replica.update()
 

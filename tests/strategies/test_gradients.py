@@ -91,6 +91,54 @@ def test_the_rank_the_epoch_and_the_step_are_named(
     assert spoilt == loss_too
 
 
+def test_all_whose_gradients_are_not_finite_are_named() -> None:
+    data = classification([8, 8, 8])
+    data.features[8:, 0] = MARK
+    error = error_of(data, Marked(float("nan"), loss_too=False))
+    assert (error.rank, error.epoch, error.step) == (1, 1, 1)
+    assert "rank 0 has" not in str(error)
+    assert "rank 1 has" in str(error)
+    assert "rank 2 has" in str(error)
+
+
+class SpoiltOnce(Marked):
+    """Is sound when computed once more."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        outputs = super().forward(features)
+        if (features.abs() >= MARK).any():
+            self.factor = 1.0
+        return outputs
+
+
+def test_what_cannot_be_found_again_ends_the_run_all_the_same() -> None:
+    data, step = marked_data([20, 16], 1)
+    error = error_of(data, SpoiltOnce(float("nan"), loss_too=False))
+    assert (error.epoch, error.step) == (1, step)
+    assert "though each worker's own are when they are computed once more" in str(error)
+
+
+class SparseTable(nn.Module):
+    """Its gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table = nn.Embedding(5, 3, sparse=True).double()
+        self.spoilt = False
+
+    def forward(self, features: Tensor) -> Tensor:
+        outputs: Tensor = self.table((features[:, 0].abs() % 5).long())
+        marked = (features.abs() >= MARK).any()
+        return _Steep.apply(outputs, float("nan")) if marked else outputs
+
+
+def test_sparse_gradients_are_looked_at_too() -> None:
+    data, step = marked_data([20, 16], 1)
+    error = error_of(data, SparseTable())
+    assert (error.rank, error.epoch, error.step) == (1, 1, step)
+
+
 @pytest.mark.parametrize(
     "strategy",
     [
