@@ -1,31 +1,31 @@
-"""What checkpoints and a lost worker cost, and whether memory stays flat over a thousand rounds.
+"""What being safe costs: checkpoints and the watchdog, and a lost worker.
 
-Four workers, each a process on this machine, train the network of the other benchmarks on made-up
-digits. In one job every second epoch ends with a checkpoint, which is written in the epoch after:
-these epochs are compared with the others of the same job. Then one of the four is killed -9
-halfway, and the cost is what the job took longer than without; where the workers need each other
-(GradientAllReduce) all start again from the last commit. Memory is the resident set of the driver
-and of its workers, in the second hundred rounds and in the last of a thousand.
+``epochs``: a fit on four executors; epochs with a checkpoint written in them and the watchdog on
+against those with neither (``epoch_costs.py``). ``losses``: four workers, each a process on this
+machine, train the network of the other benchmarks on made-up digits, and one of the four is killed
+-9 halfway. The cost is what the job took longer than without; where the workers need each other
+(GradientAllReduce) all start again from the last commit.
 """
 
 import multiprocessing
 import os
 import signal
+import statistics
 import sys
-import tempfile
 import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
+import epoch_costs
 import numpy as np
 import torch
-from harness import Claim, arguments, interleave, report, show
+from harness import Claim, interleave, parse, parser, report, show
 from torch import nn
 
-from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.events import EpochSummary
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
@@ -89,16 +89,6 @@ def resident_mb() -> list[float]:
     return [mb[0], max(mb[1:], default=0.0)]
 
 
-def epochs_with_and_without(data: list[Shard], epochs: int) -> tuple[list[float], list[float]]:
-    """Seconds of the epochs in which a checkpoint is written, and of the others."""
-    with tempfile.TemporaryDirectory() as folder:
-        policy = CheckpointPolicy(path=folder, every=2)
-        outcome = run_world(job(epochs), data, ranks_as="processes", checkpoints=policy)
-    seconds = [epoch.seconds for epoch in outcome.history]
-    # The first two have costs of their own.
-    return seconds[2::2], seconds[3::2]
-
-
 def train_seconds(data: list[Shard], strategy: Strategy, *, kill: bool = False) -> float:
     """Seconds from start to end of a job, perhaps with a worker killed in the middle."""
 
@@ -113,41 +103,26 @@ def train_seconds(data: list[Shard], strategy: Strategy, *, kill: bool = False) 
     return time.monotonic() - started
 
 
-def memory(rounds: int) -> tuple[list[float], list[float]]:
-    """Resident megabytes of driver and worker early and late in a job of so many rounds."""
-    taken: dict[int, list[float]] = {}
-    counts = dict.fromkeys(range(WORKERS), 0)
-
-    def look(event: object) -> None:
-        if isinstance(event, WindowReport):
-            counts[event.rank] += 1
-            if event.rank == 0 and counts[0] in (rounds // 5, rounds - 5):
-                taken[counts[0]] = resident_mb()
-
-    rows = 40 * WORKERS
-    with tempfile.TemporaryDirectory() as folder:
-        run_world(
-            job(rounds // 20, ParameterAveraging(1), rows_a_batch=2),
-            shards(rows),
-            ranks_as="processes",
-            checkpoints=CheckpointPolicy(path=folder),
-            on_event=look,
-        )
-    early, late = (taken[key] for key in sorted(taken))
-    return early, late
+Measured = tuple[list[Claim], dict[str, Any]]
 
 
-def main() -> None:
-    parsed = arguments(__doc__, repeats=3, quick_repeats=1)
+def costs_of_epochs(epochs: int) -> Measured:
+    """What checkpoints and the watchdog add to an epoch."""
+    seconds = epoch_costs.measure(epochs)
+    for kind, values in seconds.items():
+        show(f"an epoch with {kind}", values)
+    ratios = epoch_costs.ratios(seconds)
+    name = "epoch with a checkpoint and the watchdog / with neither"
+    return [Claim(name=name, ratio=ratios["both"], target=1.02)], {
+        "epoch_s": {kind: statistics.median(values) for kind, values in seconds.items()},
+        "epoch / with neither": ratios,
+        "epochs_of_each_kind": len(seconds["both"]),
+    }
+
+
+def costs_of_losses(repeats: int) -> Measured:
+    """What a worker that is killed halfway costs."""
     data = shards(ROWS)
-    saved, plain = (
-        show(name, values)
-        for name, values in zip(
-            ("an epoch with a checkpoint", "an epoch without"),
-            epochs_with_and_without(data, 8 if parsed.quick else 40),
-            strict=True,
-        )
-    )
     times = interleave(
         {
             "averaging": partial(train_seconds, data, AVERAGING),
@@ -156,7 +131,7 @@ def main() -> None:
             "all-reduce, commits": partial(train_seconds, data, COMMITTING),
             "all-reduce, commits, one killed": partial(train_seconds, data, COMMITTING, kill=True),
         },
-        repeats=parsed.repeats,
+        repeats=repeats,
     )
     seconds = {name: show(name, values) for name, values in times.items()}
     steps = EPOCHS * ROWS / WORKERS / BATCH
@@ -164,11 +139,7 @@ def main() -> None:
     cost = seconds["averaging, one killed"] - seconds["averaging"]
     repeated = seconds["all-reduce, commits"] / steps * COMMIT_EVERY
     cost_of_all = seconds["all-reduce, commits, one killed"] - seconds["all-reduce, commits"]
-    started = time.monotonic()
-    early, late = memory(200 if parsed.quick else 1000)
-    print(f"memory early {early} MB, late {late} MB, in {time.monotonic() - started:.0f} s")
     claims = [
-        Claim(name="time with a checkpoint an epoch / without", ratio=saved / plain, target=1.02),
         Claim(
             name="cost of a killed worker / (its window + 15 s)",
             ratio=cost / (window + RESTART_S),
@@ -179,18 +150,31 @@ def main() -> None:
             ratio=cost_of_all / (repeated + RESTART_S),
             target=1.0,
         ),
-        Claim(name="driver's memory, late / early", ratio=late[0] / early[0], target=1.02),
-        Claim(name="a worker's memory, late / early", ratio=late[1] / early[1], target=1.02),
     ]
-    measured = {
-        "epoch_s": {"with a checkpoint": saved, "without": plain},
+    return claims, {
         "seconds": times,
         "window_s": window,
         "cost_s": {"averaging": cost, "all-reduce": cost_of_all},
         "commits / none": seconds["all-reduce, commits"] / seconds["all-reduce"],
-        "memory_mb": {"early": early, "late": late},
     }
-    report("recovery", claims, measured)
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("parts", nargs="*", choices=[[], "epochs", "losses"], help="both, or one")
+    options.add_argument("--epochs", type=int, default=100, help="of the fit, a multiple of 4")
+    parsed = parse(options, repeats=3, quick_repeats=1)
+    claims: list[Claim] = []
+    detail: dict[str, Any] = {}
+    measures = {
+        "epochs": partial(costs_of_epochs, 12 if parsed.quick else parsed.epochs),
+        "losses": partial(costs_of_losses, parsed.repeats),
+    }
+    for part in parsed.parts or measures:
+        more, measured = measures[part]()
+        claims += more
+        detail |= measured
+    report("recovery", claims, detail)
 
 
 if __name__ == "__main__":
