@@ -12,6 +12,11 @@ from sparkdl.events import WindowReport
 
 ADVICE = "Lower the learning rate, clip gradients, or look for bad values in the features"
 
+WHOLE = 1 << 20
+"""Tensors of at most so many values are looked at as a whole, in a tenth of a millisecond."""
+PLACES = 1 << 16
+"""Places at which larger ones are looked at."""
+
 
 def count_non_finite(values: Tensor) -> int:
     """How many values are NaN or infinite.
@@ -27,6 +32,18 @@ def count_non_finite(values: Tensor) -> int:
     return int((~torch.isfinite(values)).sum())
 
 
+def looks_finite(values: Tensor) -> bool:
+    """Whether no NaN or infinity is seen at a glance: in large tensors at 65,536 places in all.
+
+    What a gradient that is not finite does to a model is not seen in few places only.
+
+    Args:
+        values: of shape (elements,), on any device.
+    """
+    step = len(values) // PLACES if len(values) > WHOLE else 1
+    return not count_non_finite(values[::step])
+
+
 def require_finite(values: Tensor, window: WindowReport) -> None:
     """Check what a worker is about to contribute.
 
@@ -39,8 +56,11 @@ def require_finite(values: Tensor, window: WindowReport) -> None:
     """
     bad = count_non_finite(values)
     if bad:
+        who = f"rank {window.rank}"
+        if window.stands_for is not None:
+            who += ", which speaks for all who have formed a mean together,"
         raise NonFiniteError(
-            f"rank {window.rank} has {bad} NaN or infinite values among its parameters, "
+            f"{who} has {bad} NaN or infinite values among its parameters, "
             f"buffers or optimizer state after epoch {window.epoch}, step {window.step} "
             f"(mean loss of the window: {window.loss_sum / max(1, window.examples):.6g}). {ADVICE}",
             rank=window.rank,

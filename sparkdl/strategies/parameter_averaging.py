@@ -175,9 +175,10 @@ class _HostWindows:
         examples = together.examples_of(window)
         together.require_announced(run, examples)
         stands_for = sum(examples) if together.collective.index == 0 else 0
+        mine = run.window()
         report = run.close_window(last=last, stands_for=stands_for)
         if any(examples):
-            together.average(state, examples, report)
+            together.average(state, examples, mine)
         together.exchange(run, state, report)
         together.steps = 0 if last else window.stop
 
