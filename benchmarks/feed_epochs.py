@@ -30,6 +30,7 @@ from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.spark.columns import input_column
 from sparkdl.spark.launcher import Workers, worker_frame
+from sparkdl.spark.network import network_of
 from sparkdl.spark.record_batches import small_record_batches
 
 WORKERS = 2
@@ -130,6 +131,7 @@ def first_epochs(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
             repartition=False,
             device="cpu",
             description="benchmark",
+            network=network_of(spark),
         )
         fed = worker_frame(workers, SEED)
         schema = schema_of(frame.columns, width)

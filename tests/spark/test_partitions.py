@@ -12,6 +12,7 @@ from pyspark.sql import functions as F
 from sparkdl.feed.columns import ORDER_COLUMN
 from sparkdl.spark.columns import input_column
 from sparkdl.spark.launcher import Workers, worker_frame
+from sparkdl.spark.network import network_of
 from sparkdl.spark.partitions import has_stable_order
 
 Change = Callable[[DataFrame], DataFrame]
@@ -58,6 +59,7 @@ def fed_columns(frame: DataFrame, *, repartition: bool) -> list[str]:
         repartition=repartition,
         device="cpu",
         description="",
+        network=network_of(frame.sparkSession),
     )
     return worker_frame(workers, seed=1).columns
 
