@@ -1,24 +1,24 @@
-"""Steady-state samples/s of DistributedDataParallel, on tensors already in the device's memory.
+"""DistributedDataParallel on tensors already in the device's memory, an epoch at a time.
 
-Run by torchrun; rank 0 prints the samples/s of all ranks together:
-``torchrun --nproc_per_node=2 torchrun_ddp.py FOLDER {mlp,cnn} EPOCHS {cpu,cuda}``.
+Run by torchrun; each epoch waits for its turn (see ``epoch_turns``):
+``torchrun --nproc_per_node=2 torchrun_ddp.py FOLDER {mlp,cnn} EPOCHS {cpu,cuda} SOCKET SIDE``.
 """
 
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import digits
 import networks
 import torch
 import torch.distributed as dist
+from epoch_turns import Turn
 from torch import nn
 
 
 def main() -> None:
-    """Trains and prints."""
+    """Trains."""
     folder, name, epochs, kind = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
     device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else None)
@@ -28,18 +28,16 @@ def main() -> None:
     torch.manual_seed(7)
     model = nn.parallel.DistributedDataParallel(networks.BUILDERS[name]().to(device))
     optimizer = digits.make_optimizer(model.parameters())
-    for epoch in range(epochs + 1):
-        if epoch == 1:  # what comes before is warming up
-            dist.barrier()
-            start = time.perf_counter()
+    turn = Turn(*sys.argv[5:])
+    for _ in range(epochs):
+        turn.wait()
         for batch in torch.split(torch.randperm(len(features), device=device), digits.BATCH_SIZE):
             digits.train_step(model, optimizer, features[batch], labels[batch])
-    if kind == "cuda":
-        torch.cuda.synchronize(device)
-    rate = torch.tensor(epochs * len(features) / (time.perf_counter() - start), device=device)
-    dist.all_reduce(rate)
+        if kind == "cuda":
+            torch.cuda.synchronize(device)
+        turn.done()
     if dist.get_rank() == 0:
-        print(json.dumps({"samples_per_second": float(rate)}), flush=True)
+        print(json.dumps({"epochs": epochs}), flush=True)
     dist.barrier()
     # torch 2.13 now and then aborts here, on leaving, with "terminate called without an active
     # exception"; everything is measured by then.
