@@ -128,6 +128,8 @@ class Place:
     """Where the partition store may write."""
     attempt: int = 0
     """Of Spark's task; a later attempt takes the place of an earlier."""
+    task: int | None = None
+    """The number of Spark's task, if several workers may share it."""
     network: Network = field(default_factory=Network)
     """How it reaches the other workers."""
 
@@ -174,6 +176,7 @@ def train(
             deadline_s=job.deadline_s,
             own_state=lambda: own_state(replica, job.strategy),
             attempt=place.attempt,
+            task=place.task,
             kept_state=partial(kept_state, replica, job.strategy) if job.resubmissions else None,
         ) as averager:
             run = Run(place.rank, replica, averager)

@@ -13,11 +13,18 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+NOT_THERE = ("pyspark", "py4j", "pandas", "safetensors", "tqdm", "PIL", "cryptography")
+
+
 @pytest.mark.slow
-def test_the_benchmark_for_gpus_runs_at_toy_size_without_one() -> None:
+def test_the_benchmark_for_gpus_runs_at_toy_size_without_one_and_without_spark(
+    tmp_path: Path,
+) -> None:
+    for name in NOT_THERE:
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name} here')")
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "gpu" / "resnet50.py", "--toy"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
         capture_output=True,
         text=True,
         timeout=150,

@@ -1,8 +1,8 @@
 """ResNet-50 in bf16 on one GPU: fed by the feed against the same loop on one constant minibatch.
 
 Then one fit with GradientAllReduce and a single rank, which takes the whole NCCL path. Needs torch,
-pyarrow and pandas only, no Spark and no Java. Rows are 3 x 224 x 224 bytes each, copied to the GPU
-from pinned memory by the feed's own thread. The last line is a JSON object.
+pyarrow and cloudpickle only, no Spark and no Java. Rows are 3 x 224 x 224 bytes each, copied to the
+GPU from pinned memory by the feed's own thread. The last line is a JSON object.
 
     python benchmarks/gpu/resnet50.py
     python benchmarks/gpu/resnet50.py --toy     # a few steps of a tiny one on the CPU: does it run?

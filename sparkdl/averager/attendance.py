@@ -76,6 +76,7 @@ class Attendance(ABC):
         rank: int,
         host: str,
         attempt: int = 0,
+        task: int | None = None,
         interrupt: Callable[[], None] = lambda: None,
     ) -> Member:
         """Enter the run, for the first time or again.
@@ -84,6 +85,7 @@ class Attendance(ABC):
             rank: the worker's rank.
             host: where it runs, for messages.
             attempt: of its task.
+            task: the number of its task; None for a task of its own.
             interrupt: ends its connection; called when it is dropped.
 
         Raises:
@@ -92,7 +94,7 @@ class Attendance(ABC):
         """
         with self._condition:
             self._raise_if_failed()
-            member = Member(rank, host, attempt, interrupt)
+            member = Member(rank, host, attempt, interrupt, rank if task is None else task)
             before = self._members.join(member)
             if before is not None:
                 self._lose(before, "was replaced before its connection was known to be lost")

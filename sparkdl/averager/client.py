@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -15,7 +14,13 @@ from torch import Tensor
 from sparkdl.averager.address import AveragerAddress
 from sparkdl.averager.codec import Codec
 from sparkdl.averager.finite import require_finite
-from sparkdl.averager.headers import failure_header, shard_header, validation_header, window_header
+from sparkdl.averager.headers import (
+    failure_header,
+    join_header,
+    shard_header,
+    validation_header,
+    window_header,
+)
 from sparkdl.averager.line import Line
 from sparkdl.averager.progress import Position
 from sparkdl.averager.wire import Chunk, plan_chunks
@@ -49,6 +54,7 @@ class AveragerClient:
             whom it waits for; this end takes the averager for lost after twice that time.
         own_state: called for a checkpoint; what of this worker is not part of the center.
         attempt: of Spark's task; a later attempt takes the place of an earlier.
+        task: the task's number, if several workers may share it.
         kept_state: called for every contribution; what the averager keeps of this worker, should
             all start again from that commit. None for nothing.
 
@@ -65,6 +71,7 @@ class AveragerClient:
         deadline_s: float = 600.0,
         own_state: Callable[[], bytes] = bytes,
         attempt: int = 0,
+        task: int | None = None,
         kept_state: Callable[[], bytes] | None = None,
     ) -> None:
         self.rank = rank
@@ -79,7 +86,7 @@ class AveragerClient:
         self._reported_reading = time.monotonic()
         self._address = address
         self._deadline_s = deadline_s
-        self._hello = {"join": rank, "host": socket.gethostname(), "attempt": attempt}
+        self._hello = join_header(rank, attempt, task)
         self._line = self._connect()
 
     def __enter__(self) -> AveragerClient:

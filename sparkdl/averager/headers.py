@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import socket
+from typing import Any, cast
 
 from sparkdl.errors import CollectiveError, NonFiniteError, TrainingError, WorkerError
 from sparkdl.events import ValidationReport, WindowReport
@@ -91,16 +92,24 @@ def shard_header(shard: ShardFacts) -> dict[str, Any]:
     return {"shard": dataclasses.asdict(shard)}
 
 
-def read_join(header: dict[str, Any]) -> tuple[int, str, int]:
-    """Rank, host and attempt of a worker that joins.
+def join_header(rank: int, attempt: int, task: int | None) -> dict[str, Any]:
+    """What a worker of this host sends first; by default it is the only one of its task."""
+    host, task = socket.gethostname(), rank if task is None else task
+    return {"join": rank, "host": host, "attempt": attempt, "task": task}
+
+
+def read_join(header: dict[str, Any]) -> tuple[int, str, int, int]:
+    """Rank, host, attempt and task of a worker that joins.
 
     Raises:
         TrainingError: the header does not have them.
     """
-    rank, host, attempt = header.get("join"), header.get("host"), header.get("attempt", 0)
-    if type(rank) is not int or not isinstance(host, str) or type(attempt) is not int:
+    rank, host = header.get("join"), header.get("host")
+    attempt, task = header.get("attempt", 0), header.get("task", rank)
+    numbers = all(type(each) is int for each in (rank, attempt, task))
+    if not numbers or not isinstance(host, str):
         raise TrainingError(f"an exchange starts with a rank and a host, not with {header}")
-    return rank, host, attempt
+    return cast(int, rank), host, attempt, cast(int, task)
 
 
 def read_shard(header: dict[str, Any], rank: int) -> ShardFacts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ class Tolerance:
 
     Attributes:
         max_failures: how often workers may be lost in all; 0 to end the run at the first loss.
+            Workers that are lost with their task are one loss.
         min_workers: with how many workers rounds go on.
     """
 
@@ -36,6 +38,7 @@ class Member:
         host: where it runs.
         attempt: of Spark's task; a later one takes the place of an earlier.
         interrupt: ends the connection.
+        task: the number of its task, which several workers may share.
         gone: whether it was lost, dropped or replaced.
     """
 
@@ -43,6 +46,7 @@ class Member:
     host: str
     attempt: int
     interrupt: Callable[[], None]
+    task: int
     gone: bool = False
 
 
@@ -71,6 +75,7 @@ class Members:
         self.everyone = frozenset(range(world_size))
         self.tolerance = tolerance
         self.losses: list[str] = []
+        self._lost: Counter[tuple[int, int, int]] = Counter()
         self.dropped: list[int] = []
         self._deadline_s = deadline_s
         self._members: dict[int, Member] = {}
@@ -116,11 +121,19 @@ class Members:
         member.interrupt()
         self.hear([member.rank])
         self.losses.append(f"rank {member.rank} on {member.host} {why}")
-        if len(self.losses) <= self.tolerance.max_failures:
+        self._lost[member.task, member.attempt, member.rank] += 1
+        if self._failures() <= self.tolerance.max_failures:
             return None
         if not self.tolerance.max_failures:
             return WorkerLostError(self.losses[-1])
         return too_many_losses(self.losses, self.tolerance.max_failures)
+
+    def _failures(self) -> int:
+        """Losses, where workers of one task that are lost once each are one."""
+        tasks: dict[tuple[int, int], int] = {}
+        for (task, attempt, _), times in self._lost.items():
+            tasks[task, attempt] = max(times, tasks.get((task, attempt), 0))
+        return sum(tasks.values())
 
     def require(self, member: Member) -> None:
         """Check that a worker is still the one of its rank.

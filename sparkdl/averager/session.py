@@ -4,7 +4,8 @@ One worker is one connection (``connection.py`` has its form):
 
     worker                               averager
     {"join": rank, "host": ...,
-     "attempt": of its task}     ------>
+     "attempt": of its task,
+     "task": ...}                ------>
     {"reading": rows so far}     ------> now and then, while its rows arrive
     {"shard": what they are}     ------> wait for all ranks, and for the driver to look at it
                                  <------ {"waiting": true}, now and then

@@ -78,13 +78,17 @@ def meet(
         ConfigError: the interface or the ports are not there, or two ranks use one GPU.
     """
     address = local_address(network)
-    mine: dict[str, Any] = {"host": network.host or socket.gethostname(), "device": str(device)}
+    mine: dict[str, Any] = {
+        "host": network.host or socket.gethostname(),
+        "device": str(device),
+        "gpu": _gpu_of(torch.device(device)),
+    }
     store = None
     if rank == 0:
         store, mine["port"] = _open_store(address, network.ports, timeout)
         mine["address"] = address
     found = gather(mine)
-    require_distinct_gpus([(str(each["host"]), str(each["device"])) for each in found])
+    require_distinct_gpus([(str(each["host"]), str(each["device"]), each["gpu"]) for each in found])
     return Meeting(
         rank=rank,
         hosts=tuple(str(each["host"]) for each in found),
@@ -94,24 +98,31 @@ def meet(
     )
 
 
-def require_distinct_gpus(places: Sequence[tuple[str, str]]) -> None:
+def _gpu_of(device: torch.device) -> str | None:
+    """What makes a GPU known whatever number it has in a process; None for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def require_distinct_gpus(places: Sequence[tuple[str, str, str | None]]) -> None:
     """Check that every rank has a GPU of its own, without which NCCL fails in words of its own.
 
     Args:
-        places: host and device of each rank.
+        places: host and device of each rank, and the UUID of its GPU if it has one.
 
     Raises:
         ConfigError: two ranks use the same.
     """
-    taken: dict[tuple[str, str], int] = {}
-    for rank, (host, device) in enumerate(places):
-        if device.startswith("cuda") and (host, device) in taken:
+    taken: dict[str, int] = {}
+    for rank, (host, device, gpu) in enumerate(places):
+        if gpu is None:
+            continue
+        if gpu in taken:
             raise ConfigError(
-                f"ranks {taken[host, device]} and {rank} on {host} both use {device}. Let Spark "
-                "assign one GPU a task (spark.task.resource.gpu.amount=1), or set numWorkers to "
-                "the number of GPUs"
+                f"ranks {taken[gpu]} and {rank} on {host} both use {device} (GPU {gpu}). Let Spark "
+                "assign a GPU to each (spark.task.resource.gpu.amount), or set numWorkers to the "
+                "number of GPUs"
             )
-        taken[host, device] = rank
+        taken[gpu] = rank
 
 
 def _open_store(

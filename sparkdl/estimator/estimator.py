@@ -106,7 +106,8 @@ class TorchEstimator(
         memoryBudget: MiB of its stored rows that a worker keeps mapped; None for no limit.
         storeIn: where each worker keeps its rows: ``disk``, in Spark's local directory, which the
             system caches in memory as it has room; or ``memory``, in /dev/shm of its host.
-        numWorkers: replicas to train; None for as many as the cluster has slots.
+        numWorkers: replicas to train; None for as many as the cluster has slots. Where Spark's
+            tasks have several GPUs each, one for each GPU, so a multiple of those.
         device: where replicas live: ``auto`` (a GPU where Spark assigns or torch sees one),
             ``cpu``, ``cuda`` or ``cuda:N``.
         seed: of the initial parameters, the shuffling and the workers' random numbers.
@@ -270,7 +271,7 @@ class TorchEstimator(
         ready = Preflight(self, dataset)
         spark, workers = dataset.sparkSession, ready.workers
         with (
-            in_turn(spark, workers.num_workers, gpu_profile(spark, workers.device)),
+            in_turn(spark, workers.num_tasks, gpu_profile(spark, workers.device)),
             ProgressBar(self.getEpochs(), visible=self.getProgress()) as progress,
         ):
             model = self._try_as_it_is(ready, progress)

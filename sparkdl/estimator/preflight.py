@@ -27,7 +27,7 @@ from sparkdl.schedule import Unit
 from sparkdl.spark.columns import InputColumn
 from sparkdl.spark.converters import in_bytes
 from sparkdl.spark.encryption import encrypts_connections, require_no_plaintext
-from sparkdl.spark.gpus import gpu_profile
+from sparkdl.spark.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.launcher import Workers
 from sparkdl.spark.network import network_of
 from sparkdl.spark.partitions import known_partitions
@@ -102,7 +102,8 @@ class Preflight:
             require_static_allocation(spark)
             require_no_plaintext(spark, params.getTls(), type(self.job.strategy).__name__)
         profile = gpu_profile(spark, params.getDevice())
-        num_workers = choose_num_workers(spark, params.getNumWorkers(), profile)
+        ranks = ranks_a_task(spark, params.getDevice())
+        num_workers = choose_num_workers(spark, params.getNumWorkers(), profile, ranks)
         if params.getMinWorkers() > num_workers:
             raise ConfigError(
                 f"minWorkers is {params.getMinWorkers()}, but there are {num_workers} workers. Set "
@@ -112,7 +113,7 @@ class Preflight:
             frame=frame,
             columns=fed.columns,
             num_workers=num_workers,
-            repartition=known_partitions(frame) != num_workers,
+            repartition=known_partitions(frame) != num_workers // ranks,
             device=params.getDevice(),
             description=_describe(params, num_workers),
             store_in=params.getStoreIn(),
@@ -121,6 +122,7 @@ class Preflight:
                 interface=params.getCollectiveInterface(),
                 ports=params.getCollectivePorts(),
             ),
+            ranks_a_task=ranks,
         )
         self._output_type = params.getOutputType()
         self._refuse_not_finite = params.getHandleInvalid() == "error"
@@ -156,6 +158,11 @@ class Preflight:
                 f"and a minibatch has {batch_size}"
             )
 
+    def _partition_rows(self, facts: DataFacts) -> list[int]:
+        """Rows by task; how its ranks share them, no shuffle changes."""
+        rows, ranks = facts.shard_rows, self.workers.ranks_a_task
+        return [sum(rows[first : first + ranks]) for first in range(0, len(rows), ranks)]
+
     def check(self, facts: DataFacts) -> None:
         """Check what the workers found in their rows, and try one step on a made-up batch.
 
@@ -167,9 +174,10 @@ class Preflight:
             DataError: values do not fit the loss or the model.
             ModelError: the model fails on a batch.
         """
-        if not self.workers.repartition and not _balanced(facts.shard_rows):
+        partitions = self._partition_rows(facts)
+        if not self.workers.repartition and not _balanced(partitions):
             raise UnbalancedError(
-                f"the partitions have {min(facts.shard_rows)} to {max(facts.shard_rows)} rows"
+                f"the partitions have {min(partitions)} to {max(partitions)} rows"
             )
         self._check_values(facts)
         schema = self.job.schema.of_lengths([column.longest for column in facts.columns])

@@ -7,19 +7,19 @@ import socket
 from collections.abc import Sequence
 
 import torch
-from pyspark import TaskContext
 
 from sparkdl.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def choose_device(device: str, context: TaskContext) -> str:
-    """The torch device of this task: the GPU that Spark assigned, else the host's by partition.
+def choose_device(device: str, gpu: str | None, number: int) -> str:
+    """The torch device to use: the GPU that Spark assigned, else one of the host's by number.
 
     Args:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        context: the running task's.
+        gpu: the address of the GPU that Spark assigned; None if it assigned none.
+        number: of the rank or partition.
 
     Returns:
         A device string such as ``cpu`` or ``cuda:0``.
@@ -29,6 +29,8 @@ def choose_device(device: str, context: TaskContext) -> str:
     """
     if device == "cpu":
         return device
+    # As nvidia-smi numbers GPUs, and so Spark; CUDA's own order is by speed.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if not torch.cuda.is_available():
         if device == "auto":
             return "cpu"
@@ -44,17 +46,9 @@ def choose_device(device: str, context: TaskContext) -> str:
                 f"to cuda:{count - 1}. Use device='cuda'"
             )
         return device
-    assigned = context.resources().get("gpu")
-    if assigned is None:
-        return f"cuda:{context.partitionId() % count}"
-    if len(assigned.addresses) > 1:
-        raise ConfigError(
-            f"Spark assigned {len(assigned.addresses)} GPUs ({', '.join(assigned.addresses)}) to "
-            "one task, and a worker uses one. Set spark.task.resource.gpu.amount=1 and as many "
-            "workers as GPUs"
-        )
-    index = device_index(assigned.addresses[0], os.environ.get(VISIBLE), _uuids(count))
-    return f"cuda:{index}"
+    if gpu is None:
+        return f"cuda:{number % count}"
+    return f"cuda:{device_index(gpu, os.environ.get(VISIBLE), _uuids(count))}"
 
 
 def device_index(address: str, visible: str | None, uuids: Sequence[str]) -> int:

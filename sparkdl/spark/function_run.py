@@ -18,7 +18,6 @@ from sparkdl.errors import ConfigError, DataError, DeadlineError, SparkDLError, 
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import NO_ROWS
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.spark import bootstrap
 from sparkdl.spark.board import Board, Lines, Report
 from sparkdl.spark.columns import input_column
 from sparkdl.spark.console import driver_hosts, echoes, show
@@ -30,8 +29,15 @@ from sparkdl.spark.encryption import (
     require_no_plaintext,
 )
 from sparkdl.spark.function_task import OUTPUT_DDL, Call, Feeding, Script
-from sparkdl.spark.gpus import gpu_profile
-from sparkdl.spark.launcher import JOB_END_S, LEAVE_S, Workers, as_training_error, run_on_rows
+from sparkdl.spark.gpus import gpu_profile, ranks_a_task
+from sparkdl.spark.launcher import (
+    JOB_END_S,
+    LEAVE_S,
+    Workers,
+    as_training_error,
+    rank_task,
+    run_on_rows,
+)
 from sparkdl.spark.network import network_of
 from sparkdl.spark.partitions import known_partitions
 from sparkdl.spark.run_jobs import RunJobs
@@ -44,7 +50,6 @@ from sparkdl.spark.slots import (
 )
 from sparkdl.spark.turns import in_turn
 from sparkdl.spark.watchdog import stacks_on_signal
-from sparkdl.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +77,9 @@ def run(
 ) -> list[Any]:
     """Run a function on several workers at once, each in a Spark task, as ranks of one group.
 
+    A task that has several GPUs (``spark.task.resource.gpu.amount``) is as many workers, each in a
+    process of its own.
+
     Every rank finds the environment that torchrun makes (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
     ``MASTER_ADDR``, ...), so ``torch.distributed.init_process_group("gloo")`` works as it is.
     What the workers print appears in the driver, each line behind its rank.
@@ -79,7 +87,7 @@ def run(
     Args:
         train_fn: a function, or the path of a Python script.
         *args: its arguments; those of a script are passed as ``sys.argv``.
-        num_workers: how many.
+        num_workers: how many; a multiple of the GPUs a task, if those are several.
         device: ``auto`` (a GPU where Spark assigns or torch sees one), ``cpu``, ``cuda`` or
             ``cuda:N``; what ``sparkdl.current_worker().device`` says.
         df: rows for the workers; ``sparkdl.current_worker().batches(size)`` gives each its part as
@@ -120,15 +128,15 @@ def run(
     keeping = _Keeping(shuffleSeed, memoryBudget, storeIn)
     rows = None if df is None else _rows_of(df, declared, num_workers, device, keeping)
     require_static_allocation(spark)
-    profile = gpu_profile(spark, device)
-    choose_num_workers(spark, num_workers, profile)
+    profile, ranks = gpu_profile(spark, device), ranks_a_task(spark, device)
+    choose_num_workers(spark, num_workers, profile, ranks)
     require_no_plaintext(spark, False, "what sparkdl.run calls")
     tls = encrypts_connections(spark, False)
     with (
-        in_turn(spark, num_workers, profile),
+        in_turn(spark, num_workers // ranks, profile),
         Board(num_workers, *driver_hosts(spark), tls=tls) as board,
     ):
-        require_free_slots(spark, num_workers, profile)
+        require_free_slots(spark, num_workers // ranks, profile, ranks)
         job = _Job(spark, board, call, device, rows)
         try:
             with stacks_on_signal(board.stacks):
@@ -174,15 +182,17 @@ def _rows_of(
     specs = tuple(declared.spec(c, c.default_dtype(torch.float32)) for c in columns)
     for column, spec in zip(columns, specs, strict=True):
         logger.info("column '%s' (%s) becomes %s", column.name, column.type_name, spec.dtype)
+    ranks = ranks_a_task(df.sparkSession, device)
     workers = Workers(
         frame=df,
         columns=columns,
         num_workers=num_workers,
-        repartition=known_partitions(df) != num_workers,
+        repartition=known_partitions(df) != num_workers // ranks,
         device=device,
         description="",
         network=network_of(df.sparkSession),
         store_in=keeping.store_in,
+        ranks_a_task=ranks,
     )
     feeding = Feeding(
         schema=FeedSchema(specs, label=(), by_name=True),
@@ -201,6 +211,8 @@ class _Job:
     ) -> None:
         self._spark = spark
         self._profile = gpu_profile(spark, device)
+        ranks = ranks_a_task(spark, device)
+        self._tasks = board.world_size // ranks
         self._input = rows
         self._board = board
         self._rows: list[Any] = []
@@ -211,10 +223,10 @@ class _Job:
         # the user's to see.
         feeding = None if rows is None else rows.feeding
         payload = cloudpickle.dumps((network_of(spark), feeding, cloudpickle.dumps(call)))
-        self._task = bootstrap.make_task(
+        self._task = rank_task(
             "sparkdl.spark.function_task:run_function_task",
             (payload, astuple(board.address), device, echoes(spark)),
-            {"torch": str(torch.__version__), "sparkdl": __version__},
+            ranks,
         )
         self._thread = self._jobs.start(self._run)
 
@@ -246,10 +258,9 @@ class _Job:
         return [cloudpickle.loads(row.result) for row in sorted(self._rows, key=lambda r: r.rank)]
 
     def _run(self) -> None:
-        world_size = self._board.world_size
         try:
             if self._input is None:
-                tasks = self._spark.range(0, world_size, 1, world_size)
+                tasks = self._spark.range(0, self._tasks, 1, self._tasks)
                 self._rows = tasks.mapInArrow(
                     self._task, OUTPUT_DDL, barrier=True, profile=self._profile
                 ).collect()

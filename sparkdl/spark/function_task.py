@@ -22,7 +22,6 @@ import cloudpickle
 import pyarrow as pa
 import torch
 import torch.distributed as dist
-from pyspark import TaskContext
 
 from sparkdl.averager.headers import read_shard, shard_header
 from sparkdl.collective import Network
@@ -38,6 +37,7 @@ from sparkdl.errors import DataError, StoppedError
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import DataFacts, check_facts
 from sparkdl.feed.feed import Feed, FeedOptions
+from sparkdl.spark.assignment import Assignment
 from sparkdl.spark.board import BoardAddress, BoardClient
 from sparkdl.spark.devices import choose_device
 from sparkdl.spark.function_worker import FedRows, FunctionWorker, working_as
@@ -96,6 +96,7 @@ def run_function_task(
     address: tuple[str, int, str, str | None],
     device: str,
     echo: bool,
+    assigned: Assignment,
     batches: Iterator[pa.RecordBatch],
 ) -> Iterator[pa.RecordBatch]:
     """Call the user's function as one of several ranks.
@@ -106,22 +107,21 @@ def run_function_task(
         address: the fields of the board's ``BoardAddress``.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         echo: whether what is printed is also written to this process's own streams.
-        batches: the task's rows; without a ``Feeding`` they say nothing.
+        assigned: the rank, its cores and its GPU.
+        batches: the rank's rows; without a ``Feeding`` they say nothing.
 
     Yields:
         The rank with the pickled result, or without if the run has failed; the driver knows why.
     """
-    context = TaskContext.get()
-    assert context is not None
-    rank = context.partitionId()
+    rank = assigned.rank
     write_threads_on_signal()
-    torch.set_num_threads(context.cpus())
+    torch.set_num_threads(assigned.cores)
     result: bytes | None = None
     try:
         with BoardClient(BoardAddress(*address), rank) as board:
             groups: list[Any] = []
             result = _report_errors(
-                board, rank, lambda: _serve(payload, board, rank, device, echo, groups, batches)
+                board, rank, lambda: _serve(payload, board, assigned, device, echo, groups, batches)
             )
             groups.clear()  # now that an error's traceback is gone too
     except StoppedError as error:
@@ -132,21 +132,19 @@ def run_function_task(
 def _serve(
     payload: bytes,
     board: BoardClient,
-    rank: int,
+    assigned: Assignment,
     device: str,
     echo: bool,
     groups: list[Any],
     batches: Iterator[pa.RecordBatch],
 ) -> bytes:
-    context = TaskContext.get()
-    assert context is not None
     network, feeding, pickled_call = cloudpickle.loads(payload)
-    chosen = choose_device(device, context)
+    chosen = choose_device(device, assigned.gpu, assigned.rank)
     defer_compiler()
     leave_group()
     with (
-        _rows(feeding, batches, board, rank, chosen) as rows,
-        _surroundings(network, board, rank, chosen, context.cpus(), rows),
+        _rows(feeding, batches, board, assigned.rank, chosen) as rows,
+        _surroundings(network, board, assigned, chosen, rows),
         Output(board.send_lines) as output,
         output.capture(echo=echo),
     ):
@@ -212,19 +210,19 @@ def _report_errors(board: BoardClient, rank: int, body: Callable[[], bytes]) -> 
 def _surroundings(
     network: Network,
     board: BoardClient,
-    rank: int,
+    assigned: Assignment,
     device: str,
-    threads: int,
     rows: FedRows | None,
 ) -> Iterator[None]:
     """The variables that torchrun sets, a store behind them, and ``current_worker``."""
-    met = meet(rank, board.gather, device=device, network=network, timeout=STORE_TIMEOUT)
+    met = meet(assigned.rank, board.gather, device=device, network=network, timeout=STORE_TIMEOUT)
     settings = {
         **_torchrun_variables(met),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(assigned.cores)),
         **interface_settings(torch.device(device), met.address),
     }
-    with environment(settings), working_as(FunctionWorker(met, device, board, rows)):
+    worker = FunctionWorker(met, device, board, rows, gpu=assigned.gpu)
+    with environment(settings), working_as(worker):
         yield
 
 

@@ -51,16 +51,25 @@ class FunctionWorker:
         local_rank: this worker's position among those of its host.
         local_world_size: number of workers on its host.
         device: the torch device to use, for example ``cpu`` or ``cuda:0``.
+        gpu: the address of the GPU that Spark has assigned to this worker, as Spark says it; None
+            if it has assigned none.
     """
 
     def __init__(
-        self, met: Meeting, device: str, board: BoardClient, rows: FedRows | None = None
+        self,
+        met: Meeting,
+        device: str,
+        board: BoardClient,
+        rows: FedRows | None = None,
+        *,
+        gpu: str | None = None,
     ) -> None:
         self.rank = met.rank
         self.world_size = met.world_size
         self.local_rank = met.local_rank
         self.local_world_size = met.local_world_size
         self.device = device
+        self.gpu = gpu
         self._board = board
         self._rows = rows
         self._epochs = itertools.count(1)

@@ -1,4 +1,7 @@
-"""One GPU for each worker's task where executors have GPUs and Spark's tasks do not ask for one."""
+"""How many GPUs a worker's task has: as Spark's settings say, or one by a request of its own.
+
+A task with several GPUs (``spark.task.resource.gpu.amount``) is as many ranks, each a process.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,17 @@ from pyspark.sql import SparkSession
 
 GPUS_AN_EXECUTOR = "spark.executor.resource.gpu.amount"
 GPUS_A_TASK = "spark.task.resource.gpu.amount"
+
+
+def ranks_a_task(spark: SparkSession, device: str) -> int:
+    """How many workers each task is: one for each of its GPUs, if it has several and uses them.
+
+    Args:
+        spark: the session.
+        device: what the user asks for: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+    """
+    gpus = float(spark.sparkContext.getConf().get(GPUS_A_TASK) or 0)
+    return max(1, int(gpus)) if device in ("auto", "cuda") else 1
 
 
 def gpu_profile(spark: SparkSession, device: str) -> ResourceProfile | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sparkdl.feed.decode import tensors_of
 from sparkdl.protocols import ColumnSpec, Features
 from sparkdl.replica import forward
+from sparkdl.spark.assignment import first_gpu
 from sparkdl.spark.columns import InputColumn
 from sparkdl.spark.devices import choose_device
 
@@ -72,7 +73,7 @@ def prediction_column(
         context = TaskContext.get()
         assert context is not None
         torch.set_num_threads(context.cpus())
-        device = choose_device("auto", context)
+        device = choose_device("auto", first_gpu(context), context.partitionId())
         module = _load(model, device)
         with torch.inference_mode():
             for batch in batches:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 import cloudpickle
 import pyarrow as pa
@@ -68,12 +69,13 @@ class Workers:
     Attributes:
         frame: the user's DataFrame.
         columns: the columns to feed, in the order of the job's schema.
-        num_workers: tasks to run at once.
+        num_workers: ranks to run at once.
         repartition: whether the rows have to be spread anew.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         description: shown in the Spark UI.
         network: how they reach each other.
         store_in: where they keep their rows: ``disk`` or ``memory``.
+        ranks_a_task: how many of them each task is; divides ``num_workers``.
     """
 
     frame: DataFrame
@@ -84,6 +86,12 @@ class Workers:
     description: str
     network: Network
     store_in: str = "disk"
+    ranks_a_task: int = 1
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks to run at once."""
+        return self.num_workers // self.ranks_a_task
 
 
 def launch(workers: Workers, job: Job) -> Launch:
@@ -107,22 +115,17 @@ def launch(workers: Workers, job: Job) -> Launch:
 
     @contextmanager
     def run_workers(averager: Averager, console: BoardAddress) -> Iterator[None]:
-        task = bootstrap.make_task(
-            "sparkdl.spark.task:run_worker_task",
-            (
-                payload,
-                astuple(averager.address),
-                workers.device,
-                astuple(console),
-                echoes(spark),
-            ),
-            # A plain str: torch's own kind cannot be unpickled where torch is missing.
-            {"torch": str(torch.__version__), "sparkdl": __version__},
+        arguments = (
+            payload,
+            astuple(averager.address),
+            workers.device,
+            astuple(console),
+            echoes(spark),
         )
-
+        task = rank_task("sparkdl.spark.task:run_worker_task", arguments, workers.ranks_a_task)
         if barrier:
             profile = gpu_profile(spark, workers.device)
-            require_free_slots(spark, workers.num_workers, profile)
+            require_free_slots(spark, workers.num_tasks, profile, workers.ranks_a_task)
 
         def run_job() -> None:
             try:
@@ -147,7 +150,7 @@ def launch(workers: Workers, job: Job) -> Launch:
             # them would cost the session its warm Python processes.
             thread.join(LEAVE_S)
             if isinstance(error, WorkerLostError):
-                known = with_sparks_reason(error, spark, jobs.group)
+                known = with_sparks_reason(error, spark, jobs.group, workers.ranks_a_task)
                 if known is not None:
                     raise known from error
             raise
@@ -164,6 +167,22 @@ def launch(workers: Workers, job: Job) -> Launch:
                 logger.warning("Spark jobs with tag %s did not end in %.0f s", jobs.tag, JOB_END_S)
 
     return start
+
+
+def rank_task(entry: str, arguments: tuple[Any, ...], ranks_a_task: int) -> Task:
+    """The task that runs a worker's function for each of its ranks.
+
+    Args:
+        entry: ``module:function``; see ``assignment.run_ranks``.
+        arguments: plain values.
+        ranks_a_task: how many ranks each task is.
+    """
+    return bootstrap.make_task(
+        "sparkdl.spark.assignment:run_ranks",
+        (entry, arguments, ranks_a_task),
+        # A plain str: torch's own kind cannot be unpickled where torch is missing.
+        {"torch": str(torch.__version__), "sparkdl": __version__},
+    )
 
 
 def worker_frame(workers: Workers, seed: int) -> DataFrame:
@@ -189,7 +208,7 @@ def worker_frame(workers: Workers, seed: int) -> DataFrame:
         identity = ["position"]
         selected = selected.withColumn("position", F.monotonically_increasing_id())
     if workers.repartition:
-        selected = selected.repartition(workers.num_workers)
+        selected = selected.repartition(workers.num_tasks)
     return selected.select(*names, F.xxhash64(F.lit(seed), *identity).alias(ORDER_COLUMN))
 
 

@@ -11,6 +11,8 @@ from sparkdl.errors import WorkerLostError
 
 _PYTHON_DIED = "Python worker exited unexpectedly"
 _EXECUTOR_DIED = "ExecutorLostFailure"
+_RANK_DIED = f"{WorkerLostError.__module__}.{WorkerLostError.__qualname__}: "
+"""How a task with several ranks ends when the process of one of them has died."""
 _HEAP = re.compile(r"java\.lang\.OutOfMemoryError|(?:code|status):? 52\b", re.IGNORECASE)
 _KILLED = re.compile(
     r"(?:code|status):? 137\b|OOM|exceeding (?:physical |virtual )?memory limits", re.IGNORECASE
@@ -19,14 +21,14 @@ _KILLED = re.compile(
 
 @dataclass(frozen=True)
 class _FailedTask:
-    rank: int
+    number: int
     host: str
     reason: str
 
 
 def is_loss(text: str) -> bool:
     """Whether Spark's words for a failed job mean that a process died, not that code raised."""
-    return _PYTHON_DIED in text or _EXECUTOR_DIED in text
+    return any(sign in text for sign in (_PYTHON_DIED, _EXECUTOR_DIED, _RANK_DIED))
 
 
 def memory_advice(text: str) -> str:
@@ -46,7 +48,7 @@ def memory_advice(text: str) -> str:
             "too much memory: raise spark.executor.memoryOverhead, from which Python and torch "
             "live, or lower batchSize or memoryBudget"
         )
-    if _PYTHON_DIED in text:
+    if _PYTHON_DIED in text or "was ended by SIGKILL" in text:
         return (
             "The Python process died without an error, as one does that the system kills for "
             "memory (its log, dmesg, then says so): raise spark.executor.memoryOverhead, or lower "
@@ -56,9 +58,15 @@ def memory_advice(text: str) -> str:
 
 
 def with_sparks_reason(
-    error: WorkerLostError, spark: SparkSession, group: str
+    error: WorkerLostError, spark: SparkSession, group: str, ranks_a_task: int = 1
 ) -> WorkerLostError | None:
     """Add to an error what Spark knows of the tasks that failed in a job group.
+
+    Args:
+        error: that a worker is lost.
+        spark: the session.
+        group: of the jobs.
+        ranks_a_task: workers that each task is.
 
     Returns:
         An error that says more; None if Spark knows nothing.
@@ -66,9 +74,23 @@ def with_sparks_reason(
     failed = _failed_tasks(spark, group)
     if not failed:
         return None
-    told = "; ".join(f"rank {task.rank} on {task.host}: {task.reason}" for task in failed[-3:])
+    told = "; ".join(
+        f"{_ranks(task.number, ranks_a_task)} on {task.host}: {task.reason}" for task in failed[-3:]
+    )
     advice = memory_advice(failed[-1].reason)
     return WorkerLostError(f"{error}. Spark says of {told}" + (f". {advice}" if advice else ""))
+
+
+def _ranks(task: int, ranks_a_task: int) -> str:
+    first = task * ranks_a_task
+    return f"rank {first}" if ranks_a_task == 1 else f"ranks {first} to {first + ranks_a_task - 1}"
+
+
+def _reason(message: str) -> str:
+    """The line of an error that says most."""
+    lines = message.splitlines()
+    ours = [line for line in lines if line.startswith(_RANK_DIED)]
+    return ours[-1].removeprefix(_RANK_DIED) if ours else lines[0]
 
 
 def _failed_tasks(spark: SparkSession, group: str) -> list[_FailedTask]:
@@ -82,6 +104,6 @@ def _failed_tasks(spark: SparkSession, group: str) -> list[_FailedTask]:
         tasks = store.taskList(stage, 0, 1 << 20)
         for task in (tasks.apply(index) for index in range(tasks.size())):
             if task.status() == "FAILED" and task.errorMessage().isDefined():
-                reason = task.errorMessage().get().splitlines()[0]
+                reason = _reason(task.errorMessage().get())
                 found[task.taskId()] = _FailedTask(task.index(), task.host(), reason)
     return [found[number] for number in sorted(found)]

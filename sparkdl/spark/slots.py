@@ -6,11 +6,12 @@ import math
 import re
 import time
 
+from pyspark import SparkConf
 from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError
-from sparkdl.spark.gpus import GPUS_AN_EXECUTOR
+from sparkdl.spark.gpus import GPUS_A_TASK, GPUS_AN_EXECUTOR
 
 EXECUTORS_START_S = 60.0
 """Seconds to wait for executors that the configuration promises."""
@@ -49,7 +50,10 @@ def most_slots(spark: SparkSession, profile: ResourceProfile | None = None) -> f
 
 
 def choose_num_workers(
-    spark: SparkSession, wanted: int | None, profile: ResourceProfile | None = None
+    spark: SparkSession,
+    wanted: int | None,
+    profile: ResourceProfile | None = None,
+    ranks_a_task: int = 1,
 ) -> int:
     """The number of workers: as wanted if there are slots for them, else as many as slots.
 
@@ -61,31 +65,42 @@ def choose_num_workers(
         spark: the session.
         wanted: the user's ``numWorkers``; None for as many as there are slots.
         profile: what each worker's task needs; what the session's settings say by default.
+        ranks_a_task: workers that each task is.
 
     Raises:
-        ConfigError: more workers are wanted than the cluster has slots.
+        ConfigError: more workers are wanted than the cluster has slots, or a part of a task's.
     """
     _refuse_speculation(spark)
-    slots = _wait_for_executors(spark, wanted, profile)
+    if wanted is not None and wanted % ranks_a_task:
+        raise ConfigError(
+            f"numWorkers is {wanted}, but {GPUS_A_TASK} is {ranks_a_task}, and each task is one "
+            f"worker for each of its GPUs. Set numWorkers to a multiple of {ranks_a_task}, or "
+            f"{GPUS_A_TASK}=1"
+        )
+    tasks = None if wanted is None else wanted // ranks_a_task
+    slots = _wait_for_executors(spark, tasks, profile)
     if wanted is None:
         if slots < 1:
             raise ConfigError(
                 f"the cluster has no free executor after {EXECUTORS_START_S:.0f} s, so no worker "
                 "can start. Check the cluster's resources in the Spark UI"
+                f"{_gpus_asked_for(spark)}"
             )
-        return slots
-    if wanted > slots and profile is not None:
+        return slots * ranks_a_task
+    one_gpu_each = profile is not None or ranks_a_task > 1
+    if one_gpu_each and wanted > most_slots(spark, profile) * ranks_a_task:
+        gpus = slots * ranks_a_task
         raise ConfigError(
-            f"numWorkers is {wanted}, but the executors have {slots} GPUs for tasks, and each "
-            f"worker uses one. Set numWorkers to at most {slots}, add executors, or use "
+            f"numWorkers is {wanted}, but the executors have {gpus} GPUs for tasks, and each "
+            f"worker uses one. Set numWorkers to at most {gpus}, add executors, or use "
             "device='cpu'"
         )
-    if wanted > most_slots(spark):
+    if not one_gpu_each and wanted > most_slots(spark):
         raise ConfigError(
             f"numWorkers is {wanted}, but the cluster has {slots} slots (tasks that run at the "
             f"same time), and all workers must run at once. Set numWorkers to at most {slots}, "
             "or add executors or cores (spark.executor.instances, spark.executor.cores; "
-            "spark.task.cpus cores make one slot)"
+            f"spark.task.cpus cores make one slot){_gpus_asked_for(spark)}"
         )
     return wanted
 
@@ -131,7 +146,10 @@ def require_static_allocation(spark: SparkSession) -> None:
 
 
 def require_free_slots(
-    spark: SparkSession, needed: int, profile: ResourceProfile | None = None
+    spark: SparkSession,
+    needed: int,
+    profile: ResourceProfile | None = None,
+    ranks_a_task: int = 1,
 ) -> None:
     """Wait for slots that other jobs still hold, or that a lost executor had.
 
@@ -141,12 +159,16 @@ def require_free_slots(
         spark: the session.
         needed: tasks that have to start at once.
         profile: what each of them needs; what the session's settings say by default.
+        ranks_a_task: workers that each of them is, for messages.
 
     Raises:
         ConfigError: other jobs hold too many slots, or lost executors were not replaced.
     """
     executors_due = time.monotonic() + EXECUTORS_START_S
     others_due = math.inf
+    who = f"{needed * ranks_a_task} workers have to start at once"
+    if ranks_a_task > 1:
+        who += f", {ranks_a_task} in each of {needed} tasks"
     while True:
         slots, running = count_slots(spark, profile), _count_running_tasks(spark)
         if slots - running >= needed:
@@ -155,16 +177,16 @@ def require_free_slots(
             others_due = min(others_due, time.monotonic() + OTHERS_END_S)
         elif time.monotonic() >= executors_due:
             raise ConfigError(
-                f"{needed} workers have to start at once, but the cluster has {slots} slots left, "
-                f"and no executor was started for one that was lost in {EXECUTORS_START_S:.0f} s. "
-                f"Look why in the Spark UI, add executors, or set numWorkers to at most {slots}"
+                f"{who}, but the cluster has {slots} slots left, and no executor was started for "
+                f"one that was lost in {EXECUTORS_START_S:.0f} s. Look why in the Spark UI, add "
+                f"executors, or set numWorkers to at most {slots * ranks_a_task}"
             )
         if time.monotonic() >= others_due:
             raise ConfigError(
-                f"{needed} workers have to start at once, but other jobs hold {running} of the "
-                f"cluster's {slots} slots and did not give them back in {OTHERS_END_S:.0f} s. "
-                f"Wait for them to end (the Spark UI shows them), set numWorkers to at most "
-                f"{max(0, slots - running)}, or add executors"
+                f"{who}, but other jobs hold {running} of the cluster's {slots} slots and did not "
+                f"give them back in {OTHERS_END_S:.0f} s. Wait for them to end (the Spark UI shows "
+                f"them), set numWorkers to at most {max(0, slots - running) * ranks_a_task}, or "
+                "add executors"
             )
         time.sleep(0.1)
 
@@ -192,8 +214,26 @@ def _slots_on_demand(spark: SparkSession) -> float:
     if (conf.get("spark.dynamicAllocation.enabled") or "false").lower() != "true":
         return 0
     cpus = int(conf.get("spark.task.cpus", "1") or 1)
-    per_executor = int(conf.get("spark.executor.cores", "1") or 1) // cpus
+    per_executor = min(
+        int(conf.get("spark.executor.cores", "1") or 1) // cpus,
+        _tasks_by_gpus(conf, one_each=False),
+    )
     return float(conf.get("spark.dynamicAllocation.maxExecutors") or "inf") * per_executor
+
+
+def _tasks_by_gpus(conf: SparkConf, *, one_each: bool) -> float:
+    """Tasks for which an executor's GPUs suffice, each with one or with what the settings say."""
+    gpus = float(conf.get(GPUS_AN_EXECUTOR) or 0)
+    each = 1.0 if one_each else float(conf.get(GPUS_A_TASK) or 0)
+    if not each:
+        return math.inf
+    return gpus * (1 // each) if each < 1 else gpus // each
+
+
+def _gpus_asked_for(spark: SparkSession) -> str:
+    """What else a cluster must have for an executor to start; empty if nothing."""
+    gpus = spark.sparkContext.getConf().get(GPUS_AN_EXECUTOR)
+    return f". Each executor needs {gpus} GPUs ({GPUS_AN_EXECUTOR})" if gpus else ""
 
 
 def _promised_slots(spark: SparkSession, *, gpus: bool = False) -> int | None:
@@ -203,7 +243,7 @@ def _promised_slots(spark: SparkSession, *, gpus: bool = False) -> int | None:
     """
     conf = spark.sparkContext.getConf()
     cpus = int(conf.get("spark.task.cpus", "1") or 1)
-    at_most = int(conf.get(GPUS_AN_EXECUTOR, "0") or 0) if gpus else math.inf
+    at_most = _tasks_by_gpus(conf, one_each=gpus)
 
     def slots_with(cores: int) -> int:
         return int(min(cores // cpus, at_most))

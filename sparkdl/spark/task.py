@@ -1,4 +1,4 @@
-"""What a worker's Spark task does: find its place, unpack the job, run the worker loop."""
+"""What a worker of a fit does in its task: find its place, unpack the job, run the worker loop."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import cloudpickle
 import pyarrow as pa
-from pyspark import TaskContext
 
 from sparkdl.averager.address import AveragerAddress
 from sparkdl.collective import Network
 from sparkdl.randomness import streams_put_back
+from sparkdl.spark.assignment import Assignment
 from sparkdl.spark.board import BoardAddress
 from sparkdl.spark.console import forwarded
 from sparkdl.spark.devices import choose_device
@@ -28,9 +28,10 @@ def run_worker_task(
     device: str,
     console: tuple[str, int, str, str | None],
     echo: bool,
+    assigned: Assignment,
     batches: Iterator[pa.RecordBatch],
 ) -> Iterator[pa.RecordBatch]:
-    """Train one replica on this task's partition.
+    """Train one replica on one rank's rows.
 
     Args:
         payload: the pickled ``Job``, ``Network`` and who demands that rows
@@ -39,15 +40,14 @@ def run_worker_task(
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         console: the fields of the console's ``BoardAddress``.
         echo: whether what is printed is also written to this process's own streams.
-        batches: the partition's rows.
+        assigned: the rank, its cores and its GPU.
+        batches: the rank's rows.
 
     Yields:
         One record batch with the rank; everything else travels by the averager.
     """
-    context = TaskContext.get()
-    assert context is not None
     write_threads_on_signal()
-    rank, averager = context.partitionId(), AveragerAddress(*address)
+    rank, averager = assigned.rank, AveragerAddress(*address)
     try:
         job: Job
         network: Network
@@ -55,10 +55,11 @@ def run_worker_task(
         job, network, in_memory = cloudpickle.loads(payload)
         place = Place(
             rank=rank,
-            device=choose_device(device, context),
-            threads=context.cpus(),
+            device=choose_device(device, assigned.gpu, rank),
+            threads=assigned.cores,
             directory=row_directory(in_memory),
-            attempt=context.taskAttemptId(),
+            attempt=assigned.attempt,
+            task=assigned.task,
             network=network,
         )
     except Exception as error:  # an import missing on this executor is the user's to see

@@ -13,10 +13,10 @@ from sparkdl.spark.function_run import run
 class TorchDistributor(pyspark_distributor.TorchDistributor):
     """pyspark's class with the same constructor and methods, whose ``run`` starts in a second.
 
-    On the cluster (``local_mode=False``) with one GPU a task or none, ``run`` calls the function
-    in Spark's own Python processes, shows what the ranks print, and raises what they raise: where
-    pyspark's returns None after a script has failed, this raises ``WorkerError``. Everything
-    else, ``local_mode=True`` and several GPUs a task, is left to pyspark.
+    On the cluster (``local_mode=False``) ``run`` calls the function in Spark's own Python
+    processes, or where a task has several GPUs in a process for each, shows what the ranks print,
+    and raises what they raise: where pyspark's returns None after a script has failed, this
+    raises ``WorkerError``. ``local_mode=True`` is left to pyspark.
     """
 
     def run(self, train_object: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
@@ -35,7 +35,7 @@ class TorchDistributor(pyspark_distributor.TorchDistributor):
             WorkerLostError: a worker's process ended.
             ConfigError: too few slots.
         """
-        if self.local_mode or self.num_tasks != self.num_processes:
+        if self.local_mode:
             return super().run(train_object, *args, **kwargs)
         self._check_encryption()
         device = "cuda" if self.use_gpu else "cpu"

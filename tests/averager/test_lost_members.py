@@ -190,7 +190,7 @@ def test_a_rank_that_was_through_with_its_epoch_may_come_back_in_it() -> None:
 def test_an_earlier_attempt_is_fenced_off_and_a_later_takes_its_place() -> None:
     rounds = make_rounds(2)
     interrupted = threading.Event()
-    rounds.join(0, "b", 5, interrupted.set)
+    rounds.join(0, "b", 5, interrupt=interrupted.set)
     with pytest.raises(FencedError, match="attempt 4 of rank 0 on a is out of date: attempt 5"):
         rounds.join(0, "a", 4)
     assert not interrupted.is_set()
@@ -255,9 +255,31 @@ def test_a_silent_rank_is_dropped_once_windows_were_measured(
     assert "rank 0 on host-0 did not contribute to round 2 (epoch 1) within" in rounds.losses[0]
 
 
+def test_workers_that_are_lost_with_their_task_are_one_loss() -> None:
+    crew = Members(6, 60.0, Tolerance(max_failures=2))
+
+    def lose(rank: int, task: int, attempt: int) -> WorkerLostError | None:
+        member = Member(rank, "a", attempt, lambda: None, task)
+        crew.join(member)
+        return crew.lose(member, "was killed")
+
+    assert [lose(rank, 0, 5) for rank in (0, 1, 2)] == [None] * 3
+    assert [lose(rank, 0, 9) for rank in (0, 1, 2)] == [None] * 3  # its next attempt
+    with pytest.raises(WorkerLostError, match="more than maxFailures allows"):
+        raise lose(3, 1, 6) or AssertionError("nobody counted")
+
+
+def test_a_worker_that_is_lost_twice_in_one_attempt_is_two_losses() -> None:
+    crew = Members(2, 60.0, Tolerance(max_failures=1))
+    member = Member(0, "a", 5, lambda: None, 0)
+    crew.join(member)
+    assert crew.lose(member, "was cut off") is None
+    assert crew.lose(member, "was cut off") is not None
+
+
 def test_patience_grows_with_the_windows_and_stays_below_the_deadline() -> None:
     crew = Members(2, 60.0, Tolerance(max_failures=3))
-    crew.join(Member(0, "a", 0, lambda: None))
+    crew.join(Member(0, "a", 0, lambda: None, 0))
     assert crew.patience_s(0) == 60.0  # nothing measured yet
     crew._longest_window = 1.0
     assert crew.patience_s(0) == members.STRAGGLER_S

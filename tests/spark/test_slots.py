@@ -24,6 +24,9 @@ from sparkdl.spark.slots import (
     require_free_slots,
 )
 
+EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
+TASK_GPUS = "spark.task.resource.gpu.amount"
+
 
 def test_no_wish_means_every_slot(spark: SparkSession) -> None:
     assert choose_num_workers(spark, None) == 3
@@ -59,6 +62,11 @@ def test_executors_that_were_lost_and_not_replaced_are_an_error_with_numbers(
         ("local-cluster[3,2,1024]", {"spark.cores.max": "4"}, 4),
         ("local-cluster[3,2,1024]", {"spark.cores.max": "40"}, 6),
         ("local-cluster[3,2,1024]", {"spark.cores.max": "4", "spark.task.cpus": "2"}, 1),
+        ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "4", TASK_GPUS: "2"}, 6),
+        ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "5", TASK_GPUS: "2"}, 6),
+        ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "2", TASK_GPUS: "0.4"}, 12),
+        ("local-cluster[3,1,1024]", {EXECUTOR_GPUS: "4", TASK_GPUS: "2"}, 3),
+        ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "4"}, 24),
         ("spark://h:7077", {"spark.executor.instances": "4", "spark.executor.cores": "3"}, 12),
         (
             "spark://h:7077",

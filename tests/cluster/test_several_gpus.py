@@ -1,0 +1,168 @@
+"""Two executors, two faked GPUs each, two GPUs a task: four ranks, each a process of its own."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from frames import estimator, features_of, labels_of
+from torch import nn
+from train_on_gpus import EPOCHS, ROWS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+HERE = Path(__file__).parent
+
+# Each executor's host has two of the four.
+DISCOVERY = """#!/bin/sh
+if mkdir "$0.first" 2>/dev/null; then
+    echo '{"name": "gpu", "addresses": ["0", "1"]}'
+else
+    echo '{"name": "gpu", "addresses": ["2", "3"]}'
+fi
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What came out of each scenario of ``train_on_gpus.py``, and what was printed."""
+    directory = tmp_path_factory.mktemp("gpus")
+    discovery, output = directory / "discover.sh", directory / "output"
+    discovery.write_text(DISCOVERY)
+    discovery.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, str(HERE / "train_on_gpus.py"), str(discovery), str(output)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=450,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = map(json.loads, output.read_text().splitlines())
+    found = {line["name"]: line["found"] for line in lines}
+    return {**found, "printed": done.stdout, "errors": done.stderr}
+
+
+def trained_alone() -> list[torch.Tensor]:
+    """Full batches of all rows in one process."""
+    model = copy.deepcopy(estimator().getModel())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    features = torch.from_numpy(features_of(np.arange(ROWS))).float()
+    for _ in range(EPOCHS):
+        optimizer.zero_grad()
+        labels = torch.from_numpy(labels_of(np.arange(ROWS)))
+        nn.functional.cross_entropy(model(features), labels).backward()
+        optimizer.step()
+    return [value.double().flatten() for value in model.state_dict().values()]
+
+
+def assert_trained_as_alone(found: dict[str, Any]) -> None:
+    for value, expected in zip(found["bits"], trained_alone(), strict=True):
+        assert float((torch.tensor(value) - expected).abs().max() / expected.abs().max()) <= 1e-5
+    assert found["examples"] == [ROWS] * EPOCHS
+
+
+def test_each_gpu_is_one_ranks_and_the_ranks_of_a_task_follow_each_other(
+    told: dict[str, Any],
+) -> None:
+    ranks = told["look"]
+    assert [each["rank"] for each in ranks] == [0, 1, 2, 3]
+    assert sorted(each["gpu"] for each in ranks) == ["0", "1", "2", "3"]
+    assert [each["gpu"] for each in ranks] in (list("0123"), list("2301"))
+    assert len({each["pid"] for each in ranks}) == 4
+    first, second = ([each["task"] for each in ranks[at : at + 2]] for at in (0, 2))
+    assert first == [first[0]] * 2 != second == [second[0]] * 2
+
+
+def test_the_environment_is_that_of_torchrun(told: dict[str, Any]) -> None:
+    found = [each["environment"] for each in told["look"]]
+    assert found == [[str(rank), "4", str(rank), "4"] for rank in range(4)]
+    assert told["sum"] == [6.0] * 4
+
+
+def test_what_each_rank_prints_is_shown_behind_its_rank(told: dict[str, Any]) -> None:
+    for rank in range(4):
+        assert f"[rank {rank}] hello from {rank}" in told["printed"]
+
+
+def test_asked_where_it_is_stuck_each_rank_answers(told: dict[str, Any]) -> None:
+    assert told["stacks"] == [None] * 4
+    for rank in range(4):
+        assert re.search(
+            rf"rank {rank} on .*, process \d+:(?s:.)*?wait_to_be_asked", told["errors"]
+        )
+
+
+def test_every_row_is_fed_to_one_rank_once_an_epoch_and_to_the_same_in_every_run(
+    told: dict[str, Any],
+) -> None:
+    first, second = told["rows"]
+    assert first == second
+    for epoch in (0, 1):
+        assert sorted(i for rank in first for i in rank[epoch]) == list(range(ROWS))
+    assert all(sorted(rank[0]) == sorted(rank[1]) != [] for rank in first)
+
+
+def test_fits_equal_training_on_all_rows_in_one_process(told: dict[str, Any]) -> None:
+    assert_trained_as_alone(told["averaging"][0])
+    assert_trained_as_alone(told["all-reduce"])
+
+
+def test_the_same_fit_twice_gives_the_same_bits(told: dict[str, Any]) -> None:
+    first, second = told["averaging"]
+    assert first == second
+
+
+def test_no_wish_means_every_gpu_and_ranks_without_rows_take_part(told: dict[str, Any]) -> None:
+    assert told["all workers"]["examples"] == [ROWS]
+    assert told["few rows"]["examples"] == [5]
+    assert "the DataFrame has 3 rows, fewer than the 4 workers" in told["too few rows"]
+    assert told["cores"] == 2  # tasks that the GPUs suffice for, though there are four cores
+
+
+def test_what_cannot_run_is_refused_with_the_numbers(told: dict[str, Any]) -> None:
+    assert "numWorkers is 3, but spark.task.resource.gpu.amount is 2" in told["not a multiple"]
+    assert "numWorkers is 6, but the executors have 4 GPUs" in told["too many"]
+
+
+def test_torch_distributor_runs_here_too(told: dict[str, Any]) -> None:
+    """As far as it comes without a GPU that torch sees."""
+    assert told["no such GPU"].startswith("WorkerError: rank ")
+    assert "device='cuda', but torch sees no GPU on this executor" in told["no such GPU"]
+
+
+def test_an_exception_on_one_rank_surfaces_as_that_ranks_traceback(told: dict[str, Any]) -> None:
+    assert told["raise"].startswith("WorkerError: rank ")
+    assert "ZeroDivisionError: the reactor is empty" in told["raise"]
+    assert "in forward" in told["raise"]
+
+
+def test_a_rank_that_is_killed_is_one_loss_and_its_task_is_started_again(
+    told: dict[str, Any],
+) -> None:
+    """``maxFailures`` is 1, and two processes end: the one killed, and its neighbour."""
+    assert told["kill"]["examples"] == [ROWS] * 2
+    assert told["kill task"]["examples"] == [ROWS] * 2
+    assert told["kill all-reduce"]["examples"] == [ROWS] * 2
+
+
+def test_a_rank_that_is_killed_once_too_often_is_a_lost_worker(told: dict[str, Any]) -> None:
+    assert told["kill and end"].startswith("WorkerLostError: ")
+    assert "was ended by SIGKILL" in told["kill and end"]
+    assert "spark.executor.memoryOverhead" in told["kill and end"]
+
+
+def test_cancelled_or_done_no_process_of_a_rank_stays(told: dict[str, Any]) -> None:
+    assert told["cancel"]["started"] == 4, told["cancel"]["told"]
+    assert told["cancel"]["left"] == []
+    assert "cancel" in told["cancel"]["told"][0]
+    assert told["left"] == []
