@@ -109,7 +109,7 @@ def launch(workers: Workers, job: Job) -> Launch:
         with (
             Console(*driver_hosts(spark), tls=job.tls) as console,
             run_workers(averager, console.address),
-            watched(averager, console.stacks, context, jobs, workers.num_workers),
+            watched(averager, console.stacks, context, jobs, workers.num_tasks),
         ):
             yield
 
