@@ -130,6 +130,8 @@ class GradientAllReduce(Strategy):
     def finish(self, run: Run) -> None:
         """Let go of the group, which is about to end."""
         release_model(run.memory.model)
+        # It knows the run: nobody but the garbage collector would end what the group holds open.
+        run.memory = None
 
     def train_epoch(self, run: Run, batches: Iterable[Batch]) -> None:
         """Take as many optimizer steps as the worker with the most rows, then tell the driver."""
