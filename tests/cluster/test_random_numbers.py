@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
+import pytest
 import torch
 from frames import estimator, frame
 from pyspark.sql import SparkSession
@@ -33,6 +34,7 @@ def streams(spark: SparkSession) -> dict[int, tuple[float, ...]]:
     return {row.pid: (row.python, row.numpy, row.torch) for row in rows}
 
 
+@pytest.mark.slow
 def test_the_users_other_jobs_do_not_draw_what_a_fit_has_seeded(spark: SparkSession) -> None:
     estimator(numWorkers=3).fit(frame(spark))
     before = streams(spark)
