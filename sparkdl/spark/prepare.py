@@ -38,13 +38,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.parse_args(arguments)
     path = archive_path(find_java())
     write_class_archive(path)
-    option = archive_option(path)
+    driver, executor = (
+        f"{name}  {DEFAULTS[name]} {archive_option(path)}\n"
+        for name in (DRIVER_OPTIONS, EXECUTOR_OPTIONS)
+    )
     sys.stdout.write(
         f"Wrote {path} ({path.stat().st_size / 1e6:.0f} MB).\n"
         "Sessions of sparkdl.create_session on this machine use it from now on. For those that\n"
         "others create, and for executors on machines that have the same file, Java and Spark, in\n"
-        "spark-defaults.conf:\n\n"
-        f"{DRIVER_OPTIONS}    {option}\n{EXECUTOR_OPTIONS}  {option}\n"
+        f"spark-defaults.conf:\n\n{driver}{executor}"
     )
 
 

@@ -114,7 +114,9 @@ def test_sessions_of_a_prepared_machine_map_sparks_classes(tmp_path: Path) -> No
 
     said = run("-c", "from sparkdl.spark.prepare import main; main([])")
     (archive,) = (tmp_path / "sparkdl").iterdir()
-    assert f"{DRIVER_OPTIONS}    -XX:SharedArchiveFile={archive}\n" in said
+    for_others = [line.split(maxsplit=1) for line in said.splitlines()[-2:]]
+    assert [name for name, _ in for_others] == [DRIVER_OPTIONS, EXECUTOR_OPTIONS]
+    assert all(line.endswith(f"-XX:SharedArchiveFile={archive}") for _, line in for_others)
     log = tmp_path / "classes.txt"
     run("-c", SESSION.format(log=log))
     loaded = [line for line in log.read_text().splitlines() if " org.apache.spark." in line]
