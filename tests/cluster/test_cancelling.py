@@ -19,6 +19,8 @@ from test_preemption import processes_of, start, wait_for_checkpoint
 import sparkdl
 from sparkdl.errors import TrainingError
 
+pytestmark = pytest.mark.slow  # it waits, and needs sessions of its own
+
 
 def jobs_of(spark: SparkSession) -> int:
     return len(spark.sparkContext.statusTracker().getActiveJobsIds())
@@ -89,7 +91,6 @@ def test_cancelling_the_callers_own_job_group_ends_its_training_and_nothing_else
     assert no_job_is_left(spark)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_driver_that_is_killed_takes_every_worker_along(tmp_path: Path, number: int) -> None:

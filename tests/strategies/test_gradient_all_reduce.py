@@ -80,6 +80,7 @@ class Slow(nn.Module):
         return self.layer(features)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [GradientAllReduce(), ParameterAveraging(period=2, aggregation="executors")]
 )
