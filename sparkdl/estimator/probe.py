@@ -121,11 +121,11 @@ def _step(
     replica.module.train()
     shapes = _shapes(batch.features)
     labels = schema.labels
-    label_facts = facts[len(schema.features) :]
+    features, label_facts = facts[: len(schema.features)], facts[len(schema.features) :]
     try:
         outputs = forward(replica.module, batch.features)
     except Exception as error:  # the user's forward may raise anything
-        integers = _integers(schema.features, facts)
+        integers = _integers(schema.features, features)
         _fail(f"the model fails on a batch with features of {shapes}{integers}", error)
     if not isinstance(outputs, Tensor):
         raise ModelError(
@@ -138,7 +138,7 @@ def _step(
             "dimension must be the rows"
         )
     ignored = getattr(replica.loss, "ignore_index", None)
-    for label, found in zip(labels, label_facts, strict=False):
+    for label, found in zip(labels, label_facts[: len(labels)], strict=True):
         _check_label_range(label, found, outputs, head, ignored)
     both = (
         f"outputs {_shapes(outputs)} and targets {_shapes(align_targets(outputs, batch.targets))}"
@@ -190,7 +190,7 @@ def _integers(features: Sequence[ColumnSpec], facts: Sequence[ColumnFacts]) -> s
     ranges = [
         f"'{spec.name}' from {found.smallest} ({found.where('smallest')}) to {found.largest} "
         f"({found.where('largest')})"
-        for spec, found in zip(features, facts, strict=False)
+        for spec, found in zip(features, facts, strict=True)
         if not spec.dtype.is_floating_point and found.smallest is not None
     ]
     return f", {', '.join(ranges)}" if ranges else ""

@@ -152,9 +152,7 @@ class Feed:
                 continue
             for part in _parts(record_batch, specs):
                 columns = part.columns
-                decoded = [
-                    decode(column, spec) for column, spec in zip(columns, specs, strict=False)
-                ]
+                decoded = [decode(*pair) for pair in zip(columns[: len(specs)], specs, strict=True)]
                 place = (self._rank, rows)
                 facts = [
                     known
