@@ -8,10 +8,11 @@ indexing tensors in memory with a random permutation, and against torch's DataLo
 columns of the second table as one tensor, which the feed hands out apart.
 """
 
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.feed import Feed
+from sparkdl.feed.packed import unpacked
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.spark.columns import input_column
@@ -55,9 +57,14 @@ def main() -> None:
         folder = Path(name)
         for table, (rows, width) in TABLES.items():
             write(folder / table, rows, width)
-        first = first_epochs(folder, chosen.repeats)
+        first = first_epochs(folder, chosen.repeats, {"count": count})
         for table, (rows, width) in TABLES.items():
-            later = later_epochs(rows, width, folder, chosen.repeats)
+            tensors = in_memory(rows, width)
+            others = {
+                "x[permutation]": partial(indexed, *tensors),
+                "DataLoader": partial(loaded, *tensors),
+            }
+            later = later_epochs(rows, width, folder, chosen.repeats, others)
             detail[table] = {"first_rows_per_second": first[table], "later_rows_per_second": later}
             claims += [
                 harness.Claim(
@@ -113,10 +120,16 @@ def schema_of(names: Sequence[str], width: int) -> FeedSchema:
     return FeedSchema(features, ColumnSpec("label", torch.int64))
 
 
-def first_epochs(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
-    """Rows/s of both jobs on each table, medians, in one warm session."""
-    import os
+def first_epochs(
+    folder: Path, repeats: int, others: Mapping[str, Callable[[DataFrame], float]]
+) -> dict[str, dict[str, float]]:
+    """Rows/s of ours and of other jobs on each table, medians, in turns in one warm session.
 
+    Args:
+        folder: where the tables are.
+        repeats: measurements of each.
+        others: run on a table's rows, give their seconds.
+    """
     os.environ.update(harness.child_environment())
     spark = harness.session(f"local-cluster[{WORKERS},1,2048]", CONF)
     spark.sparkContext.setLogLevel("OFF")
@@ -135,10 +148,8 @@ def first_epochs(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
         )
         fed = worker_frame(workers, SEED)
         schema = schema_of(frame.columns, width)
-        turns: dict[str, Callable[[], float]] = {
-            "count": partial(job, frame, count_rows),
-            "ours": partial(fed_job, fed, partial(fill_and_pass, schema)),
-        }
+        turns = {name: partial(run, frame) for name, run in others.items()}
+        turns["ours"] = partial(fed_job, fed, partial(fill_and_pass, schema))
         seconds = harness.interleave(turns, repeats=repeats, warmups=2)
         result[table] = {
             name: rows / harness.show(f"{table}, first epoch, {name}", values, digits=2)
@@ -153,6 +164,11 @@ def job(frame: DataFrame, function: Callable[..., Iterator[pa.RecordBatch]]) -> 
     started = time.perf_counter()
     frame.mapInArrow(function, "rows bigint").collect()
     return time.perf_counter() - started
+
+
+def count(frame: DataFrame) -> float:
+    """A job that only counts."""
+    return job(frame, count_rows)
 
 
 def fed_job(frame: DataFrame, function: Callable[..., Iterator[pa.RecordBatch]]) -> float:
@@ -174,15 +190,28 @@ def fill_and_pass(
     torch.set_num_threads(1)
     directory = Path(tempfile.gettempdir())
     with Feed(schema, batch_size=BATCH_SIZE, seed=SEED, rank=0, directory=directory) as feed:
-        feed.fill(batches)
+        feed.fill(map(unpacked, batches))
         rows = sum(batch.examples for batch in feed.epoch(1))
     yield pa.record_batch([pa.array([rows])], names=["rows"])
 
 
-def later_epochs(rows: int, width: int, folder: Path, repeats: int) -> dict[str, float]:
-    """Rows/s of shuffled epochs, medians, on one thread."""
-    x = torch.rand(rows, width, generator=torch.Generator().manual_seed(SEED))
-    y = torch.arange(rows) % 10
+def later_epochs(
+    rows: int,
+    width: int,
+    folder: Path,
+    repeats: int,
+    others: Mapping[str, Callable[[], Any]],
+) -> dict[str, float]:
+    """Rows/s of shuffled epochs of ours and of others, medians, in turns on one thread.
+
+    Args:
+        rows: of the table.
+        width: of the table.
+        folder: where the store may write.
+        repeats: measurements of each.
+        others: give the minibatches of an epoch.
+    """
+    x, _ = in_memory(rows, width)
     table = arrow_table(x.numpy())
     schema = schema_of(table.column_names, width)
     with Feed(schema, batch_size=BATCH_SIZE, seed=SEED, rank=0, directory=folder) as feed:
@@ -190,16 +219,24 @@ def later_epochs(rows: int, width: int, folder: Path, repeats: int) -> dict[str,
         epochs = iter(range(2, 1000))
         turns: dict[str, Callable[[], float]] = {
             "ours": lambda: timed(feed.epoch(next(epochs))),
-            "x[permutation]": lambda: timed(indexed(x, y)),
-            "DataLoader": lambda: timed(
-                DataLoader(TensorDataset(x, y), batch_size=BATCH_SIZE, shuffle=True)
-            ),
+            **{name: lambda start=start: timed(start()) for name, start in others.items()},
         }
         seconds = harness.interleave(turns, repeats=repeats, warmups=1)
     return {
         name: rows / harness.show(f"{rows} x {width}, later epochs, {name}", values, digits=3)
         for name, values in seconds.items()
     }
+
+
+def in_memory(rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A table's features and labels."""
+    x = torch.rand(rows, width, generator=torch.Generator().manual_seed(SEED))
+    return x, torch.arange(rows) % 10
+
+
+def loaded(x: torch.Tensor, y: torch.Tensor) -> DataLoader[Any]:
+    """What most people use for tensors in memory."""
+    return DataLoader(TensorDataset(x, y), batch_size=BATCH_SIZE, shuffle=True)
 
 
 def indexed(x: torch.Tensor, y: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

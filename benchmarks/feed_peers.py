@@ -1,30 +1,44 @@
 """Rows/s from a Spark DataFrame into minibatches, against petastorm and pyspark's own loader.
 
-The tables of feed_epochs.py; the peers get a part of the rows, enough for their rates. petastorm's
-Spark converter (0.13.1, in an environment of its own, 1.7 GB, made on the first use) writes a copy
-as Parquet and reads it with two threads; its first epoch is the writing and one pass, later ones
-are passes shuffled in a queue of 8,192 rows. pyspark's private partition loader reads an Arrow
-file that the task has spilled; it cannot shuffle. First epochs are whole Spark jobs of two tasks,
-later ones what a single process passes over in a second, as in feed_epochs.py.
+The tables of feed_epochs.py. petastorm's Spark converter (0.13.1, in an environment of its own,
+1.7 GB, made on the first use) gets a part of the rows, enough for its rate; it writes a copy as
+Parquet and reads it with two threads; its first epoch is the writing and one pass, later ones are
+passes shuffled in a queue of 8,192 rows. pyspark's private partition loader is what functions
+under TorchDistributor get: it reads an Arrow file that the task has spilled, by default in a
+process of its own, and cannot shuffle. First epochs are whole Spark jobs of two tasks, later ones
+what a single process passes over in a second, both in turns with ours. Of the loader with its own
+process and the one without, ours is compared with the faster.
 """
 
 import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import feed_epochs
 import harness
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
-from pyspark.sql.types import StructType
+from pyspark.ml.torch.distributor import (
+    SPARK_DATAFRAME_SCHEMA_FILE,
+    SPARK_PARTITION_ARROW_DATA_FILE,
+    _get_spark_partition_data_loader,
+)
+from pyspark.sql import DataFrame
+from pyspark.sql.pandas.types import from_arrow_schema
+from torch.utils.data import DataLoader
 
-PEER_ROWS = {"200,000 x 784": 200_000, "2,000,000 x 16": 400_000}
-LOADER_ROWS = {"200,000 x 784": 200_000, "2,000,000 x 16": 1_000_000}
+PETASTORM_ROWS = {"200,000 x 784": 200_000, "2,000,000 x 16": 400_000}
+SPILLED_ROWS = 10_000
+"""Rows of the record batches that Spark spills by default."""
+LOADERS = {"loader, its default": 1, "loader, no process": 0}
+"""Processes that load."""
 TARGETS = {"petastorm": (2.0, 10.0), "pyspark's loader": (10.0, 10.0)}
 Rates = dict[str, tuple[float, float]]
 
@@ -41,25 +55,24 @@ def main() -> None:
     chosen = harness.parse(options, repeats=3)
     torch.set_num_threads(1)
     python = petastorm_python(chosen.petastorm_environment)
-    rates: dict[str, Rates] = {table: {} for table in feed_epochs.TABLES}
+    rates: dict[str, Rates] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for table, (rows, width) in feed_epochs.TABLES.items():
             feed_epochs.write(folder / table, rows, width)
-            feed_epochs.write(folder / f"petastorm {width}", PEER_ROWS[table], width)
-            feed_epochs.write(folder / f"loader {width}", LOADER_ROWS[table], width)
-        first = feed_epochs.first_epochs(folder, chosen.repeats)
+            feed_epochs.write(folder / f"petastorm {width}", PETASTORM_ROWS[table], width)
+        jobs = {name: partial(loader_job, count) for name, count in LOADERS.items()}
+        first = feed_epochs.first_epochs(folder, chosen.repeats, jobs)
         for table, (rows, width) in feed_epochs.TABLES.items():
-            later = feed_epochs.later_epochs(rows, width, folder, chosen.repeats)
-            rates[table] = {
-                "ours": (first[table]["ours"], later["ours"]),
-                "petastorm": petastorm(
-                    python, folder / f"petastorm {width}", PEER_ROWS[table], chosen.repeats
-                ),
-                "pyspark's loader": partition_loader(
-                    folder / f"loader {width}", LOADER_ROWS[table], chosen.repeats
-                ),
-            }
+            with spilled(folder / table, rows) as make:
+                others = {name: partial(make, count) for name, count in LOADERS.items()}
+                later = feed_epochs.later_epochs(rows, width, folder, chosen.repeats, others)
+            rates[table] = {name: (first[table][name], later[name]) for name in ("ours", *LOADERS)}
+            best = max(rates[table][name][0] for name in LOADERS)
+            rates[table]["pyspark's loader"] = (best, max(later[name] for name in LOADERS))
+            rates[table]["petastorm"] = petastorm(
+                python, folder / f"petastorm {width}", PETASTORM_ROWS[table], chosen.repeats
+            )
     report(rates)
 
 
@@ -105,57 +118,52 @@ def petastorm_python(folder: Path) -> Path:
     return Path(made.stdout.strip())
 
 
-def partition_loader(folder: Path, rows: int, repeats: int) -> tuple[float, float]:
-    """Rows/s of first and later epochs of the loader that TorchDistributor's functions get."""
-    os.environ.update(harness.child_environment())
-    spark = harness.session(f"local-cluster[{feed_epochs.WORKERS},1,2048]", feed_epochs.CONF)
-    spark.sparkContext.setLogLevel("OFF")
-    frame = spark.read.parquet(str(folder))
-    first: list[float] = []
-    later: list[float] = []
-    for turn in range(repeats + 1):
-        started = time.perf_counter()
-        task = partial(spill_and_load, frame.schema.json())
-        seconds = [row.seconds for row in frame.mapInArrow(task, "seconds double").collect()]
-        if turn:
-            # The second pass is timed inside the tasks, and taken off the job's time.
-            later.append(max(seconds))
-            first.append(time.perf_counter() - started - max(seconds))
-    spark.stop()
-    name = f"pyspark's loader, {folder.name}"
-    return (
-        rows / harness.show(f"{name}, first", first, digits=2),
-        # The tasks pass over their parts at the same time.
-        rows / feed_epochs.WORKERS / harness.show(f"{name}, later, a task", later, digits=2),
-    )
+def loader_job(processes: int, frame: DataFrame) -> float:
+    """Seconds of a job that spills each partition and passes over it once."""
+    task = partial(spill_and_load, frame.schema.json(), processes)
+    return feed_epochs.job(frame, task)
 
 
-def spill_and_load(schema: str, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Spills a partition and passes over it twice; gives the seconds of the second pass."""
-    import json
-
-    from pyspark.ml.torch.data import _SparkPartitionTorchDataset
-    from torch.utils.data import DataLoader
-
+def spill_and_load(
+    schema: str, processes: int, batches: Iterator[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """Spills a partition as TorchDistributor does, and passes over it."""
     torch.set_num_threads(1)
     rows = 0
-    with tempfile.NamedTemporaryFile() as spilled:
+    with tempfile.NamedTemporaryFile() as file:
         writer = None
         for batch in batches:
-            writer = writer or pa.ipc.new_stream(spilled, batch.schema)
+            writer = writer or pa.ipc.new_stream(file, batch.schema)
             writer.write_batch(batch)
             rows += batch.num_rows
         assert writer is not None
         writer.close()
-        spilled.flush()
-        fields = StructType.fromJson(json.loads(schema))
-        for _ in range(2):
-            dataset = _SparkPartitionTorchDataset(spilled.name, fields, rows)
-            started = time.perf_counter()
-            for _ in DataLoader(dataset, batch_size=feed_epochs.BATCH_SIZE):
-                pass
-            seconds = time.perf_counter() - started
-    yield pa.record_batch([pa.array([seconds])], names=["seconds"])
+        file.flush()
+        for _ in partition_loader(file.name, schema, rows, processes):
+            pass
+    yield pa.record_batch([pa.array([rows])], names=["rows"])
+
+
+@contextmanager
+def spilled(table: Path, rows: int) -> Iterator[Callable[[int], DataLoader[Any]]]:
+    """Spills a table; gives what makes a loader of it."""
+    content = pq.read_table(table)
+    with tempfile.NamedTemporaryFile() as file:
+        with pa.ipc.new_stream(file, content.schema) as writer:
+            writer.write_table(content, max_chunksize=SPILLED_ROWS)
+        file.flush()
+        schema = from_arrow_schema(content.schema).json()
+        yield lambda processes: partition_loader(file.name, schema, rows, processes)
+
+
+def partition_loader(spilled: str, schema: str, rows: int, processes: int) -> DataLoader[Any]:
+    """The loader that TorchDistributor gives to functions."""
+    with tempfile.NamedTemporaryFile("w") as described:
+        described.write(schema)
+        described.flush()
+        os.environ[SPARK_PARTITION_ARROW_DATA_FILE] = spilled
+        os.environ[SPARK_DATAFRAME_SCHEMA_FILE] = described.name
+        return _get_spark_partition_data_loader(rows, feed_epochs.BATCH_SIZE, processes)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 from pyspark import SparkFiles, TaskContext
 
+from sparkdl.feed.packed import unpacked
 from sparkdl.spark.devices import VISIBLE
 from sparkdl.spark.rank_host import RankCall, host_ranks
 
@@ -83,11 +84,12 @@ def run_ranks(
             rows; yields record batches.
         arguments: plain values.
         ranks: how many ranks every task is.
-        batches: the task's rows.
+        batches: the task's rows, packed.
 
     Yields:
         What the function does for all ranks.
     """
+    batches = map(unpacked, batches)
     context = TaskContext.get()
     assert context is not None
     assigned = assignments(context, ranks)

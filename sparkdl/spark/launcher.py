@@ -14,7 +14,7 @@ import cloudpickle
 import pyarrow as pa
 import torch
 from pyspark import cloudpickle as spark_cloudpickle
-from pyspark.sql import DataFrame, Row
+from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F
 
 from sparkdl.averager.server import Averager
@@ -25,11 +25,12 @@ from sparkdl.feed.columns import ORDER_COLUMN
 from sparkdl.feed.facts import NO_ROWS
 from sparkdl.spark import bootstrap
 from sparkdl.spark.board import BoardAddress
-from sparkdl.spark.columns import InputColumn
+from sparkdl.spark.columns import InputColumn, quoted
 from sparkdl.spark.console import Console, driver_hosts, echoes
 from sparkdl.spark.encryption import keeps_rows_in_memory
 from sparkdl.spark.gpus import gpu_profile
 from sparkdl.spark.lost import is_loss, memory_advice, with_sparks_reason
+from sparkdl.spark.packing import packed
 from sparkdl.spark.partitions import has_stable_order
 from sparkdl.spark.record_batches import small_record_batches
 from sparkdl.spark.run_jobs import RunJobs
@@ -186,7 +187,7 @@ def rank_task(entry: str, arguments: tuple[Any, ...], ranks_a_task: int) -> Task
 
 
 def worker_frame(workers: Workers, seed: int) -> DataFrame:
-    """The rows as workers receive them: needed columns only, spread evenly, and their order.
+    """The rows as workers receive them: only what is needed, packed, spread evenly, in order.
 
     A shuffle delivers the same set of rows to a partition in every run, but in another order. A
     hash with the seed orders them the same way each time: the hash of where a row was before the
@@ -194,22 +195,19 @@ def worker_frame(workers: Workers, seed: int) -> DataFrame:
     sort by it: 8 bytes a row, where Spark would sort the rows. Rows that come from files straight
     to the workers need none.
     """
-    names = [f"c{index}" for index in range(len(workers.columns))]
-    selected = workers.frame.select(
-        *[
-            column.expression().alias(name)
-            for column, name in zip(workers.columns, names, strict=True)
-        ]
-    )
-    identity = names
-    if has_stable_order(workers.frame):
-        if not workers.repartition:
-            return selected
-        identity = ["position"]
-        selected = selected.withColumn("position", F.monotonically_increasing_id())
+
+    def order(*identity: Column) -> Column:
+        return F.xxhash64(F.lit(seed), *identity).alias(ORDER_COLUMN)
+
+    columns = enumerate(workers.columns)
+    rows = workers.frame.select(*[c.expression().alias(f"c{index}") for index, c in columns])
+    stable = has_stable_order(workers.frame)
     if workers.repartition:
-        selected = selected.repartition(workers.num_tasks)
-    return selected.select(*names, F.xxhash64(F.lit(seed), *identity).alias(ORDER_COLUMN))
+        if stable:
+            rows = rows.select("*", order(F.monotonically_increasing_id()))
+        rows = rows.repartition(workers.num_tasks)
+    rows = packed(rows)
+    return rows if stable else rows.select("*", order(*[quoted(name) for name in rows.columns]))
 
 
 def run_on_rows(
