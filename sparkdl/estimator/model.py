@@ -19,7 +19,7 @@ from sparkdl.estimator.persistence import ModelReader, ModelWriter
 from sparkdl.events import EpochSummary
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.columns import input_column
-from sparkdl.spark.inference import SharedModel, prediction_column, share_model
+from sparkdl.spark.inference import SharedModel, prediction_column, readable, share_model
 
 
 class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"]):
@@ -80,10 +80,11 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
         output, as_vector = output_function(self.getOutputType(), self._head, self._output_width)
         if self._shared is None:
             self._shared = share_model(self.module, dataset.sparkSession.sparkContext)
-        return dataset.withColumn(
+        return readable(dataset, columns[0]).withColumn(
             name,
             prediction_column(
                 self._shared,
+                dataset,
                 columns,
                 specs,
                 output,

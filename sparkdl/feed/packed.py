@@ -28,6 +28,7 @@ ELEMENTS: dict[str, np.dtype[Any]] = {
 REST = "rest"
 VECTOR = "vector"
 NUMBERED = re.compile(r"c\d+")
+"""Names of the columns that may be packed."""
 WORD = np.dtype(np.int64)
 
 Length = TypeVar("Length", int, np.ndarray)

@@ -11,16 +11,18 @@ import pyarrow as pa
 import torch
 from pyspark import Broadcast, SparkContext, TaskContext
 from pyspark.ml.functions import array_to_vector
-from pyspark.sql import Column
+from pyspark.sql import Column, DataFrame
 from pyspark.sql.pandas.functions import arrow_udf
 from torch import Tensor, nn
 
 from sparkdl.feed.decode import tensors_of
+from sparkdl.feed.packed import unpacked
 from sparkdl.protocols import ColumnSpec, Features
 from sparkdl.replica import forward
 from sparkdl.spark.assignment import first_gpu
 from sparkdl.spark.columns import InputColumn
 from sparkdl.spark.devices import choose_device
+from sparkdl.spark.packing import Source, packed_columns
 
 ROWS_A_BATCH = 1024
 """Rows that go through the model at once; larger batches gain no speed and cost memory."""
@@ -48,8 +50,25 @@ def share_model(module: nn.Module, context: SparkContext) -> SharedModel:
     return SharedModel(uuid.uuid4().hex, context.broadcast(cloudpickle.dumps(module)))
 
 
+def readable(dataset: DataFrame, column: InputColumn) -> DataFrame:
+    """The same rows, such that Spark can hand them to a Python function.
+
+    Spark 4.3 cannot take columns of user-defined types, like pyspark.ml's vectors, from a columnar
+    file past a Python function (UNSUPPORTED_DATATYPE). A filter makes rows of them first.
+
+    Args:
+        dataset: any DataFrame.
+        column: one of its columns.
+    """
+    if '"type":"udt"' not in dataset.schema.json():
+        return dataset
+    value = column.expression()
+    return dataset.where(value.isNull() | value.isNotNull())
+
+
 def prediction_column(
     model: SharedModel,
+    dataset: DataFrame,
     columns: Sequence[InputColumn],
     specs: Sequence[ColumnSpec],
     output: OutputFunction,
@@ -57,10 +76,11 @@ def prediction_column(
     as_vector: bool,
     by_name: bool,
 ) -> Column:
-    """The column of predictions, to be added to the DataFrame that has ``columns``.
+    """The column of predictions.
 
     Args:
         model: the model, shared with the executors.
+        dataset: the DataFrame to which it is to be added.
         columns: the feature columns, in the order of the model's arguments.
         specs: the tensors that they become.
         output: from the model's outputs to predictions, shape (n,) or (n, k).
@@ -68,6 +88,12 @@ def prediction_column(
         by_name: whether the model takes its features as one dict.
     """
     names = [spec.name for spec in specs] if by_name else None
+    sources = [
+        Source(f"c{index}", column.expression(), dataset.schema[column.name].dataType)
+        for index, column in enumerate(columns)
+    ]
+    inputs = packed_columns(sources, dataset.sparkSession)
+    input_names = list(inputs)
 
     def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         context = TaskContext.get()
@@ -79,7 +105,8 @@ def prediction_column(
             for batch in batches:
                 # Spark hands over a bare array if there is but one column.
                 arrays = batch if isinstance(batch, tuple) else (batch,)
-                features = tensors_of(arrays, specs)
+                rows = unpacked(pa.RecordBatch.from_arrays(list(arrays), names=input_names))
+                features = tensors_of(rows.columns, specs)
                 outputs = [
                     output(forward(module, piece)).cpu()
                     for piece in _pieces(features, names, device)
@@ -88,7 +115,7 @@ def prediction_column(
 
     # The stubs know iterators of one array, or of tuples, but not the two in one function.
     udf = arrow_udf(predict, "array<double>" if as_vector else "double")  # type: ignore[call-overload]
-    predictions = udf(*[column.expression() for column in columns])
+    predictions = udf(*inputs.values())
     return array_to_vector(predictions) if as_vector else predictions
 
 

@@ -7,16 +7,23 @@ it, which are copied at once. ``feed.packed`` takes the record batches apart aga
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from py4j.protocol import Py4JError
 from pyspark.ml.linalg import VectorUDT
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparkdl.feed.columns import ORDER_COLUMN
-from sparkdl.feed.packed import ELEMENTS, name_of_numbers, names_of_lists, names_of_vectors
+from sparkdl.feed.packed import (
+    ELEMENTS,
+    NUMBERED,
+    name_of_numbers,
+    names_of_lists,
+    names_of_vectors,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,69 +33,101 @@ _UNSAFE = "org.apache.spark.sql.catalyst.expressions.UnsafeArrayData"
 _COLUMNAR = "org.apache.spark.sql.vectorized.ColumnarArray"
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A column before it is packed.
+
+    Attributes:
+        name: ``c0``, ``c1`` and so on; or another if it is to come as it is.
+        column: the expression.
+        kind: its type.
+    """
+
+    name: str
+    column: Column
+    kind: T.DataType
+
+
 def packed(frame: DataFrame) -> DataFrame:
     """The same rows in fewer, larger columns.
 
     Args:
-        frame: columns ``c0``, ``c1``, ..., then perhaps ``ORDER_COLUMN``.
+        frame: columns ``c0``, ``c1``, ..., and others.
 
     Returns:
         Rows whose record batches ``feed.packed.unpacked`` turns into those of ``frame``.
     """
-    together = _numbers_together(frame.schema)
-    columns: list[Column] = []
-    for field in frame.schema.fields:
-        kind, names = field.dataType, together.get(field.name, [])
-        if names:
-            if names[0] == field.name:
-                columns.append(F.array(*names).alias(name_of_numbers(names)))
-        elif isinstance(kind, T.ArrayType) and kind.elementType.simpleString() in ELEMENTS:
-            columns += _packed_array(frame, F.col(field.name), field.name, kind.elementType)
-        elif isinstance(kind, VectorUDT):
-            columns += _packed_vector(frame, field.name)
+    sources = [Source(field.name, F.col(field.name), field.dataType) for field in frame.schema]
+    columns = packed_columns(sources, frame.sparkSession)
+    return frame.select(*[column.alias(name) for name, column in columns.items()])
+
+
+def packed_columns(sources: Sequence[Source], spark: SparkSession) -> dict[str, Column]:
+    """The same columns as fewer, larger ones, by their names.
+
+    Args:
+        sources: the columns.
+        spark: the session that is to compute them.
+    """
+    together = _numbers_together(sources)
+    columns: dict[str, Column] = {}
+    for source in sources:
+        numbers = together.get(source.name, [])
+        if numbers:
+            name = name_of_numbers([each.name for each in numbers])
+            columns[name] = F.array(*[each.column for each in numbers])
+        elif isinstance(source.kind, VectorUDT):
+            columns |= _packed_vector(source, spark)
+        elif _element(source.kind) in ELEMENTS:
+            columns |= _packed_array(source, spark)
         else:
-            columns.append(F.col(field.name))
-    return frame.select(*columns)
+            columns[source.name] = source.column
+    return columns
 
 
-def _numbers_together(schema: T.StructType) -> dict[str, list[str]]:
-    """By each column of numbers all those of its type, where that is enough for an array."""
-    kinds: dict[str, list[str]] = {}
-    for field in schema.fields:
-        if field.dataType.simpleString() in ELEMENTS and field.name != ORDER_COLUMN:
-            kinds.setdefault(field.dataType.simpleString(), []).append(field.name)
-    groups = [names for names in kinds.values() if len(names) >= FEWEST_NUMBERS]
-    return {name: names for names in groups for name in names}
+def _element(kind: T.DataType) -> str | None:
+    return kind.elementType.simpleString() if isinstance(kind, T.ArrayType) else None
 
 
-def _packed_vector(frame: DataFrame, name: str) -> list[Column]:
-    """The parts of a column of vectors: what they are, then two columns of arrays."""
-    parts = F.unwrap_udt(name)
-    kind, indices, values = names_of_vectors(name)
-    return [
-        F.when(F.col(name).isNotNull(), F.struct(parts["type"], parts["size"])).alias(kind),
-        F.coalesce(parts["indices"], _no_numbers(T.IntegerType())).alias(indices),
-        *_packed_array(frame, parts["values"], values, T.DoubleType()),
-    ]
+def _numbers_together(sources: Sequence[Source]) -> dict[str, list[Source]]:
+    """By the name of each number all those of its type, where that is enough for an array."""
+    kinds: dict[str, list[Source]] = {}
+    for source in sources:
+        if source.kind.simpleString() in ELEMENTS and NUMBERED.fullmatch(source.name):
+            kinds.setdefault(source.kind.simpleString(), []).append(source)
+    groups = [numbers for numbers in kinds.values() if len(numbers) >= FEWEST_NUMBERS]
+    return {source.name: numbers for numbers in groups for source in numbers}
 
 
-def _packed_array(frame: DataFrame, array: Column, name: str, element: T.DataType) -> list[Column]:
+def _packed_vector(source: Source, spark: SparkSession) -> dict[str, Column]:
+    """The parts of a column of vectors: what they are, then columns of arrays."""
+    parts = F.unwrap_udt(source.column)
+    kinds, indices, values = names_of_vectors(source.name)
+    kind = F.struct(parts["type"], parts["size"])
+    return {
+        kinds: F.when(source.column.isNotNull(), kind),
+        indices: F.coalesce(parts["indices"], _no_numbers(T.ArrayType(T.IntegerType()))),
+        **_packed_array(Source(values, parts["values"], T.ArrayType(T.DoubleType())), spark),
+    }
+
+
+def _packed_array(source: Source, spark: SparkSession) -> dict[str, Column]:
     """A column of arrays as bytes and what is left; as it is where this Spark cannot do that."""
     try:
-        content = Column(_ArrayBytes(frame.sparkSession._jvm).of(array, element))
+        content = Column(_ArrayBytes(spark._jvm).of(source))
     except (Py4JError, TypeError) as error:
         logger.info("arrays are handed to Python as they are, not as bytes: %s", error)
-        return [array.alias(name)]
-    in_bytes, rest = names_of_lists(name, element.simpleString())
-    return [
-        content.cast("binary").alias(in_bytes),
-        F.when(content.isNull(), array).otherwise(_no_numbers(element)).alias(rest),
-    ]
+        return {source.name: source.column}
+    in_bytes, rest = names_of_lists(source.name, str(_element(source.kind)))
+    return {
+        in_bytes: content.cast("binary"),
+        rest: F.when(content.isNull(), source.column).otherwise(_no_numbers(source.kind)),
+    }
 
 
-def _no_numbers(element: T.DataType) -> Column:
+def _no_numbers(kind: T.DataType) -> Column:
     """An empty array, for rows that need none: at each null Spark goes over all rows before it."""
-    return F.array().cast(T.ArrayType(element))
+    return F.array().cast(kind)
 
 
 class _ArrayBytes:
@@ -106,18 +145,18 @@ class _ArrayBytes:
         self._catalyst, self._types = sql.catalyst.expressions, sql.types
         self._bridge = sql.classic.ExpressionUtils
 
-    def of(self, array: Column, element: T.DataType) -> Any:
+    def of(self, source: Source) -> Any:
         """The bytes of an array column, for the JVM a column of text that is none."""
-        source = self._bridge.expression(array._jc)
-        kind = self._sql_type(T.ArrayType(element).simpleString())
+        array = self._bridge.expression(source.column._jc)
+        kind = self._sql_type(source.kind.simpleString())
         unsafe = self._class(_UNSAFE)
         copied = self._catalyst.If(
-            self._catalyst.Or(self._is(source, _UNSAFE), self._is(source, _COLUMNAR)),
+            self._catalyst.Or(self._is(array, _UNSAFE), self._is(array, _COLUMNAR)),
             self._call(
                 self._literal(unsafe),
                 "cast",
                 self._types.ObjectType(unsafe),
-                self._call(source, "copy", kind),
+                self._call(array, "copy", kind),
             ),
             self._catalyst.Literal.create(None, self._types.ObjectType(unsafe)),
         )

@@ -202,6 +202,15 @@ def test_sparse_vectors_train_like_the_dense_arrays_they_stand_for(spark: SparkS
     assert torch.allclose(model.module.weight, network.weight, rtol=1e-5, atol=1e-7)
 
 
+def test_vectors_in_columnar_files_predict_what_doubles_do(
+    spark: SparkSession, classifier: TorchModel, rows: DataFrame, tmp_path: Path
+) -> None:
+    vectors = rows.withColumn("features", array_to_vector("features"))
+    vectors.write.parquet((tmp_path / "vectors").as_uri())
+    files = spark.read.parquet((tmp_path / "vectors").as_uri())
+    assert close(predict(classifier, files, "raw"), outputs_of(classifier))
+
+
 def test_several_columns_reach_the_model_as_arguments_and_integers_as_int64(
     rows: DataFrame,
 ) -> None:
