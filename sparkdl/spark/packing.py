@@ -69,6 +69,17 @@ def packed_columns(sources: Sequence[Source], spark: SparkSession) -> dict[str, 
         sources: the columns.
         spark: the session that is to compute them.
     """
+    if not any(_element(each.kind) in ELEMENTS or _is_vector(each) for each in sources):
+        return _packed_columns(sources, None)
+    try:
+        return _packed_columns(sources, _ArrayBytes(spark._jvm))
+    except (Py4JError, TypeError) as error:
+        # A Spark without one of the methods.
+        logger.info("arrays are handed to Python as they are, not as bytes: %s", error)
+        return _packed_columns(sources, None)
+
+
+def _packed_columns(sources: Sequence[Source], in_bytes: _ArrayBytes | None) -> dict[str, Column]:
     together = _numbers_together(sources)
     columns: dict[str, Column] = {}
     for source in sources:
@@ -76,10 +87,10 @@ def packed_columns(sources: Sequence[Source], spark: SparkSession) -> dict[str, 
         if numbers:
             name = name_of_numbers([each.name for each in numbers])
             columns[name] = F.array(*[each.column for each in numbers])
-        elif isinstance(source.kind, VectorUDT):
-            columns |= _packed_vector(source, spark)
+        elif _is_vector(source):
+            columns |= _packed_vector(source, in_bytes)
         elif _element(source.kind) in ELEMENTS:
-            columns |= _packed_array(source, spark)
+            columns |= _packed_array(source, in_bytes)
         else:
             columns[source.name] = source.column
     return columns
@@ -87,6 +98,10 @@ def packed_columns(sources: Sequence[Source], spark: SparkSession) -> dict[str, 
 
 def _element(kind: T.DataType) -> str | None:
     return kind.elementType.simpleString() if isinstance(kind, T.ArrayType) else None
+
+
+def _is_vector(source: Source) -> bool:
+    return isinstance(source.kind, VectorUDT)
 
 
 def _numbers_together(sources: Sequence[Source]) -> dict[str, list[Source]]:
@@ -99,7 +114,7 @@ def _numbers_together(sources: Sequence[Source]) -> dict[str, list[Source]]:
     return {source.name: numbers for numbers in groups for source in numbers}
 
 
-def _packed_vector(source: Source, spark: SparkSession) -> dict[str, Column]:
+def _packed_vector(source: Source, in_bytes: _ArrayBytes | None) -> dict[str, Column]:
     """The parts of a column of vectors: what they are, then columns of arrays."""
     parts = F.unwrap_udt(source.column)
     kinds, indices, values = names_of_vectors(source.name)
@@ -107,20 +122,18 @@ def _packed_vector(source: Source, spark: SparkSession) -> dict[str, Column]:
     return {
         kinds: F.when(source.column.isNotNull(), kind),
         indices: F.coalesce(parts["indices"], _no_numbers(T.ArrayType(T.IntegerType()))),
-        **_packed_array(Source(values, parts["values"], T.ArrayType(T.DoubleType())), spark),
+        **_packed_array(Source(values, parts["values"], T.ArrayType(T.DoubleType())), in_bytes),
     }
 
 
-def _packed_array(source: Source, spark: SparkSession) -> dict[str, Column]:
+def _packed_array(source: Source, in_bytes: _ArrayBytes | None) -> dict[str, Column]:
     """A column of arrays as bytes and what is left; as it is where this Spark cannot do that."""
-    try:
-        content = Column(_ArrayBytes(spark._jvm).of(source))
-    except (Py4JError, TypeError) as error:
-        logger.info("arrays are handed to Python as they are, not as bytes: %s", error)
+    if in_bytes is None:
         return {source.name: source.column}
-    in_bytes, rest = names_of_lists(source.name, str(_element(source.kind)))
+    content = Column(in_bytes.of(source))
+    name, rest = names_of_lists(source.name, str(_element(source.kind)))
     return {
-        in_bytes: content.cast("binary"),
+        name: content.cast("binary"),
         rest: F.when(content.isNull(), source.column).otherwise(_no_numbers(source.kind)),
     }
 
@@ -137,68 +150,68 @@ class _ArrayBytes:
     run on the executors: ``UTF8String.fromAddress(array.copy().getBaseObject(), ...)``. Arrays that
     have been in a row or in a columnar file are copied into one piece of memory, as an
     ``UnsafeArrayData``. Others, like constants, are not.
+
+    Each step towards a name in the JVM is a message, so what all columns need is looked up once.
     """
 
     def __init__(self, jvm: Any) -> None:
-        self._jvm = jvm
-        sql = self._jvm.org.apache.spark.sql
-        self._catalyst, self._types = sql.catalyst.expressions, sql.types
-        self._bridge = sql.classic.ExpressionUtils
+        catalyst, types = (
+            jvm.org.apache.spark.sql.catalyst.expressions,
+            jvm.org.apache.spark.sql.types,
+        )
+        self._bridge = jvm.org.apache.spark.sql.classic.ExpressionUtils
+        self._invoke, self._invoke_static = catalyst.objects.Invoke, catalyst.objects.StaticInvoke
+        self._if, self._or = catalyst.If, catalyst.Or
+        self._sql_type, self._sequence = types.DataType.fromDDL, jvm.PythonUtils.toSeq
+        self._nothing, self._none = self._sequence([]), jvm.scala.Option.apply(None)
+        named, literal, object_of = (
+            jvm.java.lang.Class.forName,
+            catalyst.Literal.create,
+            types.ObjectType,
+        )
+        unsafe, class_type = named(_UNSAFE), object_of(named("java.lang.Class"))
+        self._unsafe = literal(unsafe, class_type)
+        self._columnar = literal(named(_COLUMNAR), class_type)
+        self._unsafe_type = object_of(unsafe)
+        self._no_array = literal(None, self._unsafe_type)
+        self._text_class = named("org.apache.spark.unsafe.types.UTF8String")
+        self._object_type = object_of(named("java.lang.Object"))
+        self._boolean, self._long, self._int, self._string = map(
+            self._sql_type, ("boolean", "long", "int", "string")
+        )
 
     def of(self, source: Source) -> Any:
         """The bytes of an array column, for the JVM a column of text that is none."""
         array = self._bridge.expression(source.column._jc)
-        kind = self._sql_type(source.kind.simpleString())
-        unsafe = self._class(_UNSAFE)
-        copied = self._catalyst.If(
-            self._catalyst.Or(self._is(array, _UNSAFE), self._is(array, _COLUMNAR)),
-            self._call(
-                self._literal(unsafe),
-                "cast",
-                self._types.ObjectType(unsafe),
-                self._call(array, "copy", kind),
+        itself = self._sequence([array])
+        copy = self._call(array, "copy", self._sql_type(source.kind.simpleString()))
+        memory = self._if(
+            self._or(
+                self._call(self._unsafe, "isInstance", self._boolean, itself),
+                self._call(self._columnar, "isInstance", self._boolean, itself),
             ),
-            self._catalyst.Literal.create(None, self._types.ObjectType(unsafe)),
+            self._call(self._unsafe, "cast", self._unsafe_type, self._sequence([copy])),
+            self._no_array,
         )
         address = (
-            self._call(copied, "getBaseObject", self._object("java.lang.Object")),
-            self._call(copied, "getBaseOffset", self._sql_type("long")),
-            self._call(copied, "getSizeInBytes", self._sql_type("int")),
+            self._call(memory, "getBaseObject", self._object_type),
+            self._call(memory, "getBaseOffset", self._long),
+            self._call(memory, "getSizeInBytes", self._int),
         )
-        memory = self._catalyst.objects.StaticInvoke(
-            self._class("org.apache.spark.unsafe.types.UTF8String"),
-            self._sql_type("string"),
+        text = self._invoke_static(
+            self._text_class,
+            self._string,
             "fromAddress",
-            self._list(*address),
-            self._list(),
+            self._sequence(list(address)),
+            self._nothing,
             True,  # null if an argument is
             True,  # may be null
             True,  # deterministic
-            self._jvm.scala.Option.apply(None),
+            self._none,
         )
-        return self._bridge.column(memory)
+        return self._bridge.column(text)
 
-    def _is(self, value: Any, name: str) -> Any:
-        return self._call(
-            self._literal(self._class(name)), "isInstance", self._sql_type("boolean"), value
+    def _call(self, target: Any, method: str, result: Any, arguments: Any = None) -> Any:
+        return self._invoke(
+            target, method, result, arguments or self._nothing, self._nothing, True, True, True
         )
-
-    def _literal(self, java_class: Any) -> Any:
-        return self._catalyst.Literal.create(java_class, self._object("java.lang.Class"))
-
-    def _call(self, target: Any, method: str, result: Any, *arguments: Any) -> Any:
-        return self._catalyst.objects.Invoke(
-            target, method, result, self._list(*arguments), self._list(), True, True, True
-        )
-
-    def _class(self, name: str) -> Any:
-        return self._jvm.java.lang.Class.forName(name)
-
-    def _object(self, name: str) -> Any:
-        return self._types.ObjectType(self._class(name))
-
-    def _sql_type(self, name: str) -> Any:
-        return self._types.DataType.fromDDL(name)
-
-    def _list(self, *items: Any) -> Any:
-        return self._jvm.PythonUtils.toSeq(list(items))
