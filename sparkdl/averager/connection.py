@@ -10,7 +10,7 @@ Before the first message both ends prove that they know the job's token without 
 
     averager -> worker   MAGIC, challenge a
     worker -> averager   HMAC(token, "worker", a), challenge w
-    averager -> worker   HMAC(token, "averager", w)
+    averager -> worker   HMAC(token, "averager", w), or zeros to refuse
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ HANDSHAKE_S = 20.0
 """Seconds that the other end has to prove itself."""
 _CHALLENGE_BYTES = 32
 _PROOF_BYTES = hashlib.sha256().digest_size
+_REFUSAL = bytes(_PROOF_BYTES)
 _HEADER, _VALUES = 1, 2
 _PREFIX = struct.Struct("!BI")
 _SECONDS = struct.Struct("ll")
@@ -81,6 +82,8 @@ class Connection:
         answer = self._receive(_PROOF_BYTES + _CHALLENGE_BYTES)
         proof, theirs = answer[:_PROOF_BYTES], answer[_PROOF_BYTES:]
         if not hmac.compare_digest(proof, _prove(token, b"worker", challenge)):
+            # A word of its own, for a connection that only breaks here is worth another attempt.
+            self._send(_REFUSAL)
             return False
         self._send(_prove(token, b"averager", theirs))
         self._limit_silence(self._silence_s)
@@ -94,10 +97,7 @@ class Connection:
             raise ConnectionLostError("whoever answers there is not an averager")
         challenge = secrets.token_bytes(_CHALLENGE_BYTES)
         self._send(_prove(token, b"worker", hello[len(MAGIC) :]) + challenge)
-        try:
-            answer = self._receive(_PROOF_BYTES)
-        except ConnectionLostError:
-            return False
+        answer = self._receive(_PROOF_BYTES)
         self._limit_silence(self._silence_s)
         return hmac.compare_digest(answer, _prove(token, b"averager", challenge))
 
