@@ -13,11 +13,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from sparkdl.averager.attendance import Event
+from sparkdl.averager.attendance import Event, NewRows
 from sparkdl.averager.members import Tolerance, too_many_losses
 from sparkdl.averager.progress import Progress
 from sparkdl.averager.saving import CheckpointPlan, Resumed
@@ -123,8 +123,8 @@ def run(
         host: interface to bind the averager to.
         advertised_host: the name under which workers reach it.
         checkpoints: where to write checkpoints and whether to go on from one; none by default.
-        check: called with what the workers found in their rows, before any of them trains; what
-            it raises ends the run.
+        check: called with what the workers found in their rows, before any of them trains on
+            those; what it raises ends the run.
         on_event: called in this thread for the data's facts and each window and epoch reported.
 
     Raises:
@@ -229,26 +229,30 @@ def _finished(
 
 def _serve(
     averager: Averager,
-    examine: Callable[[DataFacts], bool],
+    examine: _Examiner,
     on_event: Callable[[Event], None],
 ) -> None:
     """Let the workers train when their rows are found good, and pass on what they report."""
     for event in averager.events():
-        if isinstance(event, DataFacts):
-            try:
-                is_news = examine(event)
-            except SparkDLError as error:
-                # Workers wait for the answer; the launch waits for them to leave.
-                averager.fail(error)
-                raise
-            averager.start()
-            if not is_news:
+        try:
+            if isinstance(event, NewRows):
+                examine(DataFacts.of([event.shard]), of_all=False)
+                averager.approve(event.rank)
                 continue
+            if isinstance(event, DataFacts):
+                is_news = examine(event)
+                averager.start()
+                if not is_news:
+                    continue
+        except SparkDLError as error:
+            # Workers wait for the answer; the launch waits for them to leave.
+            averager.fail(error)
+            raise
         on_event(event)
 
 
 class _Examiner:
-    """Looks at what the workers found in their rows, before any of them trains.
+    """Looks at what the workers found in their rows, before they train on them.
 
     Args:
         columns: what is fed.
@@ -266,14 +270,28 @@ class _Examiner:
         self._check = check
         self._resumed = resumed
         self._first: DataFacts | None = None
+        self._begun = False
 
-    def __call__(self, facts: DataFacts) -> bool:
-        """Raise what is wrong with the rows; returns whether it is the first look at them."""
+    def __call__(self, facts: DataFacts, *, of_all: bool = True) -> bool:
+        """Raise what is wrong with the rows; returns whether it is the first look at them.
+
+        Args:
+            facts: what was found, perhaps only in the first rows.
+            of_all: whether by all workers.
+        """
+        if not facts.complete or not of_all:
+            if self._first is not None:
+                return False  # all rows were seen before the workers were started again
+            facts = replace(facts, complete=False)
+            check_facts(facts, self._columns)
+            self._check(facts)
+            is_news, self._begun = not self._begun, True
+            return is_news
         if self._first is None:
             check_facts(facts, self._columns)
             self._check(facts)
-            if self._resumed is not None:
-                saved = self._resumed.saved.description["data"]
+            saved = None if self._resumed is None else self._resumed.saved.description["data"]
+            if saved is not None:
                 require_same("DataFrame", saved, facts.lasting())
             self._first = facts
             return True
@@ -347,6 +365,8 @@ def _plan(
         "reshuffle every": job.feed.reshuffle_every,
         "seed": job.seed,
         "number of workers": world_size,
+        # None as in checkpoints that do not mention it.
+        "first epoch": "streamed" if job.feed.stream_first_epoch else None,
     }
     return CheckpointPlan(
         store=CheckpointStore(

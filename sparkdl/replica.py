@@ -117,7 +117,7 @@ class Replica:
     def rebuild_optimizer(
         self, build: Callable[[OptimizerBuilder, list[nn.Parameter]], torch.optim.Optimizer]
     ) -> None:
-        """Replace the optimizer, before its first step.
+        """Replace the optimizer by one that has not taken a step.
 
         Args:
             build: given the builder of the first one, and the parameters.

@@ -3,7 +3,7 @@
 A worker is a function of (job, averager's address, iterator of record batches); it knows nothing
 of Spark. The algorithm, as a textbook has it:
 
-    read the worker's rows, once
+    read the worker's rows, once; or begin the first epoch with those that are there
     replica <- initial center
     for each epoch:
         if it is time to, the workers deal their rows anew
@@ -145,7 +145,7 @@ def train(
         job: what to train.
         place: where this worker runs.
         address: the driver's averager.
-        batches: the worker's rows, once; exhausted in the first epoch.
+        batches: the worker's rows, once; exhausted before the first epoch, or in it.
 
     Raises:
         DisconnectedError: the averager cannot be reached any more, and the run survives that:
@@ -228,20 +228,23 @@ def _train(
         device=place.device,
         options=job.feed,
     ) as feed:
-        shard = feed.fill(batches, averager.report_reading)
+        shard = feed.read_first(batches, averager.report_reading)
         run.batch_size = job.batch_size
         # Replicas start equal but must not draw equal dropout masks.
         seed_worker(job.seed + 1 + place.rank)
         while True:
             try:
-                position, steps_an_epoch = _take_center(job, shard, replica, averager)
+                position = _take_center(job, shard, run, averager)
+                if position is None:
+                    shard = feed.read_rest()
+                    continue
                 feed.scale_weights(averager.mean_weight)
                 if averager.epoch_ended and job.schema.validation is not None:
                     # All may have been interrupted before they had reported it.
                     averager.report_validation(_validate(run, feed, position.epoch - 1))
                 deal = _dealer(job, place, averager, token)
                 with _collective(job, place, averager) as run.collective:
-                    _train_from(position, steps_an_epoch, job, run, feed, deal)
+                    _train_from(position, job, run, averager, feed, deal)
                 averager.finish()
                 return
             except DisconnectedError as error:
@@ -249,10 +252,16 @@ def _train(
                     raise
                 logger.warning("rank %d connects again: %s", place.rank, error)
                 averager.reconnect()
+                shard = feed.read_rest()
 
 
 def _train_from(
-    position: Position, steps_an_epoch: int, job: Job, run: Run, feed: Feed, deal: Reshuffle
+    position: Position,
+    job: Job,
+    run: Run,
+    averager: AveragerClient,
+    feed: Feed,
+    deal: Reshuffle,
 ) -> None:
     """Train from a position to the end of the last epoch."""
     strategy = job.strategy
@@ -267,11 +276,18 @@ def _train_from(
         for epoch in range(position.epoch, job.epochs + 1):
             first_step = position.step_of_epoch if epoch == position.epoch else 0
             run.start_epoch(epoch, first_step)
+            steps_an_epoch = job.steps_an_epoch(averager.shard_rows)
             run.replica.schedule.start_at(epoch, first_step, steps_an_epoch)
             if job.feed.reshuffles(epoch):
                 feed.reshuffle(epoch, deal)
             first_minibatch = first_step * strategy.minibatches_a_step
-            strategy.train_epoch(run, feed.epoch(epoch, first_step=first_minibatch))
+            if feed.complete:
+                batches = feed.epoch(epoch, first_step=first_minibatch)
+            else:
+                batches = feed.arriving(averager.show_rows)
+            strategy.train_epoch(run, batches)
+            if job.feed.streams(epoch):
+                averager.ask_for_rows()
             if job.schema.validation is not None:
                 run.averager.report_validation(_validate(run, feed, epoch))
     finally:
@@ -301,28 +317,33 @@ def kept_state(replica: Replica, strategy: Strategy) -> bytes:
 
 
 def _take_center(
-    job: Job, shard: ShardFacts, replica: Replica, averager: AveragerClient
-) -> tuple[Position, int]:
+    job: Job, shard: ShardFacts, run: Run, averager: AveragerClient
+) -> Position | None:
     """Make the replica equal to the center, and with a checkpoint to the worker of that time.
 
-    Returns where it goes on, and the optimizer steps of an epoch.
+    Returns where it goes on; None if the rest of the rows has to be read first.
     """
-    strategy = job.strategy
+    strategy, replica = job.strategy, run.replica
     position = averager.start(
         shard, replica.segments(with_optimizer=False), replica.layout(with_optimizer=False)
     )
+    if position is None:
+        return None
+    if run.step and not averager.resumes:
+        # It has connected again, and the steps before that belong to no commit.
+        replica.rebuild_optimizer(lambda build, parameters: build(parameters))
     # Before the worker's own state, which has hyperparameters too.
     steps_an_epoch = job.steps_an_epoch(averager.shard_rows)
     replica.schedule.start_at(position.epoch, position.step_of_epoch, steps_an_epoch)
     if not averager.resumes:
-        return position, steps_an_epoch
+        return position
     whole = strategy.exchanges_optimizer_state
     octets = averager.resume(
         replica.segments(with_optimizer=whole), replica.layout(with_optimizer=whole)
     )
     if octets:
         unpack_own_state(octets, replica.optimizer, replica.device)
-    return position, steps_an_epoch
+    return position
 
 
 def _collective(

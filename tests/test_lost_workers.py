@@ -27,6 +27,7 @@ from sparkdl.errors import DeadlineError, WorkerError, WorkerLostError
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
 from sparkdl.testing.faults import Proxy
+from sparkdl.testing.replay import recorded_commits, relative_difference, replay
 from sparkdl.testing.world import Shard, _processes, _threads
 from sparkdl.worker import Job
 
@@ -121,6 +122,38 @@ def test_connections_reset_at_any_byte_cost_no_row(
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 8
     assert all(torch.isfinite(p).all() for p in outcome.module.parameters())
     assert outcome.history[-1].loss < outcome.history[0].loss
+
+
+@pytest.mark.parametrize("limit", [10, 60, 110, 150])
+def test_a_connection_that_breaks_while_the_ends_prove_themselves_is_tried_again(
+    tmp_path: Path, limit: int
+) -> None:
+    limits = [limit]
+    outcome, proxy = run_with_breaks(
+        make_job(mlp(), max_failures=1),
+        classification(SIZES).shards(),
+        tmp_path,
+        lambda: limits.pop() if limits else None,
+    )
+    assert proxy.breaks == 1
+    assert [row.examples for row in outcome.history] == [sum(SIZES)]
+
+
+@pytest.mark.parametrize("limit", range(1500, 5000, 700))
+def test_steps_before_the_first_commit_are_forgotten_with_their_optimizers_state(
+    tmp_path: Path, limit: int
+) -> None:
+    """All three connections break in their first window, so that nothing was committed."""
+    limits = [limit] * len(SIZES)
+    adam = partial(torch.optim.Adam, lr=0.01)
+    job = make_job(mlp(), optimizer=adam, strategy=ParameterAveraging(2), max_failures=3)
+    shards = classification(SIZES).shards()
+    with recorded_commits() as commits:
+        outcome, proxy = run_with_breaks(
+            job, shards, tmp_path, lambda: limits.pop() if limits else None
+        )
+    assert proxy.breaks == 3
+    assert relative_difference(outcome.module, replay(job, shards, commits)) < 1e-6
 
 
 def test_without_tolerance_the_first_reset_ends_the_run(tmp_path: Path) -> None:

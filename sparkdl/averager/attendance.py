@@ -4,6 +4,8 @@
     ready:      every rank, once it has read its rows; returns when all have and the driver, who is
                 told what they found, has let them start; for one that comes back, as soon as the
                 next round can begin with it
+    show:       a rank that was let start with the first of its rows, when it has found in others
+                what the driver may refuse, and once it has read all; returns when it does not
     gather:     every rank, equally often, at any time after it was let start
 
 Every method is called from the thread that serves one worker. A failure ends the run: it is raised
@@ -22,6 +24,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from sparkdl.averager.members import Member, Members, Tolerance
 from sparkdl.errors import DataError, DeadlineError, SparkDLError, StoppedError, TrainingError
@@ -30,7 +33,21 @@ from sparkdl.feed.facts import DataFacts, ShardFacts
 
 logger = logging.getLogger(__name__)
 
-Event = DataFacts | WindowReport | EpochSummary
+
+@dataclass(frozen=True)
+class NewRows:
+    """What a worker has found in rows that arrive while it trains; it waits for ``approve``.
+
+    Attributes:
+        rank: the worker's.
+        shard: what is known of its rows by now.
+    """
+
+    rank: int
+    shard: ShardFacts
+
+
+Event = DataFacts | NewRows | WindowReport | EpochSummary
 
 
 class Attendance(ABC):
@@ -56,7 +73,11 @@ class Attendance(ABC):
         self._condition = threading.Condition()
         self._members = Members(world_size, deadline_s, tolerance)
         self._everyone = self._members.everyone
+        # What each rank has found, in all its rows or in the first; and what the driver was told.
         self._shards: dict[int, ShardFacts] = {}
+        self._told: DataFacts | None = None
+        # Who waits for the driver to look at rows.
+        self._shown: set[int] = set()
         self._gathers: dict[int, dict[int, object]] = {}
         self._gathered = dict.fromkeys(self._everyone, 0)
         self._started = False
@@ -138,6 +159,7 @@ class Attendance(ABC):
             self._raise_if_failed()
             member = self._members.of(rank)
             self._note_shard(rank, shard)
+            self._members.note_reading(rank, reading=not shard.complete)
             if self._started and rank not in self._admitted:
                 self._knocking.add(rank)
                 self._on_return()
@@ -148,6 +170,43 @@ class Attendance(ABC):
                 ):
                     return
             on_wait()
+
+    def show(self, rank: int, shard: ShardFacts, on_wait: Callable[[], None]) -> None:
+        """Have the driver look at rows that arrived after the rank was let start.
+
+        Args:
+            rank: the worker's rank.
+            shard: what it has found by now.
+            on_wait: called now and then meanwhile.
+
+        Raises:
+            TrainingError: the rank has read its rows already.
+            StoppedError: the driver refused them, or the run failed elsewhere.
+        """
+        with self._condition:
+            self._raise_if_failed()
+            self.hear(rank)
+            member = self._members.of(rank)
+            if not self._members.reads(rank):
+                raise TrainingError(f"rank {rank} said a second time what its rows are")
+            self._note_shard(rank, shard)
+            self._members.note_reading(rank, reading=not shard.complete)
+            self._shown.add(rank)
+            self.events.put(NewRows(rank, shard))
+        while True:
+            with self._condition:
+                if self._wait(
+                    lambda: rank not in self._shown, member, at_most_s=self.deadline_s / 4
+                ):
+                    return
+            on_wait()
+
+    def approve(self, rank: int) -> None:
+        """Let a rank go on; called by the driver once it has looked at its new rows."""
+        with self._condition:
+            self._shown.discard(rank)
+            self.hear(rank)
+            self._condition.notify_all()
 
     def gather(self, rank: int, value: object, on_wait: Callable[[], None]) -> list[object]:
         """Wait until every rank has called this as often as this one; returns all values by rank.
@@ -182,8 +241,10 @@ class Attendance(ABC):
             on_wait()
 
     def start(self) -> None:
-        """Let the workers train; called by the driver once it has looked at the data's facts."""
+        """Let the workers train, if they do not; called by the driver that has seen the facts."""
         with self._condition:
+            if self._started:
+                return
             self._started = True
             self._admitted = self._members.there & self._shards.keys()
             self._await_everyone()
@@ -192,13 +253,13 @@ class Attendance(ABC):
 
     @property
     def mean_weight(self) -> float:
-        """Of the rows of all ranks; known once all were let start."""
+        """Of the rows of all ranks; known once all have read theirs."""
         with self._condition:
             return self._facts().mean_weight
 
     @property
     def shard_rows(self) -> list[int]:
-        """Rows to train on by rank; known once all were let start."""
+        """Rows to train on by rank; known once all have read theirs."""
         with self._condition:
             return list(self._facts().shard_rows)
 
@@ -316,16 +377,24 @@ class Attendance(ABC):
         if any(len(s.columns) != len(shard.columns) for s in self._shards.values()):
             raise TrainingError(f"rank {rank} has {len(shard.columns)} columns, others do not")
         before = self._shards.get(rank)
+        known = before is not None and before.complete
+        if known and not shard.complete:
+            return  # it has come back, and reads again what is known
         # As text, because NaN differs from itself.
-        if before is not None and repr(before) != repr(shard):
+        if known and repr(before) != repr(shard):
+            assert before is not None
             raise DataError(
                 f"rank {rank} was started again and read other rows than before ({shard.rows} rows "
                 f"now, {before.rows} then): the DataFrame is not the same each time it is computed "
                 "(rand() without a seed, a limit, a changing source?). Persist or write it first"
             )
         self._shards[rank] = shard
-        if before is None and len(self._shards) == self.world_size:
-            self.events.put(self._facts())
+        if len(self._shards) < self.world_size:
+            return
+        facts = self._facts()
+        if self._told is None or (facts.complete and not self._told.complete):
+            self._told = facts
+            self.events.put(facts)
 
     def _wait(
         self, condition: Callable[[], bool], member: Member, at_most_s: float = math.inf

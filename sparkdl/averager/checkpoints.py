@@ -155,7 +155,8 @@ class Checkpoints(Attendance):
     def _new_saving(
         self, plan: CheckpointPlan, center: Sequence[Tensor], ranks: frozenset[int]
     ) -> Saving:
-        data = self._facts().lasting()
+        facts = self._facts()
+        data = facts.lasting() if facts.complete else None
         return Saving(plan, self._tally.progress(), data, self.layout, center, ranks)
 
     def _forgo_own_state(self, rank: int) -> None:

@@ -134,29 +134,59 @@ class AveragerClient:
             self._reported_reading = now
             self._line.send_header({"reading": rows})
 
-    def start(self, shard: ShardFacts, segments: Sequence[Tensor], layout: Layout) -> Position:
+    def start(
+        self, shard: ShardFacts, segments: Sequence[Tensor], layout: Layout
+    ) -> Position | None:
         """Wait until every worker is ready, then overwrite the replica with the center.
 
         Args:
-            shard: what this worker found in its rows, for the driver to look at.
+            shard: what this worker found in its rows, or in the first of them, for the driver to
+                look at.
             segments: parameters and buffers of the replica, written in place.
             layout: their kinds and sizes.
 
         Returns:
             Where this worker's training begins; ``resume`` has to follow if ``resumes`` is set.
+            None if that is not the beginning and ``shard`` not complete: the rest of the rows has
+            to be read first, and ``start`` to be called again.
         """
         state = list(segments)
         self._extend_base(state, layout)
         self._line.send_header(shard_header(shard))
         header = self._line.receive_header()
+        if "read_on" in header:
+            return None
         self._chunk_bytes = int(header["chunk_bytes"])
         self._scratch = torch.empty(self._chunk_bytes, dtype=torch.uint8)
         self._own_state_bytes = header["own_state"]
         self.epoch_ended = bool(header["epoch_ended"])
-        self.mean_weight = float(header["mean_weight"])
-        self.shard_rows = [int(rows) for rows in header["shard_rows"]]
+        self._note_rows(header)
         self._receive_center(state, layout, plan_chunks(layout, self._chunk_bytes))
         return Position(**header["position"])
+
+    def show_rows(self, shard: ShardFacts) -> None:
+        """Have the driver look at rows that arrived after ``start``.
+
+        Args:
+            shard: what was found by now; complete when no more arrive.
+
+        Raises:
+            StoppedError: they cannot be trained on.
+        """
+        self._line.send_header(shard_header(shard))
+        self._line.receive_header()
+
+    def ask_for_rows(self) -> None:
+        """Learn ``mean_weight`` and ``shard_rows`` anew, now that all workers have read their rows.
+
+        They have when the first epoch has ended; ``start`` told of those that were there.
+        """
+        self._line.send_header({"rows": True})
+        self._note_rows(self._line.receive_header())
+
+    def _note_rows(self, header: dict[str, Any]) -> None:
+        self.mean_weight = float(header["mean_weight"])
+        self.shard_rows = [int(rows) for rows in header["shard_rows"]]
 
     @property
     def resumes(self) -> bool:

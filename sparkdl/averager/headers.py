@@ -34,6 +34,7 @@ _SHARD_TYPES: _Types = {
     "columns": (list,),
     "held_out": (int,),
     "weight": (float, int),
+    "complete": (bool,),
 }
 _OPTIONAL_COUNT = (int, type(None))
 _OPTIONAL_NUMBER = (float, int, type(None))
@@ -126,7 +127,8 @@ def read_shard(header: dict[str, Any], rank: int) -> ShardFacts:
     for column in columns:
         column["places"] = {k: _place(place, rank) for k, place in column["places"].items()}
     facts = tuple(ColumnFacts(**column) for column in columns)
-    return ShardFacts(fields["rows"], facts, fields["held_out"], float(fields["weight"]))
+    weight = float(fields["weight"])
+    return ShardFacts(fields["rows"], facts, fields["held_out"], weight, fields["complete"])
 
 
 def read_window(header: dict[str, Any], rank: int) -> WindowReport:

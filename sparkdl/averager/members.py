@@ -82,6 +82,8 @@ class Members:
         self._heard: dict[int, float] = {}
         self._longest_window = 0.0
         self._patience = 1.0
+        # Who trains on rows that still arrive, and may have to wait for them.
+        self._reading: set[int] = set()
         self.hear(self.everyone)
 
     def join(self, member: Member) -> Member | None:
@@ -164,12 +166,22 @@ class Members:
 
     def measure_window(self, rank: int) -> None:
         """Take note that a rank has finished a window, since it was last heard of."""
+        if rank in self._reading:
+            return
         self._longest_window = max(self._longest_window, time.monotonic() - self._heard[rank])
+
+    def note_reading(self, rank: int, *, reading: bool) -> None:
+        """Take note whether a rank's windows take as long as its rows take to arrive."""
+        (self._reading.add if reading else self._reading.discard)(rank)
+
+    def reads(self, rank: int) -> bool:
+        """Whether a rank trains on rows that still arrive."""
+        return rank in self._reading
 
     def patience_s(self, rank: int) -> float:
         """Seconds for which a rank may be silent while it is waited for."""
         can_be_dropped = self.tolerance.max_failures and rank in self.there
-        if not can_be_dropped or not self._longest_window:
+        if not can_be_dropped or not self._longest_window or rank in self._reading:
             return self._deadline_s
         granted = max(STRAGGLER_S, STRAGGLER_WINDOWS * self._longest_window)
         return min(granted * self._patience, self._deadline_s)

@@ -144,8 +144,12 @@ class Averager:
         self._rounds.postpone_deadline()
 
     def start(self) -> None:
-        """Let the workers train, now that the facts about their rows were found good."""
+        """Let the workers train, if they do not, for the facts about their rows were found good."""
         self._rounds.start()
+
+    def approve(self, rank: int) -> None:
+        """Let a worker train on rows that arrived while it trains; the answer to ``NewRows``."""
+        self._rounds.approve(rank)
 
     def save_and_fail(self, reason: SparkDLError) -> None:
         """End the run with ``reason`` as soon as a commit has become a checkpoint."""

@@ -8,6 +8,8 @@ One worker is one connection (``connection.py`` has its form):
      "task": ...}                ------>
     {"reading": rows so far}     ------> now and then, while its rows arrive
     {"shard": what they are}     ------> wait for all ranks, and for the driver to look at it
+                                 <------ or {"read_on": true}, to one that has not read all of
+                                         them and does not begin its training: the same again
                                  <------ {"waiting": true}, now and then
                                  <------ {"chunk_bytes": size of the largest message of values,
                                           "position": where to go on,
@@ -19,6 +21,11 @@ One worker is one connection (``connection.py`` has its form):
                                          last commit of the workers before, if all start again
     {"gather": something small}  ------> wait for all ranks, whenever these agree to
                                  <------ {"gathered": [everyone's, by rank]}
+    {"reading": rows so far},
+    {"shard": what they are}     ------> while rows arrive that are trained on: wait for the driver
+                                 <------ {"go_on": true}
+    {"rows": true}               ------> when all rows were read by all
+                                 <------ {"mean_weight": of a row, "shard_rows": by rank}
     {"validation": report}       ------> after an epoch, from who has held-out rows
     {"window": report,
      "takes_reply": whether,
@@ -59,9 +66,11 @@ from sparkdl.averager.headers import (
     read_validation,
     read_window,
 )
+from sparkdl.averager.progress import Position
 from sparkdl.averager.rounds import Rounds, StartOverError
 from sparkdl.averager.saving import Resumed, Saving
 from sparkdl.errors import TrainingError
+from sparkdl.feed.facts import ShardFacts
 
 _WAITING = {"waiting": True}
 MAX_OWN_STATE_BYTES = 1 << 40
@@ -99,19 +108,40 @@ class Session:
     def run(self) -> None:
         """Serve the worker from reading its rows to the last epoch; it has joined already."""
         rank, rounds = self._rank, self._rounds
-        while "reading" in (header := self._next()):
-            rounds.still_reading(rank)
-        rounds.ready(rank, read_shard(header, rank), self._say_waiting)
+        rounds.ready(rank, self._first_rows(), self._say_waiting)
         self._send_start()
         while not (header := self._next()).get("finish"):
             if "gather" in header:
                 gathered = rounds.gather(rank, header["gather"], self._say_waiting)
                 self._connection.send_header({"gathered": gathered})
+            elif "reading" in header:
+                rounds.still_reading(rank)
+            elif "shard" in header:
+                rounds.show(rank, read_shard(header, rank), self._say_waiting)
+                self._connection.send_header({"go_on": True})
+            elif "rows" in header:
+                self._connection.send_header(self._all_rows())
             elif "validation" in header:
                 rounds.validated(read_validation(header, rank))
             else:
                 self._serve_round(header)
         rounds.finish(rank)
+
+    def _first_rows(self) -> ShardFacts:
+        """What the worker has found: in all its rows, unless it begins with the first of them."""
+        rank, rounds = self._rank, self._rounds
+        while True:
+            header = self._next()
+            if "reading" in header:
+                rounds.still_reading(rank)
+                continue
+            shard = read_shard(header, rank)
+            if shard.complete or rounds.position(rank) == Position():
+                return shard
+            self._connection.send_header({"read_on": True})
+
+    def _all_rows(self) -> dict[str, object]:
+        return {"mean_weight": self._rounds.mean_weight, "shard_rows": self._rounds.shard_rows}
 
     def _send_start(self) -> None:
         """Send the center, and from a checkpoint what only this worker knew."""
@@ -130,8 +160,7 @@ class Session:
                 "position": dataclasses.asdict(position),
                 "own_state": own_state_bytes,
                 "epoch_ended": rounds.at_end_of_epoch,
-                "mean_weight": rounds.mean_weight,
-                "shard_rows": rounds.shard_rows,
+                **self._all_rows(),
             }
         )
         self._send(rounds.center, kinds={"parameters", "buffers"})

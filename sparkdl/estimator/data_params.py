@@ -152,6 +152,12 @@ class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, HasValidationIndi
         typeConverter=optional_whole("memoryBudget", 1),
     )
 
+    streamFirstEpoch: Param[bool] = Param(
+        Params._dummy(),
+        "streamFirstEpoch",
+        "whether the first epoch trains on rows as they arrive, instead of when all are read",
+        typeConverter=TypeConverters.toBoolean,
+    )
     storeIn: Param[str] = Param(
         Params._dummy(),
         "storeIn",
@@ -253,6 +259,15 @@ class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, HasValidationIndi
     def setMemoryBudget(self, value: int | None) -> Self:
         """Sets the value of memoryBudget."""
         self._set(memoryBudget=value)
+        return self
+
+    def getStreamFirstEpoch(self) -> bool:
+        """Gets the value of streamFirstEpoch or its default value."""
+        return self.getOrDefault(self.streamFirstEpoch)
+
+    def setStreamFirstEpoch(self, value: bool) -> Self:
+        """Sets the value of streamFirstEpoch."""
+        self._set(streamFirstEpoch=value)
         return self
 
     def getStoreIn(self) -> str:

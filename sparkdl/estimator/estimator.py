@@ -104,6 +104,9 @@ class TorchEstimator(
         batchTransform: Batch -> Batch, called on each minibatch to train on, for example to augment
             images; torch's random numbers are seeded by epoch, rank and minibatch around it.
         memoryBudget: MiB of its stored rows that a worker keeps mapped; None for no limit.
+        streamFirstEpoch: whether the first epoch trains on rows as they arrive, for data that take
+            long to read: only with averaging in the driver, where rows come from files in as many
+            partitions as there are workers, each block of 16 MiB shuffled for itself.
         storeIn: where each worker keeps its rows: ``disk``, in Spark's local directory, which the
             system caches in memory as it has room; or ``memory``, in /dev/shm of its host.
         numWorkers: replicas to train; None for as many as the cluster has slots. Where Spark's
@@ -174,6 +177,7 @@ class TorchEstimator(
         reshuffleEvery: int = 0,
         batchTransform: BatchTransform | None = None,
         memoryBudget: int | None = None,
+        streamFirstEpoch: bool = False,
         storeIn: str = "disk",
         numWorkers: int | None = None,
         device: str = "auto",
@@ -218,6 +222,7 @@ class TorchEstimator(
             reshuffleEvery=reshuffleEvery,
             batchTransform=batchTransform,
             memoryBudget=memoryBudget,
+            streamFirstEpoch=streamFirstEpoch,
             storeIn=storeIn,
             numWorkers=numWorkers,
             device=device,

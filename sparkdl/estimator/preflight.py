@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Sequence
@@ -30,10 +31,12 @@ from sparkdl.spark.encryption import encrypts_connections, require_no_plaintext
 from sparkdl.spark.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.launcher import Workers
 from sparkdl.spark.network import network_of
-from sparkdl.spark.partitions import known_partitions
+from sparkdl.spark.partitions import has_stable_order, known_partitions
 from sparkdl.spark.session import require_classic_session
 from sparkdl.spark.slots import choose_num_workers, require_static_allocation
 from sparkdl.worker import Job
+
+logger = logging.getLogger(__name__)
 
 
 class Preflight:
@@ -98,6 +101,8 @@ class Preflight:
                 f"reshuffleEvery does not go with {type(self.job.strategy).__name__}, whose "
                 "workers agree once on how many rows each has. Use it with ParameterAveraging"
             )
+        if params.getStreamFirstEpoch():
+            self._require_streamable()
         if self.job.strategy.needs_collective:
             require_static_allocation(spark)
             require_no_plaintext(spark, params.getTls(), type(self.job.strategy).__name__)
@@ -124,8 +129,46 @@ class Preflight:
             ),
             ranks_a_task=ranks,
         )
+        if params.getStreamFirstEpoch():
+            self._stream_if_ordered()
         self._output_type = params.getOutputType()
         self._refuse_not_finite = params.getHandleInvalid() == "error"
+
+    def _require_streamable(self) -> None:
+        """Refuse settings that need all rows to be known before the first is trained on."""
+        if self.job.strategy.needs_collective:
+            raise ConfigError(
+                f"streamFirstEpoch does not go with {_name(self.job.strategy)} among executors, "
+                "whose workers agree on the number of steps before the first. Leave it out, or use "
+                "ParameterAveraging(aggregation='driver')"
+            )
+        if self.job.schema.weight is not None:
+            raise ConfigError(
+                "streamFirstEpoch does not go with weightCol: weights are divided by their mean, "
+                "which is known when all rows were read. Leave one of the two out"
+            )
+
+    def _stream_if_ordered(self) -> None:
+        """Stream the first epoch if the rows come in the same order whenever they are read."""
+        reason = self._why_rows_are_read_first()
+        if reason is not None:
+            logger.warning("streamFirstEpoch: the rows are read before the first epoch: %s", reason)
+            return
+        self.job = replace(self.job, feed=replace(self.job.feed, stream_first_epoch=True))
+
+    def _why_rows_are_read_first(self) -> str | None:
+        tasks = self.workers.num_tasks
+        if self.workers.ranks_a_task > 1:
+            return "the GPUs of a task share its rows, and could wait for each other's"
+        if self.workers.repartition:
+            partitions = known_partitions(self.workers.frame) or "an unknown number of"
+            return (
+                f"they are shuffled, because the DataFrame has {partitions} partitions for {tasks} "
+                f"workers. Write it to files and read it with df.coalesce({tasks})"
+            )
+        if not has_stable_order(self.workers.frame):
+            return "they do not come straight from files. Write them to files first"
+        return None
 
     def spread(self) -> None:
         """Have the rows spread evenly over the workers by a shuffle."""
@@ -147,6 +190,8 @@ class Preflight:
             _check_label(column, self.job, found)
         if schema.weight is not None:
             _check_weight(schema.weight.name, facts.columns[labels.stop])
+        if not facts.complete:
+            return
         if schema.validation is not None and not facts.held_out:
             raise DataError(
                 f"column '{schema.validation.name}' (validationIndicatorCol) is false in all "
@@ -163,27 +208,39 @@ class Preflight:
         rows, ranks = facts.shard_rows, self.workers.ranks_a_task
         return [sum(rows[first : first + ranks]) for first in range(0, len(rows), ranks)]
 
+    def _check_balance(self, facts: DataFacts) -> None:
+        partitions = self._partition_rows(facts)
+        if not facts.complete or self.workers.repartition or _balanced(partitions):
+            return
+        found = f"the partitions have {min(partitions)} to {max(partitions)} rows"
+        if not self.job.feed.stream_first_epoch:
+            raise UnbalancedError(found)
+        logger.warning(
+            "%s: at the end of each epoch the others wait for the worker with the most. Without "
+            "streamFirstEpoch they would be spread evenly; df.repartition(%d) does it too",
+            found,
+            self.workers.num_tasks,
+        )
+
     def check(self, facts: DataFacts) -> None:
         """Check what the workers found in their rows, and try one step on a made-up batch.
 
         Args:
-            facts: every column is sound.
+            facts: every column is sound; of the first rows, if the first epoch is streamed, and of
+                all when those are known.
 
         Raises:
             UnbalancedError: one worker has so many rows that spreading them anew pays.
             DataError: values do not fit the loss or the model.
             ModelError: the model fails on a batch.
         """
-        partitions = self._partition_rows(facts)
-        if not self.workers.repartition and not _balanced(partitions):
-            raise UnbalancedError(
-                f"the partitions have {min(partitions)} to {max(partitions)} rows"
-            )
+        self._check_balance(facts)
         self._check_values(facts)
         schema = self.job.schema.of_lengths([column.longest for column in facts.columns])
         outputs = probe(self._replica, schema, facts.columns, self.head)
-        # With gradients and optimizer state it is several times the center, for the whole fit.
-        del self._replica
+        if facts.complete:
+            # With gradients and optimizer state it is several times the center, for the whole fit.
+            del self._replica
         width = None if outputs.dim() == 1 else outputs[0].numel()
         output_function(self._output_type, self.head, width)
         self.checked = Checked(schema.features, width)

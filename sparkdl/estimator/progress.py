@@ -23,6 +23,7 @@ class ProgressBar:
         self._epochs = epochs
         self._loss_sum = 0.0
         self._examples = 0
+        self._reading = True
         self._bar = tqdm(
             desc="reading rows", unit=" rows", unit_scale=True, disable=not visible, leave=True
         )
@@ -39,11 +40,9 @@ class ProgressBar:
         self._bar.close()
 
     def __call__(self, event: Event) -> None:
-        """Take note of the rows there are, a window or an epoch."""
+        """Take note of the rows there are, of the first or of all, a window or an epoch."""
         if isinstance(event, DataFacts):
-            # Also the moment from which rows a second are counted.
-            self._bar.reset(total=event.rows * self._epochs)
-            self._bar.set_description(f"epoch 1/{self._epochs}")
+            self._note_rows(event)
             return
         if isinstance(event, WindowReport):
             self._loss_sum += event.loss_sum
@@ -53,6 +52,17 @@ class ProgressBar:
             return
         if isinstance(event, EpochSummary):
             self._start_epoch(event.epoch + 1)
+
+    def _note_rows(self, facts: DataFacts) -> None:
+        total = facts.rows * self._epochs if facts.complete else None
+        if self._reading:
+            # Also the moment from which rows a second are counted.
+            self._bar.reset(total=total)
+            self._bar.set_description(f"epoch 1/{self._epochs}")
+            self._reading = False
+            return
+        self._bar.total = total
+        self._bar.refresh()
 
     def _start_epoch(self, epoch: int) -> None:
         self._loss_sum, self._examples = 0.0, 0

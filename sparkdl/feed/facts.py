@@ -114,12 +114,14 @@ class ShardFacts:
         columns: facts of each column, in the order of the feed's schema.
         held_out: how many more there are to validate with.
         weight: the sum of the weights of those to train on; 0 without weights.
+        complete: whether those are all its rows.
     """
 
     rows: int
     columns: tuple[ColumnFacts, ...]
     held_out: int = 0
     weight: float = 0.0
+    complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +133,14 @@ class DataFacts:
         columns: facts of each column, in the order of the feed's schema.
         held_out: rows of all workers to validate with.
         weight: the sum of the weights of all rows to train on; 0 without weights.
+        complete: whether those are all rows.
     """
 
     shard_rows: tuple[int, ...]
     columns: tuple[ColumnFacts, ...]
     held_out: int = 0
     weight: float = 0.0
+    complete: bool = True
 
     @property
     def mean_weight(self) -> float:
@@ -146,9 +150,10 @@ class DataFacts:
     def lasting(self) -> dict[str, Any]:
         """What is the same when the rows are read again, as JSON: all but where something was.
 
-        A shuffle delivers them in any order.
+        A shuffle delivers them in any order. Only of rows that are complete.
         """
         fields = asdict(self)
+        del fields["complete"]
         for column in fields["columns"]:
             del column["places"], column["reason"]
         return fields
@@ -171,6 +176,7 @@ class DataFacts:
             tuple(sum(facts, ColumnFacts()) for facts in columns),
             sum(shard.held_out for shard in shards),
             sum(shard.weight for shard in shards),
+            all(shard.complete for shard in shards),
         )
 
 
@@ -351,15 +357,16 @@ def check_facts(facts: DataFacts, columns: Iterable[ColumnSpec]) -> None:
         columns: the columns that were looked at.
 
     Raises:
-        DataError: no rows, fewer rows than workers, nulls, or arrays of unequal length.
+        DataError: nulls, or arrays of unequal length; of rows that are complete also none, or fewer
+            than workers.
     """
-    if facts.rows == 0:
+    if facts.rows == 0 and facts.complete:
         raise DataError(NO_ROWS)
     for found, spec in zip(facts.columns, columns, strict=True):
         _check_column(found, spec.name, facts.rows)
         _check_range(found, spec, facts.rows)
     workers = len(facts.shard_rows)
-    if facts.rows < workers:
+    if facts.rows < workers and facts.complete:
         raise DataError(
             f"the DataFrame has {facts.rows} rows, fewer than the {workers} workers. "
             f"Set numWorkers to at most {facts.rows}"

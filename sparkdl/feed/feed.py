@@ -14,22 +14,19 @@ from torch import Tensor
 
 from sparkdl.errors import ConfigError
 from sparkdl.feed.allocator import keep_freed_memory
-from sparkdl.feed.columns import ORDER_COLUMN, BatchTransform, FeedSchema
-from sparkdl.feed.decode import GROWING, Decoded, decode, decoded_elements, to_tensor
+from sparkdl.feed.arrival import Arrivals, Block, Look, block_order, block_rows
+from sparkdl.feed.columns import BatchTransform, FeedSchema
 from sparkdl.feed.device import DeviceChunk, to_device
-from sparkdl.feed.facts import ColumnFacts, ShardFacts, look_at, says_nothing_new
+from sparkdl.feed.facts import ShardFacts
 from sparkdl.feed.prefetch import prefetched
-from sparkdl.feed.shuffle import even_sizes, permutation, stream_seed
+from sparkdl.feed.reading import OnRows, Reading
+from sparkdl.feed.shuffle import even_sizes, generator, permutation, stream_seed
 from sparkdl.feed.store import PartitionStore
-from sparkdl.protocols import Batch, ColumnSpec
+from sparkdl.protocols import Batch
 
-ORDER = ColumnSpec(ORDER_COLUMN, torch.int64)
 CHUNK_BYTES = 4 << 20
 """What is gathered from the store at once, cut into minibatches afterwards: large enough that
 Python's part is nothing, small enough for a core's cache."""
-DECODED_BYTES = 64 << 20
-"""What a record batch is decoded into at once; images are far larger than their files."""
-
 
 RowExchange = Callable[[PartitionStore, Tensor, PartitionStore, int], None]
 """(rows, their order, where the received rows go, the epoch that follows)."""
@@ -44,12 +41,19 @@ class FeedOptions:
         reshuffle_every: epochs between two exchanges of rows among the workers; 0 for none.
         transform: changes each minibatch to train on.
         resident_bytes: how much of the store may be mapped at a time; None for no limit.
+        stream_first_epoch: whether the first epoch trains on rows while others still arrive, each
+            block of them shuffled for itself.
     """
 
     drop_last: bool = False
     reshuffle_every: int = 0
     transform: BatchTransform | None = None
     resident_bytes: int | None = None
+    stream_first_epoch: bool = False
+
+    def streams(self, epoch: int) -> bool:
+        """Whether an epoch, counted from 1, trains on rows as they arrive."""
+        return self.stream_first_epoch and epoch == 1
 
     def reshuffles(self, epoch: int) -> bool:
         """Whether rows are exchanged before an epoch, counted from 1."""
@@ -63,7 +67,8 @@ class Feed:
     The first epoch starts when the last row has arrived: only then are the data known to be sound,
     all workers' numbers of steps known, and the rows in an order that is the same in every run.
     Reading them first costs one pass at the speed of Spark's own transfer, where checking them in
-    a pass of its own would cost the upstream computation a second time.
+    a pass of its own would cost the upstream computation a second time. Where nobody has to know
+    the number of steps, ``stream_first_epoch`` trains on each block of rows as it arrives.
 
     Args:
         schema: what the columns become.
@@ -95,9 +100,9 @@ class Feed:
         self._options = options or FeedOptions()
         self._training = self._new_store()
         self._held_out = self._new_store()
-        self._keys: dict[PartitionStore, list[Tensor]] = {self._training: [], self._held_out: []}
+        self._reading = Reading(schema, rank, self._training, self._held_out)
+        self._arrivals: Arrivals | None = None
         self._orders: dict[PartitionStore, Tensor] = {}
-        self._weights: list[Tensor] = []
         self._weight_scale = 1.0
 
     def __enter__(self) -> Feed:
@@ -144,34 +149,53 @@ class Feed:
         Returns:
             What was found; an epoch may follow only if every column is sound.
         """
-        rows = 0
-        specs = self._schema.columns
-        facts = [ColumnFacts() for _ in specs]
-        for record_batch in source:
-            if record_batch.num_rows == 0:
-                continue
-            for part in _parts(record_batch, specs):
-                columns = part.columns
-                decoded = [decode(*pair) for pair in zip(columns[: len(specs)], specs, strict=True)]
-                place = (self._rank, rows)
-                facts = [
-                    known
-                    if says_nothing_new(column, spec, known)
-                    else known + look_at(column, spec, place)
-                    for known, column, spec in zip(facts, decoded, specs, strict=True)
-                ]
-                if all(column.sound for column in facts):
-                    keys = columns[len(specs)] if len(columns) > len(specs) else None
-                    self._append(decoded, [column.longest for column in facts], keys)
-                rows += part.num_rows
-            on_rows(rows)
-        self._training.flush()
-        self._held_out.flush()
-        held_out = self._held_out.rows
-        # Sorted, because a shuffle delivers the rows in any order and sums depend on it.
-        weights = torch.cat(self._weights).double().sort().values if self._weights else None
-        weight = 0.0 if weights is None else weights.sum().item()
-        return ShardFacts(rows - held_out, tuple(facts), held_out, weight)
+        for _ in self._reading.parts(source, on_rows):
+            pass
+        return self._reading.shard()
+
+    def read_first(
+        self, source: Iterable[pa.RecordBatch], on_rows: OnRows = lambda rows: None
+    ) -> ShardFacts:
+        """Read what the first epoch begins with: every row, or the first block if it is streamed.
+
+        Args:
+            source: as ``fill`` takes it, without ``ORDER_COLUMN`` if the first epoch is streamed.
+            on_rows: called after each record batch, also of those that are read later.
+
+        Returns:
+            What was found, which says whether those are all rows.
+        """
+        if not self._options.stream_first_epoch:
+            return self.fill(source, on_rows)
+        self._arrivals = Arrivals(
+            self._schema,
+            self._reading,
+            self._reading.parts(source, on_rows),
+            self._training,
+            batch_size=self._batch_size,
+            drop_last=self._options.drop_last,
+        )
+        return self._arrivals.first()
+
+    def read_rest(self) -> ShardFacts:
+        """Read the rows that ``read_first`` and ``arriving`` have not; returns what all are."""
+        return self._reading.shard() if self._arrivals is None else self._arrivals.rest()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row was read."""
+        return self._arrivals is None or self._arrivals.complete
+
+    def arriving(self, look: Look) -> Iterator[Batch]:
+        """Yield the first epoch's minibatches while their rows arrive; follows ``read_first``.
+
+        The same as ``epoch(1)`` yields, which needs all rows to be there.
+
+        Args:
+            look: as its type says.
+        """
+        assert self._arrivals is not None
+        yield from self._changed(self._batches_of(self._arrivals.blocks(look)), 1)
 
     def scale_weights(self, mean: float) -> None:
         """Have the rows' weights divided by their mean over all workers.
@@ -214,11 +238,7 @@ class Feed:
         """
         order = self._epoch_order(epoch)[first_step * self._batch_size : self.used_rows]
         batches = self._batches(self._training, order, _sizes(len(order), self._batch_size))
-        if self._options.transform is None:
-            yield from batches
-            return
-        for index, batch in enumerate(batches, start=first_step):
-            yield self._transformed(batch, epoch, index)
+        yield from self._changed(batches, epoch, first_step)
 
     def even_epoch(self, epoch: int, steps: int) -> Generator[Batch, None, None]:
         """Yield every row to train on once, in a given number of minibatches of ``even_sizes``.
@@ -252,42 +272,10 @@ class Feed:
     def _new_store(self) -> PartitionStore:
         return PartitionStore(self._directory, resident_bytes=self._options.resident_bytes)
 
-    def _append(
-        self, decoded: list[Decoded], lengths: list[int | None], keys: pa.Array | None
-    ) -> None:
-        schema = self._schema.of_lengths(lengths)
-        specs = schema.columns
-        tensors = [to_tensor(column.values, s) for column, s in zip(decoded, specs, strict=True)]
-        if keys is not None:
-            tensors.append(to_tensor(keys, ORDER))
-        if schema.validation is None:
-            self._put(self._training, schema.stored, tensors, with_keys=keys is not None)
-            return
-        held_out = tensors.pop(len(schema.stored)).bool()
-        for store, chosen in ((self._training, ~held_out), (self._held_out, held_out)):
-            rows = chosen.nonzero()[:, 0]
-            if len(rows):
-                picked = [tensor.index_select(0, rows) for tensor in tensors]
-                self._put(store, schema.stored, picked, with_keys=keys is not None)
-
-    def _put(
-        self,
-        store: PartitionStore,
-        specs: tuple[ColumnSpec, ...],
-        tensors: list[Tensor],
-        *,
-        with_keys: bool,
-    ) -> None:
-        if with_keys:
-            self._keys[store].append(tensors.pop().clone())
-        if self._schema.weight is not None and store is self._training:
-            self._weights.append(tensors[-1].clone())
-        store.append(specs, tensors)
-
     def _order(self, store: PartitionStore) -> Tensor:
         """Where the rows of the order are in the store, shape (rows,), int64."""
         if store not in self._orders:
-            keys = self._keys.pop(store, [])
+            keys = self._reading.keys.pop(store, [])
             self._orders[store] = (
                 torch.argsort(torch.cat(keys), stable=True) if keys else torch.arange(store.rows)
             )
@@ -295,7 +283,11 @@ class Feed:
 
     def _epoch_order(self, epoch: int) -> Tensor:
         order = self._order(self._training)
-        shuffled = permutation(self.rows, seed=self._seed, epoch=epoch, rank=self._rank)
+        if self._options.streams(epoch):
+            block = block_rows(self._batch_size, self._training.row_bytes)
+            shuffled = block_order(self.rows, block, seed=self._seed, epoch=1, rank=self._rank)
+        else:
+            shuffled = permutation(self.rows, seed=self._seed, epoch=epoch, rank=self._rank)
         return order.index_select(0, shuffled)
 
     def _batches(
@@ -316,11 +308,38 @@ class Feed:
             left = len(chunks)
             for chunk, gathering in zip(chunks, ready, strict=True):
                 columns, left = gathering.ready(), left - 1
-                if self._schema.weight is not None:
-                    columns[-1] = columns[-1] * self._weight_scale
-                cuts = (torch.split(column, chunk) for column in columns)
-                for number, piece in enumerate(zip(*cuts, strict=True), start=1):
-                    yield self._schema.batch(piece, last=not left and number == len(chunk))
+                yield from self._cut(columns, chunk, last=not left)
+
+    def _batches_of(self, blocks: Iterable[Block]) -> Iterator[Batch]:
+        """Yield minibatches of blocks of rows, each in an order of its own."""
+        draws = generator(self._seed, 1, self._rank)
+        on_gpu = self._device.type == "cuda"
+        for block in blocks:
+            rows = len(block.columns[0])
+            order = torch.randperm(rows, generator=draws)
+            if block.last and self._options.drop_last:
+                order = order[: rows - rows % self._batch_size]
+            chosen = [_picked(column, order, pinned=on_gpu) for column in block.columns]
+            sizes = list(_sizes(len(order), self._batch_size))
+            yield from self._cut(to_device(chosen, self._device).ready(), sizes, last=block.last)
+
+    def _cut(self, columns: list[Tensor], sizes: list[int], *, last: bool) -> Iterator[Batch]:
+        """Yield minibatches of these sizes; ``last`` says whether the epoch ends with them."""
+        if self._schema.weight is not None:
+            columns[-1] = columns[-1] * self._weight_scale
+        cuts = (torch.split(column, sizes) for column in columns)
+        for number, piece in enumerate(zip(*cuts, strict=True), start=1):
+            yield self._schema.batch(piece, last=last and number == len(sizes))
+
+    def _changed(
+        self, batches: Iterator[Batch], epoch: int, first_step: int = 0
+    ) -> Iterator[Batch]:
+        """Yield minibatches as the user's function makes them, if there is one."""
+        if self._options.transform is None:
+            yield from batches
+            return
+        for index, batch in enumerate(batches, start=first_step):
+            yield self._transformed(batch, epoch, index)
 
     def _transformed(self, batch: Batch, epoch: int, index: int) -> Batch:
         assert self._options.transform is not None
@@ -334,6 +353,11 @@ class Feed:
                 "for example dataclasses.replace(batch, features=...)"
             )
         return replace(changed, last=batch.last)
+
+
+def _picked(column: Tensor, rows: Tensor, *, pinned: bool) -> Tensor:
+    out = torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype, pin_memory=pinned)
+    return torch.index_select(column, 0, rows, out=out)
 
 
 def _sizes(rows: int, batch_size: int) -> Iterator[int]:
@@ -353,15 +377,3 @@ def _chunked(sizes: Iterable[int], rows: int) -> Iterator[list[int]]:
         total += size
     if chunk:
         yield chunk
-
-
-def _parts(record_batch: pa.RecordBatch, specs: tuple[ColumnSpec, ...]) -> Iterator[pa.RecordBatch]:
-    """Cut a record batch so that what it is decoded into stays small."""
-    growing = [index for index, spec in enumerate(specs) if spec.encoding in GROWING]
-    elements = max((decoded_elements(record_batch[k], specs[k]) for k in growing), default=0)
-    rows = max(1, DECODED_BYTES // (8 * elements)) if elements else record_batch.num_rows
-    if rows >= record_batch.num_rows:
-        yield record_batch
-        return
-    for start in range(0, record_batch.num_rows, rows):
-        yield record_batch.slice(start, rows)

@@ -27,8 +27,9 @@ _ORDER_KEEPING = {
     "ColumnarToRowExec",
     "ProjectExec",
     "FilterExec",
+    "CoalesceExec",
 }
-"""Inner nodes that work row by row."""
+"""Inner nodes that work row by row, or put whole partitions behind each other."""
 
 
 def has_stable_order(frame: DataFrame) -> bool:

@@ -41,7 +41,7 @@ COLUMN = {
     "reason": None,
     "places": {"smallest": [0, 1]},
 }
-SHARD = {"rows": 3, "columns": [COLUMN], "held_out": 0, "weight": 0.0}
+SHARD = {"rows": 3, "columns": [COLUMN], "held_out": 0, "weight": 0.0, "complete": True}
 WINDOW = {
     "rank": 0,
     "epoch": 1,
@@ -300,7 +300,7 @@ def test_a_wrong_message_before_training_ends_the_run_at_once(
 def test_a_second_shard_where_a_window_is_due_ends_the_run(averager: Averager) -> None:
     with Intruder(averager) as intruder:
         intruder.train(shard())
-        with pytest.raises(TrainingError, match="rank 0 sent a header that no worker sends"):
+        with pytest.raises(TrainingError, match="rank 0 said a second time what its rows are"):
             list(intruder.events)
 
 

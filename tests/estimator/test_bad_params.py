@@ -10,7 +10,7 @@ from frames import Refuse, estimator, frame
 from pyspark.sql import SparkSession
 from torch import nn
 
-from sparkdl import GradientAllReduce, TorchEstimator
+from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator
 from sparkdl.errors import ConfigError, SparkDLError
 
 
@@ -61,6 +61,28 @@ def test_dealing_rows_anew_is_refused_where_workers_agree_once_on_their_numbers(
         "Use it with ParameterAveraging",
         strategy=GradientAllReduce(),
         reshuffleEvery=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"strategy": GradientAllReduce()}, "agree on the number of steps before the first"),
+        ({"strategy": ParameterAveraging(aggregation="executors")}, "aggregation='driver'"),
+        ({"weightCol": "label"}, "does not go with weightCol"),
+    ],
+    ids=["all-reduce", "executors", "weights"],
+)
+def test_streaming_is_refused_where_all_rows_have_to_be_known_first(
+    spark: SparkSession, refuse: Refuse, changes: dict[str, Any], message: str
+) -> None:
+    refuse(
+        frame(spark),
+        ConfigError,
+        "streamFirstEpoch does not go with",
+        message,
+        streamFirstEpoch=True,
+        **changes,
     )
 
 

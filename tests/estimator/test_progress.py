@@ -53,6 +53,20 @@ def test_until_the_rows_are_known_the_bar_says_that_they_are_read(
     assert "epoch" not in shown
 
 
+def test_rows_that_arrive_while_they_are_trained_on_become_the_total_when_all_are_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with ProgressBar(2, visible=True) as bar:
+        bar(DataFacts((8, 8), (), complete=False))
+        bar(window(0, 4, 1.0))
+        bar(rows_known(10, 20))
+        bar(window(1, 6, 1.0))
+    shown = capsys.readouterr().err
+    assert "epoch 1/2" in shown
+    assert "/16" not in shown
+    assert "10.0/60.0" in shown
+
+
 def test_the_bar_ends_at_the_rows_of_all_workers_times_the_epochs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -27,8 +27,12 @@ def files(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Data
 
 @pytest.mark.parametrize(
     "change",
-    [lambda df: df, lambda df: df.where("id > 3").select((F.col("id") * 2).alias("x"))],
-    ids=["read", "row by row"],
+    [
+        lambda df: df,
+        lambda df: df.where("id > 3").select((F.col("id") * 2).alias("x")),
+        lambda df: df.coalesce(1),
+    ],
+    ids=["read", "row by row", "coalesce"],
 )
 def test_files_read_row_by_row_have_a_stable_order(files: DataFrame, change: Change) -> None:
     assert has_stable_order(change(files))

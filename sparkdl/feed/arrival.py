@@ -1,0 +1,190 @@
+"""Rows that are trained on while others still arrive: the first epoch, if it is streamed.
+
+The rows come in blocks, each shuffled for itself; a block is given away only when rows follow it,
+or surely none, so that the last minibatch is known to be the last. The same blocks can be had from
+the store afterwards (``block_order``), which is where a worker goes on that was interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.facts import COUNTS, ColumnFacts, ShardFacts
+from sparkdl.feed.reading import Reading
+from sparkdl.feed.shuffle import generator
+from sparkdl.feed.store import PartitionStore
+
+BLOCK_BYTES = 16 << 20
+"""Of a block: small beside any worker, and a few thousand rows where a row is an image."""
+
+Look = Callable[[ShardFacts], None]
+"""Shows what was found so far to who decides whether it can be trained on; returns if it can."""
+
+
+def block_rows(batch_size: int, row_bytes: int) -> int:
+    """Rows of a block: whole minibatches, and one at least.
+
+    Args:
+        batch_size: rows a minibatch.
+        row_bytes: bytes of a stored row.
+    """
+    return batch_size * max(1, BLOCK_BYTES // max(1, batch_size * row_bytes))
+
+
+def block_order(rows: int, block: int, *, seed: int, epoch: int, rank: int) -> Tensor:
+    """The order in which a worker sees its rows when each block is shuffled for itself.
+
+    Args:
+        rows: how many there are.
+        block: of how many rows a block is; the last may have fewer.
+        seed: the job's seed.
+        epoch: counted from 1.
+        rank: the worker's rank.
+
+    Returns:
+        Shape (rows,), int64, a permutation of 0 to rows - 1.
+    """
+    draws = generator(seed, epoch, rank)
+    starts = range(0, rows, block)
+    orders = [start + torch.randperm(min(block, rows - start), generator=draws) for start in starts]
+    return torch.cat(orders) if orders else torch.arange(0)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows that have arrived after each other.
+
+    Attributes:
+        columns: one tensor a ``stored`` column of the schema, shape (n, *row_shape).
+        last: whether no block follows from which a minibatch will be trained on.
+    """
+
+    columns: list[Tensor]
+    last: bool
+
+
+class Arrivals:
+    """A worker's rows, block by block while they are read into its store.
+
+    Args:
+        schema: what the columns become.
+        reading: the reading of them.
+        parts: what it yields.
+        training: where it puts the rows to train on.
+        batch_size: rows a minibatch.
+        drop_last: whether a last minibatch is left out if it is short.
+    """
+
+    def __init__(
+        self,
+        schema: FeedSchema,
+        reading: Reading,
+        parts: Iterator[list[Tensor]],
+        training: PartitionStore,
+        *,
+        batch_size: int,
+        drop_last: bool,
+    ) -> None:
+        self.complete = False
+        self._schema = schema
+        self._reading = reading
+        self._parts = parts
+        self._training = training
+        self._batch_size = batch_size
+        self._needed_behind = batch_size if drop_last else 1
+        self._waiting: list[list[Tensor]] = []
+        self._rows_waiting = 0
+        self._shown: ShardFacts | None = None
+
+    def first(self) -> ShardFacts:
+        """Read the first block; returns what was found, for a first look."""
+        self._collect()
+        self._shown = self._shard()
+        return self._shown
+
+    def rest(self) -> ShardFacts:
+        """Read what is left without giving it away; returns what was found in all."""
+        for _ in self._parts:
+            pass
+        self.complete = True
+        self._shown = self._shard()
+        return self._shown
+
+    def blocks(self, look: Look) -> Iterator[Block]:
+        """Yield every row to train on once, as they arrive.
+
+        Args:
+            look: called before rows that could be refused are given away, and before the last
+                block with what was found in all rows.
+        """
+        while True:
+            self._collect()
+            self._show(look)
+            while self._rows_waiting:
+                size = min(self._block_rows, self._rows_waiting)
+                left = self._rows_waiting - size
+                if not self.complete and left < self._needed_behind:
+                    break
+                last = left < self._needed_behind
+                yield Block(self._take(size), last)
+                if last:
+                    return
+            if self.complete:
+                return
+
+    @property
+    def _block_rows(self) -> int:
+        return block_rows(self._batch_size, self._training.row_bytes)
+
+    def _shard(self) -> ShardFacts:
+        return self._reading.shard(complete=self.complete)
+
+    def _collect(self) -> None:
+        """Read until a block can be given away."""
+        while (
+            not self.complete
+            and self._reading.sound
+            and (not self._waiting or self._rows_waiting < self._block_rows + self._needed_behind)
+        ):
+            part = next(self._parts, None)
+            if part is None:
+                self.complete = True
+            elif part:
+                self._waiting.append(part)
+                self._rows_waiting += len(part[0])
+
+    def _show(self, look: Look) -> None:
+        shard, shown = self._shard(), self._shown
+        assert shown is not None
+        if shard.complete != shown.complete or _is_news(shown.columns, shard.columns, self._schema):
+            look(shard)
+            self._shown = shard
+        assert self._reading.sound, "rows that cannot be tensors were not refused"
+
+    def _take(self, rows: int) -> list[Tensor]:
+        columns = [torch.cat(pieces) for pieces in zip(*self._waiting, strict=True)]
+        self._waiting = [[column[rows:] for column in columns]] if len(columns[0]) > rows else []
+        self._rows_waiting -= rows
+        return [column[:rows] for column in columns]
+
+
+def _is_news(before: Sequence[ColumnFacts], now: Sequence[ColumnFacts], schema: FeedSchema) -> bool:
+    """Whether rows were found that may have to be refused, and were not when others were looked at.
+
+    Of integers and labels also new extremes: classes and indices that a model may not have.
+    """
+    labels = {spec.name for spec in schema.labels}
+    return any(
+        any(getattr(new, name) and not getattr(old, name) for name in COUNTS)
+        or (old.shortest, old.longest) != (new.shortest, new.longest)
+        or (
+            (spec.name in labels or not spec.dtype.is_floating_point)
+            and (old.smallest, old.largest) != (new.smallest, new.largest)
+        )
+        for old, new, spec in zip(before, now, schema.columns, strict=True)
+    )

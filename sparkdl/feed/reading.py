@@ -1,0 +1,141 @@
+"""Reading a worker's rows: decoded, looked at and stored, one record batch after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from sparkdl.feed.columns import ORDER_COLUMN, FeedSchema
+from sparkdl.feed.decode import GROWING, Decoded, decode, decoded_elements, to_tensor
+from sparkdl.feed.facts import ColumnFacts, ShardFacts, look_at, says_nothing_new
+from sparkdl.feed.store import PartitionStore
+from sparkdl.protocols import ColumnSpec
+
+ORDER = ColumnSpec(ORDER_COLUMN, torch.int64)
+DECODED_BYTES = 64 << 20
+"""What a record batch is decoded into at once; images are far larger than their files."""
+
+OnRows = Callable[[int], None]
+"""Called after each record batch with the rows read so far."""
+
+
+class Reading:
+    """A worker's rows on their way into its stores, once.
+
+    Args:
+        schema: what the columns become.
+        rank: the worker's rank, for places in messages.
+        training: receives the rows to train on.
+        held_out: receives those to validate with.
+
+    Attributes:
+        facts: what was found so far, one a column of the schema.
+        keys: of each store, the rows' values of ``ORDER_COLUMN`` if they have it.
+    """
+
+    def __init__(
+        self, schema: FeedSchema, rank: int, training: PartitionStore, held_out: PartitionStore
+    ) -> None:
+        self.facts = tuple(ColumnFacts() for _ in schema.columns)
+        self.keys: dict[PartitionStore, list[Tensor]] = {training: [], held_out: []}
+        self._schema = schema
+        self._rank = rank
+        self._training = training
+        self._held_out = held_out
+        self._rows = 0
+        self._weights: list[Tensor] = []
+
+    @property
+    def sound(self) -> bool:
+        """Whether each column can be one tensor, as far as it was read."""
+        return all(column.sound for column in self.facts)
+
+    def parts(self, source: Iterable[pa.RecordBatch], on_rows: OnRows) -> Iterator[list[Tensor]]:
+        """Read every row into the stores, looking at it on the way.
+
+        Rows that cannot be trained on do not stop the reading, but nothing is stored any more.
+
+        Args:
+            source: the rows, once; the columns of the schema, then perhaps ``ORDER_COLUMN``.
+            on_rows: as its type says.
+
+        Yields:
+            The rows to train on, as they arrive: one tensor a ``stored`` column of the schema,
+            shape (n, *row_shape); no tensors where there are none.
+        """
+        specs = self._schema.columns
+        for record_batch in source:
+            if record_batch.num_rows == 0:
+                continue
+            for part in _parts(record_batch, specs):
+                columns = part.columns
+                decoded = [decode(*pair) for pair in zip(columns[: len(specs)], specs, strict=True)]
+                self._look_at(decoded)
+                self._rows += part.num_rows
+                keys = columns[len(specs)] if len(columns) > len(specs) else None
+                yield self._store(decoded, keys) if self.sound else []
+            on_rows(self._rows)
+        self._training.flush()
+        self._held_out.flush()
+
+    def shard(self, *, complete: bool = True) -> ShardFacts:
+        """What was found in the rows that were read.
+
+        Args:
+            complete: whether those are all.
+        """
+        held_out = self._held_out.rows
+        # Sorted, because a shuffle delivers the rows in any order and sums depend on it.
+        weights = torch.cat(self._weights).double().sort().values if self._weights else None
+        weight = 0.0 if weights is None else weights.sum().item()
+        return ShardFacts(self._rows - held_out, self.facts, held_out, weight, complete)
+
+    def _look_at(self, decoded: list[Decoded]) -> None:
+        place = (self._rank, self._rows)
+        columns = zip(self.facts, decoded, self._schema.columns, strict=True)
+        self.facts = tuple(
+            known if says_nothing_new(column, spec, known) else known + look_at(column, spec, place)
+            for known, column, spec in columns
+        )
+
+    def _store(self, decoded: list[Decoded], keys: pa.Array | None) -> list[Tensor]:
+        """Append a part's rows; returns those to train on."""
+        schema = self._schema.of_lengths([column.longest for column in self.facts])
+        specs = schema.columns
+        tensors = [to_tensor(column.values, s) for column, s in zip(decoded, specs, strict=True)]
+        if keys is not None:
+            tensors.append(to_tensor(keys, ORDER))
+        if schema.validation is None:
+            return self._put(self._training, schema.stored, tensors)
+        held_out = tensors.pop(len(schema.stored)).bool()
+        put = []
+        for store, chosen in ((self._held_out, held_out), (self._training, ~held_out)):
+            rows = chosen.nonzero()[:, 0]
+            picked = [tensor.index_select(0, rows) for tensor in tensors] if len(rows) else []
+            put = self._put(store, schema.stored, picked) if picked else []
+        return put
+
+    def _put(
+        self, store: PartitionStore, specs: tuple[ColumnSpec, ...], tensors: list[Tensor]
+    ) -> list[Tensor]:
+        if len(tensors) > len(specs):
+            self.keys[store].append(tensors.pop().clone())
+        if self._schema.weight is not None and store is self._training:
+            self._weights.append(tensors[-1].clone())
+        store.append(specs, tensors)
+        return tensors
+
+
+def _parts(record_batch: pa.RecordBatch, specs: tuple[ColumnSpec, ...]) -> Iterator[pa.RecordBatch]:
+    """Cut a record batch so that what it is decoded into stays small."""
+    growing = [index for index, spec in enumerate(specs) if spec.encoding in GROWING]
+    elements = max((decoded_elements(record_batch[k], specs[k]) for k in growing), default=0)
+    rows = max(1, DECODED_BYTES // (8 * elements)) if elements else record_batch.num_rows
+    if rows >= record_batch.num_rows:
+        yield record_batch
+        return
+    for start in range(0, record_batch.num_rows, rows):
+        yield record_batch.slice(start, rows)

@@ -1,0 +1,158 @@
+"""A fit whose first epoch trains on rows while Spark still reads them from files."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from frames import estimator, frame
+from models import DiesOnce, RowIds, append_line, lines, task_rank
+from pyspark.sql import DataFrame, SparkSession
+from torch import Tensor, nn
+
+from sparkdl import ParameterAveraging
+from sparkdl.errors import DataError
+from sparkdl.feed.arrival import block_rows
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+WIDTH = 1024
+ROWS = 9000
+"""Of each of two files; rows of 4 KiB."""
+BATCH = 60
+BLOCK = block_rows(BATCH, 4 * WIDTH + 8 + 8)
+
+
+def table(path: Path, labels: Sequence[int] | None = None) -> Path:
+    """Two files; row i is (i, 1024 numbers, a class of three)."""
+    path.mkdir()
+    ids = np.arange(2 * ROWS)
+    numbers = np.random.default_rng(0).normal(size=(2 * ROWS, WIDTH)).astype(np.float32)
+    classes = ids % 3 if labels is None else np.asarray(labels)
+    for part in range(2):
+        rows = slice(part * ROWS, (part + 1) * ROWS)
+        columns = {
+            "id": ids[rows],
+            "features": pa.FixedSizeListArray.from_arrays(numbers[rows].reshape(-1), WIDTH),
+            "label": classes[rows],
+        }
+        pq.write_table(pa.table(columns), path / f"{part}.parquet", row_group_size=ROWS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return table(tmp_path_factory.mktemp("rows") / "table")
+
+
+def read(spark: SparkSession, path: Path) -> DataFrame:
+    return spark.read.parquet(path.as_uri()).coalesce(2)
+
+
+class First(nn.Module):
+    """Passes the first four of many numbers on."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, features: Tensor, *others: Tensor) -> Tensor:
+        return self.inner(features[:, :4], *others)
+
+
+def fit(rows: DataFrame, model: nn.Module, **changes: Any) -> Any:
+    settings = {"streamFirstEpoch": True, "epochs": 2, "batchSize": BATCH, **changes}
+    return estimator(model=First(model), **settings).fit(rows)
+
+
+def test_there_are_several_blocks_or_the_tests_below_would_say_nothing() -> None:
+    assert 2 < ROWS / BLOCK < 4
+
+
+def test_each_row_is_trained_on_once_an_epoch_the_first_in_blocks_as_they_arrive(
+    spark: SparkSession, files: Path, tmp_path: Path
+) -> None:
+    fit(
+        read(spark, files),
+        RowIds(str(tmp_path / "ids")),
+        featuresCols=["features", "id"],
+        strategy=ParameterAveraging(5),
+    )
+    trained: dict[int, list[int]] = {0: [], 1: []}
+    for line in lines(tmp_path / "ids"):
+        rank, *ids = map(int, line.split())
+        trained[rank] += ids
+    epochs = [trained[0][:ROWS] + trained[1][:ROWS], trained[0][ROWS:] + trained[1][ROWS:]]
+    assert [Counter(epoch) for epoch in epochs] == [Counter(range(2 * ROWS))] * 2
+    for rank in range(2):
+        first, second = trained[rank][:BLOCK], trained[rank][ROWS : ROWS + BLOCK]
+        assert sorted(first) == list(range(min(first), min(first) + BLOCK))
+        assert min(first) in (0, ROWS)
+        assert first != sorted(first)
+        assert max(second) - min(second) > ROWS - BLOCK // 2
+
+
+@pytest.mark.parametrize("executor", [False, True], ids=["process", "executor"])
+def test_a_worker_that_is_killed_in_the_first_epoch_comes_back_and_no_row_is_lost(
+    spark: SparkSession, files: Path, tmp_path: Path, executor: bool
+) -> None:
+    died = tmp_path / "died"
+    model = DiesOnce(str(died), executor=executor, step=100)
+    fitted = fit(read(spark, files), model)
+    assert len(lines(died)) == 1
+    assert [epoch.examples for epoch in fitted.history] == [2 * ROWS] * 2
+
+
+class SaysWhenItTrains(nn.Module):
+    """Notes each pass of a worker."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.layer, self.path = nn.Linear(4, 3), path
+
+    def forward(self, features: Tensor) -> Tensor:
+        if task_rank() >= 0:
+            append_line(self.path, str(task_rank()))
+        return self.layer(features)
+
+
+def test_a_class_that_the_model_does_not_have_is_named_with_its_row_when_it_arrives(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """After others were trained on, which is what streaming costs."""
+    labels = np.arange(2 * ROWS) % 3
+    labels[-1] = 7
+    rows = read(spark, table(tmp_path / "table", labels))
+    for stream in (False, True):
+        passes = tmp_path / f"passes-{stream}"
+        with pytest.raises(DataError, match=rf"0 to 7 .*, row {ROWS - 1} of partition \d\)"):
+            fit(rows, SaysWhenItTrains(str(passes)), streamFirstEpoch=stream)
+        assert bool(lines(passes)) is stream
+
+
+def test_rows_that_have_to_be_shuffled_are_read_first_with_a_warning(
+    spark: SparkSession, files: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = spark.read.parquet(files.as_uri()).limit(500).repartition(5)
+    with caplog.at_level(logging.WARNING, "sparkdl"):
+        fitted = fit(rows, nn.Linear(4, 3))
+    assert "read before the first epoch: they are shuffled" in caplog.text
+    assert "df.coalesce(2)" in caplog.text
+    assert [epoch.examples for epoch in fitted.history] == [500, 500]
+
+
+def test_rows_that_come_from_elsewhere_are_read_first_with_a_warning(
+    spark: SparkSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "sparkdl"):
+        fit(frame(spark, rows=60, partitions=2), nn.Linear(4, 3), batchSize=5)
+    assert "they do not come straight from files" in caplog.text
