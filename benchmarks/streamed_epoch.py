@@ -1,8 +1,9 @@
-"""A fit whose first epoch trains on rows as they arrive, against the same fit that reads them first.
+"""A fit whose first epoch trains on rows as they arrive, against one that reads them first.
 
 One epoch over 120,000 rows x 784 float32 in Parquet on local-cluster[1,1,2048], so that the JVM
 that reads and the process that trains have a core each, with an MLP whose steps together take about
-as long as the reading. Seconds of ``fit`` in a warm session, in turns.
+as long as the reading. From the start of ``fit`` to the first step and to the end, in a warm
+session, in turns.
 """
 
 import os
@@ -16,8 +17,9 @@ import harness
 import numpy as np
 import pyarrow.parquet as pq
 import torch
+from pyspark import TaskContext
 from pyspark.sql import DataFrame
-from torch import nn
+from torch import Tensor, nn
 
 from sparkdl import ParameterAveraging, TorchEstimator
 
@@ -28,28 +30,34 @@ PERIOD = 20
 
 def main() -> None:
     """Measures and reports."""
-    chosen = harness.arguments(__doc__, repeats=5, quick_repeats=2)
+    chosen = harness.arguments(__doc__, repeats=7, quick_repeats=2)
     os.environ.update(harness.child_environment())
     with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / "table"
-        write(path)
+        folder = Path(name)
+        write(folder / "table")
         spark = harness.session("local-cluster[1,1,2048]", feed_epochs.CONF)
         spark.sparkContext.setLogLevel("OFF")
-        frame = spark.read.parquet(str(path))
+        frame = spark.read.parquet(str(folder / "table")).coalesce(1)
+        first_steps: dict[str, list[float]] = {"read first": [], "streamed": []}
         turns = {
-            "read first": partial(seconds_of_fit, frame, stream=False),
-            "streamed": partial(seconds_of_fit, frame, stream=True),
+            how: partial(seconds_of_fit, frame, folder / "step", how == "streamed", steps)
+            for how, steps in first_steps.items()
         }
         measured = harness.interleave(turns, repeats=chosen.repeats, warmups=2)
         spark.stop()
-    medians = {name: harness.show(name, values, digits=2) for name, values in measured.items()}
-    claim = harness.Claim(
-        name="streamed / read first",
-        ratio=medians["streamed"] / medians["read first"],
-        target=0.8,
-        at_least=False,
-    )
-    harness.report("streamed_epoch", [claim], {"seconds_of_fit": measured})
+    claims = []
+    counted = {how: steps[-chosen.repeats :] for how, steps in first_steps.items()}
+    for what, seconds, target in (("first step", counted, 0.6), ("whole fit", measured, 1.0)):
+        medians = [harness.show(f"{what}, {how}", seconds[how], digits=2) for how in turns]
+        claims.append(
+            harness.Claim(
+                name=f"{what}: streamed / read first",
+                ratio=medians[1] / medians[0],
+                target=target,
+                at_least=False,
+            )
+        )
+    harness.report("streamed_epoch", claims, {"first_step_s": counted, "fit_s": measured})
 
 
 def write(path: Path) -> None:
@@ -60,15 +68,27 @@ def write(path: Path) -> None:
     pq.write_table(table, path / "0.parquet", row_group_size=20_000, use_dictionary=False)
 
 
-def build() -> nn.Module:
-    """An MLP of one hidden layer."""
-    return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10))
+class Network(nn.Module):
+    """An MLP of one hidden layer that notes when a worker begins its first step."""
+
+    def __init__(self, note: Path) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10))
+        self.note: Path | None = note
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Outputs for (n, 784) numbers."""
+        if self.note is not None and TaskContext.get() is not None:
+            self.note.write_text(str(time.time()))
+            self.note = None
+        outputs: Tensor = self.layers(features)
+        return outputs
 
 
-def seconds_of_fit(frame: DataFrame, *, stream: bool) -> float:
-    """Trains one epoch; returns the seconds it took."""
+def seconds_of_fit(frame: DataFrame, note: Path, stream: bool, first_steps: list[float]) -> float:
+    """Trains one epoch; returns the seconds it took, and appends those to the first step."""
     estimator = TorchEstimator(
-        model=build,
+        model=partial(Network, note),
         loss=nn.CrossEntropyLoss(),
         optimizer=partial(torch.optim.SGD, lr=0.01),
         strategy=ParameterAveraging(period=PERIOD),
@@ -77,10 +97,12 @@ def seconds_of_fit(frame: DataFrame, *, stream: bool) -> float:
         streamFirstEpoch=stream,
         progress=False,
     )
-    started = time.perf_counter()
+    started = time.time()
     history = estimator.fit(frame).history
+    seconds = time.time() - started
     assert [epoch.examples for epoch in history] == [ROWS]
-    return time.perf_counter() - started
+    first_steps.append(float(note.read_text()) - started)
+    return seconds
 
 
 if __name__ == "__main__":

@@ -98,7 +98,9 @@ def run_with_breaks(
 @pytest.mark.parametrize(
     ("optimizer", "wire_dtype"), [(torch.optim.SGD, "bfloat16"), (torch.optim.NAdam, "float32")]
 )
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))]
+)
 def test_connections_reset_at_any_byte_cost_no_row(
     tmp_path: Path, seed: int, optimizer: Any, wire_dtype: Any
 ) -> None:

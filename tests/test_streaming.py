@@ -225,7 +225,9 @@ def test_who_waits_for_rows_in_the_first_epoch_is_no_straggler(
     assert "going on with the others" not in caplog.text
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))]
+)
 def test_connections_that_break_in_the_first_epoch_cost_no_row(tmp_path: Path, seed: int) -> None:
     generator = random.Random(seed)
     limits = [generator.randrange(1, 12_000) for _ in range(6)]

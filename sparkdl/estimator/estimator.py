@@ -105,8 +105,8 @@ class TorchEstimator(
             images; torch's random numbers are seeded by epoch, rank and minibatch around it.
         memoryBudget: MiB of its stored rows that a worker keeps mapped; None for no limit.
         streamFirstEpoch: whether the first epoch trains on rows as they arrive, for data that take
-            long to read: only with averaging in the driver, where rows come from files in as many
-            partitions as there are workers, each block of 16 MiB shuffled for itself.
+            long to read. Only with averaging in the driver and for rows that come from files, of
+            which each worker takes whole partitions; each block of 16 MiB is shuffled for itself.
         storeIn: where each worker keeps its rows: ``disk``, in Spark's local directory, which the
             system caches in memory as it has room; or ``memory``, in /dev/shm of its host.
         numWorkers: replicas to train; None for as many as the cluster has slots. Where Spark's

@@ -149,26 +149,29 @@ class Preflight:
             )
 
     def _stream_if_ordered(self) -> None:
-        """Stream the first epoch if the rows come in the same order whenever they are read."""
-        reason = self._why_rows_are_read_first()
+        """Stream the first epoch if the rows come in the same order whenever they are read.
+
+        A shuffle would have read them all before the first arrives, so that partitions that are too
+        many are put together instead.
+        """
+        frame, tasks = self.workers.frame, self.workers.num_tasks
+        partitions = known_partitions(frame)
+        reason = None
+        if self.workers.ranks_a_task > 1:
+            reason = "the GPUs of a task share its rows, and could wait for each other's"
+        elif partitions is None or not has_stable_order(frame):
+            reason = "they do not come straight from files. Write them to files first"
+        elif partitions < tasks:
+            reason = (
+                f"the DataFrame has {partitions} partitions for {tasks} workers, so that they are "
+                "shuffled. Lower spark.sql.files.maxPartitionBytes, or write more files"
+            )
         if reason is not None:
             logger.warning("streamFirstEpoch: the rows are read before the first epoch: %s", reason)
             return
         self.job = replace(self.job, feed=replace(self.job.feed, stream_first_epoch=True))
-
-    def _why_rows_are_read_first(self) -> str | None:
-        tasks = self.workers.num_tasks
-        if self.workers.ranks_a_task > 1:
-            return "the GPUs of a task share its rows, and could wait for each other's"
-        if self.workers.repartition:
-            partitions = known_partitions(self.workers.frame) or "an unknown number of"
-            return (
-                f"they are shuffled, because the DataFrame has {partitions} partitions for {tasks} "
-                f"workers. Write it to files and read it with df.coalesce({tasks})"
-            )
-        if not has_stable_order(self.workers.frame):
-            return "they do not come straight from files. Write them to files first"
-        return None
+        if partitions != tasks:
+            self.workers = replace(self.workers, frame=frame.coalesce(tasks), repartition=False)
 
     def spread(self) -> None:
         """Have the rows spread evenly over the workers by a shuffle."""

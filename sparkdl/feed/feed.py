@@ -27,6 +27,8 @@ from sparkdl.protocols import Batch
 CHUNK_BYTES = 4 << 20
 """What is gathered from the store at once, cut into minibatches afterwards: large enough that
 Python's part is nothing, small enough for a core's cache."""
+READ_AHEAD = 8
+"""Record batches, of 2 MiB each by default, that may wait while others are trained on."""
 
 RowExchange = Callable[[PartitionStore, Tensor, PartitionStore, int], None]
 """(rows, their order, where the received rows go, the epoch that follows)."""
@@ -101,6 +103,7 @@ class Feed:
         self._training = self._new_store()
         self._held_out = self._new_store()
         self._reading = Reading(schema, rank, self._training, self._held_out)
+        self._source: Generator[pa.RecordBatch, None, None] | None = None
         self._arrivals: Arrivals | None = None
         self._orders: dict[PartitionStore, Tensor] = {}
         self._weight_scale = 1.0
@@ -115,6 +118,8 @@ class Feed:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._source is not None:
+            self._source.close()
         self._training.close()
         self._held_out.close()
 
@@ -167,10 +172,12 @@ class Feed:
         """
         if not self._options.stream_first_epoch:
             return self.fill(source, on_rows)
+        # Spark's side reads on only while somebody takes what it has read.
+        self._source = prefetched(source, ahead=READ_AHEAD, close_s=1.0)
         self._arrivals = Arrivals(
             self._schema,
             self._reading,
-            self._reading.parts(source, on_rows),
+            self._reading.parts(self._source, on_rows),
             self._training,
             batch_size=self._batch_size,
             drop_last=self._options.drop_last,

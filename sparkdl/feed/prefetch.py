@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
+import time
 from collections.abc import Generator, Iterable
 from typing import TypeVar
 
@@ -20,7 +22,9 @@ class _End:
         self.error = error
 
 
-def prefetched(source: Iterable[T]) -> Generator[T, None, None]:
+def prefetched(
+    source: Iterable[T], *, ahead: int = AHEAD, close_s: float = math.inf
+) -> Generator[T, None, None]:
     """Yield what ``source`` yields, made ahead of need in a thread of its own.
 
     The thread ends with the source, with an error in it, which is raised here, or when the iterator
@@ -28,8 +32,11 @@ def prefetched(source: Iterable[T]) -> Generator[T, None, None]:
 
     Args:
         source: used by that thread only.
+        ahead: items that may be ready before anybody wants them.
+        close_s: the longest that closing waits for the thread, in seconds; for sources that may be
+            stuck, and that nobody else uses.
     """
-    ready: queue.Queue[T | _End] = queue.Queue(AHEAD)
+    ready: queue.Queue[T | _End] = queue.Queue(ahead)
     closed = threading.Event()
 
     def put(item: T | _End) -> None:
@@ -60,7 +67,8 @@ def prefetched(source: Iterable[T]) -> Generator[T, None, None]:
             raise item.error
     finally:
         closed.set()
-        while thread.is_alive():
+        until = time.monotonic() + close_s
+        while thread.is_alive() and time.monotonic() < until:
             if not ready.empty():
                 ready.get_nowait()  # the thread may be waiting for room
             thread.join(0.01)

@@ -20,9 +20,11 @@ from sparkdl.strategies import Strategy
     [
         ParameterAveraging(),
         GradientAllReduce(commit_every=2),
-        ParameterAveraging(2, aggregation="executors"),
+        pytest.param(
+            ParameterAveraging(2, aggregation="executors"), marks=pytest.mark.slow, id="executors"
+        ),
     ],
-    ids=["alone", "all-reduce", "executors"],
+    ids=["alone", "all-reduce", None],
 )
 def test_a_worker_that_is_killed_is_started_again_and_no_row_is_lost(
     spark: SparkSession, tmp_path: Path, strategy: Strategy, executor: bool

@@ -55,7 +55,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(spark: SparkSession, path: Path) -> DataFrame:
-    return spark.read.parquet(path.as_uri()).coalesce(2)
+    """Three partitions or more, of which the first two have all rows."""
+    return spark.read.parquet(path.as_uri())
 
 
 class First(nn.Module):
@@ -101,7 +102,11 @@ def test_each_row_is_trained_on_once_an_epoch_the_first_in_blocks_as_they_arrive
         assert max(second) - min(second) > ROWS - BLOCK // 2
 
 
-@pytest.mark.parametrize("executor", [False, True], ids=["process", "executor"])
+@pytest.mark.parametrize(
+    "executor",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["process", "executor"],
+)
 def test_a_worker_that_is_killed_in_the_first_epoch_comes_back_and_no_row_is_lost(
     spark: SparkSession, files: Path, tmp_path: Path, executor: bool
 ) -> None:
@@ -142,17 +147,18 @@ def test_a_class_that_the_model_does_not_have_is_named_with_its_row_when_it_arri
 def test_rows_that_have_to_be_shuffled_are_read_first_with_a_warning(
     spark: SparkSession, files: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = spark.read.parquet(files.as_uri()).limit(500).repartition(5)
+    rows = read(spark, files).where("id < 500").coalesce(1)
     with caplog.at_level(logging.WARNING, "sparkdl"):
         fitted = fit(rows, nn.Linear(4, 3))
-    assert "read before the first epoch: they are shuffled" in caplog.text
-    assert "df.coalesce(2)" in caplog.text
+    assert "rows are read before the first epoch: the DataFrame has 1 part" in caplog.text
     assert [epoch.examples for epoch in fitted.history] == [500, 500]
 
 
+@pytest.mark.parametrize("shuffled", [False, True])
 def test_rows_that_come_from_elsewhere_are_read_first_with_a_warning(
-    spark: SparkSession, caplog: pytest.LogCaptureFixture
+    spark: SparkSession, caplog: pytest.LogCaptureFixture, shuffled: bool
 ) -> None:
+    rows = frame(spark, rows=60, partitions=2)
     with caplog.at_level(logging.WARNING, "sparkdl"):
-        fit(frame(spark, rows=60, partitions=2), nn.Linear(4, 3), batchSize=5)
+        fit(rows.repartition(2) if shuffled else rows, nn.Linear(4, 3), batchSize=5)
     assert "they do not come straight from files" in caplog.text

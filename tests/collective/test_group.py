@@ -102,6 +102,7 @@ def test_a_rank_killed_in_an_all_reduce_is_named_by_the_others(victim: int) -> N
             assert "did not take part" in result[1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_by_the_others_after_the_deadline() -> None:
     def body(collective: Collective, _: Any) -> Any:
         collective.all_reduce(torch.ones(4))

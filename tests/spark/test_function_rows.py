@@ -291,6 +291,7 @@ def test_what_makes_no_sense_is_refused(spark: SparkSession) -> None:
         sparkdl.run(lambda: sparkdl.current_worker().report(x="many"), num_workers=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_rows_that_take_longer_than_workers_to_start_are_waited_for(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

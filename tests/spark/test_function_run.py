@@ -187,6 +187,7 @@ def assert_next_run_works() -> None:
     assert sparkdl.run(lambda: "fine", num_workers=3) == ["fine"] * 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_while_another_fails_is_killed(spark: SparkSession) -> None:
     def fail_or_sleep() -> None:
         if sparkdl.current_worker().rank == 0:

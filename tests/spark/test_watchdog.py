@@ -133,6 +133,7 @@ def test_an_upstream_that_takes_longer_than_the_timeout_is_waited_for(spark: Spa
     assert fitted.history[0].examples == 15
 
 
+@pytest.mark.slow
 def test_a_single_task_upstream_that_takes_longer_than_the_timeout_is_waited_for(
     spark: SparkSession,
 ) -> None:
