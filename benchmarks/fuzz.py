@@ -14,9 +14,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,12 +27,16 @@ from harness import Claim, parse, parser, report
 from torch import nn
 
 from sparkdl.averager.address import AveragerAddress
+from sparkdl.averager.attendance import NewRows
 from sparkdl.averager.codec import FullPrecision
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
+from sparkdl.averager.headers import shard_header, window_header
 from sparkdl.averager.server import Averager
 from sparkdl.driver import Outcome, run
 from sparkdl.errors import SparkDLError, TrainingError
+from sparkdl.events import WindowReport
 from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.facts import ColumnFacts, ShardFacts
 from sparkdl.protocols import ColumnSpec, Segment
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import batches_of
@@ -38,36 +45,29 @@ from sparkdl.worker import Job
 
 CENTER = 5
 LAYOUT = (Segment("parameters", torch.float32, CENTER),)
-COLUMN = {
-    "nulls": 0,
-    "null_elements": 0,
-    "fractions": 0,
-    "shortest": None,
-    "longest": None,
-    "smallest": 0.5,
-    "largest": 2,
-}
-HEADERS = [
-    {"join": 0, "host": "h", "attempt": 0},
-    {"reading": 5},
-    {"shard": {"rows": 3, "columns": [COLUMN]}},
-    {
-        "window": {
-            "rank": 0,
-            "epoch": 1,
-            "step": 1,
-            "examples": 2,
-            "loss_sum": 0.5,
-            "last": False,
-            "step_of_epoch": 1,
-            "stands_for": None,
-        },
-        "takes_reply": True,
-        "own_state": 12,
-    },
-    {"own_state": 10},
-    {"gather": {"a": 1}},
-    {"failure": {"message": "m"}},
+Message = dict[str, Any] | torch.Tensor
+SHARD = ShardFacts(3, (ColumnFacts(smallest=0.5, largest=2),))
+WINDOW = WindowReport(
+    rank=0, epoch=1, step=1, examples=2, loss_sum=0.5, last=False, step_of_epoch=1
+)
+CONTRIBUTION: list[Message] = [
+    window_header(WINDOW, own_state=12),
+    torch.zeros(12, dtype=torch.uint8),
+    torch.ones(CENTER),
+]
+JOINS: list[Message] = [{"join": 0, "host": "h", "attempt": 0}, {"reading": 5}]
+LEAVES: list[Message] = [{"own_state": 10}, {"gather": {"a": 1}}, {"failure": {"message": "m"}}]
+CONVERSATIONS: list[list[Message]] = [
+    [*JOINS, shard_header(SHARD), *CONTRIBUTION, *CONTRIBUTION, *LEAVES],
+    [
+        *JOINS,
+        shard_header(replace(SHARD, complete=False)),
+        *CONTRIBUTION,
+        {"reading": 6},
+        shard_header(SHARD),
+        {"rows": True},
+        *LEAVES,
+    ],
 ]
 ODD = [None, True, -1, 1 << 70, 1e300, float("nan"), "", "x" * 1000, [], {}, [[[[]]]], b"".hex()]
 
@@ -141,32 +141,35 @@ class Strangers(threading.Thread):
             elif kind == 2:
                 line.sendall(hello * 2)
             answer = line.recv(64) if kind == 1 and draw.random() < 0.2 else b""
-            self.accepted += bool(answer)
+            self.accepted += bool(answer.strip(b"\0"))  # zeros refuse
 
 
 def insider(draw: random.Random) -> tuple[int, str]:
     """One run whose only worker has the token and sends nonsense; returns calls and what failed."""
-    averager = Averager(LAYOUT, [torch.ones(CENTER)], 1, FullPrecision(), deadline_s=2.0)
-    wrong, calls = "", 0
-    started = time.monotonic()
-    with averager:
+    calls, started = 0, time.monotonic()
+    with (
+        Averager(LAYOUT, [torch.ones(CENTER)], 1, FullPrecision(), deadline_s=2.0) as averager,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        driver = pool.submit(drive, averager)
         line = Connection(socket.create_connection(averager.address.host_and_port, 5), 2.0)
         try:
             line.introduce(averager.address.token)
-            for header in HEADERS[: draw.randrange(len(HEADERS))]:
+            conversation = draw.choice(CONVERSATIONS)
+            for message in conversation[: draw.randrange(1, 1 + len(conversation))]:
                 calls += 1
-                _send(line, draw, header)
+                _send(line, draw, message)
+            # Closing at once would take back what the averager has not read yet.
+            line._socket.shutdown(socket.SHUT_WR)
+            while line._socket.recv(1 << 16):
+                pass
         except (ConnectionLostError, SilenceError, TrainingError, OSError):
             pass
         line.close()
-        averager.fail(TrainingError("over"))
-        try:
-            for _ in averager.events():
-                averager.start()
-        except SparkDLError:
-            pass
-        except Exception as error:  # that is what is looked for
-            wrong = f"{type(error).__name__}: {error}"
+        with suppress(TimeoutError):
+            driver.result(timeout=0.02)
+        averager.fail(TrainingError("over"))  # dropped if the run has ended
+        wrong = driver.result(timeout=30)
         if not all(torch.isfinite(averager.center[0])):
             wrong = "a center that is not finite"
     if time.monotonic() - started > 10:
@@ -174,23 +177,40 @@ def insider(draw: random.Random) -> tuple[int, str]:
     return calls, wrong
 
 
-def _send(line: Connection, draw: random.Random, header: dict[str, object]) -> None:
-    kind = draw.randrange(6)
+def drive(averager: Averager) -> str:
+    """Be the driver of a run; returns what it should not have met."""
+    try:
+        for event in averager.events():
+            averager.start()
+            if isinstance(event, NewRows):
+                averager.approve(event.rank)
+    except SparkDLError:
+        pass
+    except Exception as error:  # that is what is looked for
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _send(line: Connection, draw: random.Random, message: Message) -> None:
+    """Send a message, most often as it should be."""
+    kind = draw.randrange(12)
     if kind == 0:
         line._socket.sendall(draw.randbytes(draw.randrange(1, 100)))
     elif kind == 1:
         line.send_values(torch.rand(draw.choice([0, 1, CENTER, 1000])))
+    elif isinstance(message, torch.Tensor):
+        line.send_values(message)
     elif kind == 2:
-        line.send_header({draw.choice(list(header)): draw.choice(ODD)})
+        line.send_header({draw.choice(list(message)): draw.choice(ODD)})
     elif kind == 3:
         inner = {
-            key: dict(value) if isinstance(value, dict) else value for key, value in header.items()
+            key: dict(value) if isinstance(value, dict) else value for key, value in message.items()
         }
         fields = next((v for v in inner.values() if isinstance(v, dict)), inner)
         fields[draw.choice(list(fields))] = draw.choice(ODD)
         line.send_header(inner)
     else:
-        line.send_header(header)
+        line.send_header(message)
 
 
 def resident_mb() -> float:

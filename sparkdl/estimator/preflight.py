@@ -59,6 +59,7 @@ class Preflight:
     """
 
     checked: Checked
+    _has_stepped = False
 
     def __init__(self, params: EstimatorParams, frame: DataFrame) -> None:
         require_classic_session(frame)
@@ -240,10 +241,16 @@ class Preflight:
         self._check_balance(facts)
         self._check_values(facts)
         schema = self.job.schema.of_lengths([column.longest for column in facts.columns])
-        outputs = probe(self._replica, schema, facts.columns, self.head)
+        outputs = probe(
+            self._replica, schema, facts.columns, self.head, steps=not self._has_stepped
+        )
+        self._has_stepped = True
+        # With gradients and optimizer state it is several times the center, for the whole fit.
         if facts.complete:
-            # With gradients and optimizer state it is several times the center, for the whole fit.
             del self._replica
+        else:
+            self._replica.optimizer.zero_grad()
+            self._replica.rebuild_optimizer(lambda build, parameters: build(parameters))
         width = None if outputs.dim() == 1 else outputs[0].numel()
         output_function(self._output_type, self.head, width)
         self.checked = Checked(schema.features, width)

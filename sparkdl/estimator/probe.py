@@ -87,6 +87,8 @@ def probe(
     schema: FeedSchema,
     facts: Sequence[ColumnFacts],
     head: Head,
+    *,
+    steps: bool = True,
 ) -> Tensor:
     """Take one step with a replica that is thrown away afterwards.
 
@@ -95,6 +97,7 @@ def probe(
         schema: the tensors that it will be fed.
         facts: what is known of each of its columns.
         head: what the loss says about the outputs.
+        steps: whether to take the step, or to go only as far as the loss.
 
     Returns:
         The model's outputs for the two rows.
@@ -107,17 +110,26 @@ def probe(
     if schema.weight is not None:
         columns[-1] = torch.ones(2)
     batch = schema.batch(columns, last=True)
-    with borrowed_random_numbers():
-        return _step(replica, batch, schema, facts, head)
+    with borrowed_random_numbers(), torch.set_grad_enabled(steps):
+        outputs, loss = _try_out(replica, batch, schema, facts, head)
+        if steps:
+            try:
+                loss.backward()  # type: ignore[no-untyped-call]
+                replica.optimizer.step()
+            except Exception as error:  # a detached output, an optimizer that needs a closure, ...
+                both = _both(outputs, batch)
+                _fail(f"the backward pass or the optimizer's step fails after {both}", error)
+    return outputs.detach()
 
 
-def _step(
+def _try_out(
     replica: Replica,
     batch: Batch,
     schema: FeedSchema,
     facts: Sequence[ColumnFacts],
     head: Head,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """The outputs and the loss."""
     replica.module.train()
     shapes = _shapes(batch.features)
     labels = schema.labels
@@ -140,9 +152,7 @@ def _step(
     ignored = getattr(replica.loss, "ignore_index", None)
     for label, found in zip(labels, label_facts[: len(labels)], strict=True):
         _check_label_range(label, found, outputs, head, ignored)
-    both = (
-        f"outputs {_shapes(outputs)} and targets {_shapes(align_targets(outputs, batch.targets))}"
-    )
+    both = _both(outputs, batch)
     try:
         with warnings.catch_warnings():
             # torch only warns before it broadcasts (2, 2) outputs against (2,) targets.
@@ -155,12 +165,12 @@ def _step(
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(f"the loss of {both} must be a scalar tensor, the mean; it is {shape}")
-    try:
-        loss.backward()  # type: ignore[no-untyped-call]
-        replica.optimizer.step()
-    except Exception as error:  # a detached output, an optimizer that needs a closure, ...
-        _fail(f"the backward pass or the optimizer's step fails after {both}", error)
-    return outputs.detach()
+    return outputs, loss
+
+
+def _both(outputs: Tensor, batch: Batch) -> str:
+    targets = align_targets(outputs, batch.targets)
+    return f"outputs {_shapes(outputs)} and targets {_shapes(targets)}"
 
 
 def _check_label_range(

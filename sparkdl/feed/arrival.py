@@ -22,6 +22,9 @@ from sparkdl.feed.store import PartitionStore
 BLOCK_BYTES = 16 << 20
 """Of a block: small beside any worker, and a few thousand rows where a row is an image."""
 
+OnRows = Callable[[int], None]
+"""Told the rows read so far, for example to say that the worker is alive."""
+
 Look = Callable[[ShardFacts], None]
 """Shows what was found so far to who decides whether it can be trained on; returns if it can."""
 
@@ -75,6 +78,7 @@ class Arrivals:
         schema: what the columns become.
         reading: the reading of them.
         parts: what it yields.
+        on_rows: called after each part with the rows read so far.
         training: where it puts the rows to train on.
         batch_size: rows a minibatch.
         drop_last: whether a last minibatch is left out if it is short.
@@ -85,6 +89,7 @@ class Arrivals:
         schema: FeedSchema,
         reading: Reading,
         parts: Iterator[list[Tensor]],
+        on_rows: OnRows,
         training: PartitionStore,
         *,
         batch_size: int,
@@ -94,6 +99,7 @@ class Arrivals:
         self._schema = schema
         self._reading = reading
         self._parts = parts
+        self._on_rows = on_rows
         self._training = training
         self._batch_size = batch_size
         self._needed_behind = batch_size if drop_last else 1
@@ -110,7 +116,7 @@ class Arrivals:
     def rest(self) -> ShardFacts:
         """Read what is left without giving it away; returns what was found in all."""
         for _ in self._parts:
-            pass
+            self._on_rows(self._reading.rows)
         self.complete = True
         self._shown = self._shard()
         return self._shown
@@ -154,9 +160,12 @@ class Arrivals:
             part = next(self._parts, None)
             if part is None:
                 self.complete = True
-            elif part:
+                return
+            if part:
                 self._waiting.append(part)
                 self._rows_waiting += len(part[0])
+            # Last, for it may raise, and the rows have to be there for whoever goes on.
+            self._on_rows(self._reading.rows)
 
     def _show(self, look: Look) -> None:
         shard, shown = self._shard(), self._shown

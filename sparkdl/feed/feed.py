@@ -14,12 +14,12 @@ from torch import Tensor
 
 from sparkdl.errors import ConfigError
 from sparkdl.feed.allocator import keep_freed_memory
-from sparkdl.feed.arrival import Arrivals, Block, Look, block_order, block_rows
+from sparkdl.feed.arrival import Arrivals, Block, Look, OnRows, block_order, block_rows
 from sparkdl.feed.columns import BatchTransform, FeedSchema
 from sparkdl.feed.device import DeviceChunk, to_device
 from sparkdl.feed.facts import ShardFacts
 from sparkdl.feed.prefetch import prefetched
-from sparkdl.feed.reading import OnRows, Reading
+from sparkdl.feed.reading import Reading
 from sparkdl.feed.shuffle import even_sizes, generator, permutation, stream_seed
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import Batch
@@ -141,7 +141,7 @@ class Feed:
     def fill(
         self,
         source: Iterable[pa.RecordBatch],
-        on_rows: Callable[[int], None] = lambda rows: None,
+        on_rows: OnRows = lambda rows: None,
     ) -> ShardFacts:
         """Read every row into the store, looking at it on the way.
 
@@ -154,8 +154,8 @@ class Feed:
         Returns:
             What was found; an epoch may follow only if every column is sound.
         """
-        for _ in self._reading.parts(source, on_rows):
-            pass
+        for _ in self._reading.parts(source):
+            on_rows(self._reading.rows)
         return self._reading.shard()
 
     def read_first(
@@ -165,7 +165,7 @@ class Feed:
 
         Args:
             source: as ``fill`` takes it, without ``ORDER_COLUMN`` if the first epoch is streamed.
-            on_rows: called after each record batch, also of those that are read later.
+            on_rows: as ``fill`` calls it, also of rows that are read later.
 
         Returns:
             What was found, which says whether those are all rows.
@@ -177,7 +177,8 @@ class Feed:
         self._arrivals = Arrivals(
             self._schema,
             self._reading,
-            self._reading.parts(self._source, on_rows),
+            self._reading.parts(self._source),
+            on_rows,
             self._training,
             batch_size=self._batch_size,
             drop_last=self._options.drop_last,

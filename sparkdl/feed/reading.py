@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
 import torch
@@ -18,9 +18,6 @@ ORDER = ColumnSpec(ORDER_COLUMN, torch.int64)
 DECODED_BYTES = 64 << 20
 """What a record batch is decoded into at once; images are far larger than their files."""
 
-OnRows = Callable[[int], None]
-"""Called after each record batch with the rows read so far."""
-
 
 class Reading:
     """A worker's rows on their way into its stores, once.
@@ -32,20 +29,21 @@ class Reading:
         held_out: receives those to validate with.
 
     Attributes:
-        facts: what was found so far, one a column of the schema.
+        rows: how many were read so far.
+        facts: what was found in them, one a column of the schema.
         keys: of each store, the rows' values of ``ORDER_COLUMN`` if they have it.
     """
 
     def __init__(
         self, schema: FeedSchema, rank: int, training: PartitionStore, held_out: PartitionStore
     ) -> None:
+        self.rows = 0
         self.facts = tuple(ColumnFacts() for _ in schema.columns)
         self.keys: dict[PartitionStore, list[Tensor]] = {training: [], held_out: []}
         self._schema = schema
         self._rank = rank
         self._training = training
         self._held_out = held_out
-        self._rows = 0
         self._weights: list[Tensor] = []
 
     @property
@@ -53,14 +51,13 @@ class Reading:
         """Whether each column can be one tensor, as far as it was read."""
         return all(column.sound for column in self.facts)
 
-    def parts(self, source: Iterable[pa.RecordBatch], on_rows: OnRows) -> Iterator[list[Tensor]]:
+    def parts(self, source: Iterable[pa.RecordBatch]) -> Iterator[list[Tensor]]:
         """Read every row into the stores, looking at it on the way.
 
         Rows that cannot be trained on do not stop the reading, but nothing is stored any more.
 
         Args:
             source: the rows, once; the columns of the schema, then perhaps ``ORDER_COLUMN``.
-            on_rows: as its type says.
 
         Yields:
             The rows to train on, as they arrive: one tensor a ``stored`` column of the schema,
@@ -74,10 +71,9 @@ class Reading:
                 columns = part.columns
                 decoded = [decode(*pair) for pair in zip(columns[: len(specs)], specs, strict=True)]
                 self._look_at(decoded)
-                self._rows += part.num_rows
+                self.rows += part.num_rows
                 keys = columns[len(specs)] if len(columns) > len(specs) else None
                 yield self._store(decoded, keys) if self.sound else []
-            on_rows(self._rows)
         self._training.flush()
         self._held_out.flush()
 
@@ -91,10 +87,10 @@ class Reading:
         # Sorted, because a shuffle delivers the rows in any order and sums depend on it.
         weights = torch.cat(self._weights).double().sort().values if self._weights else None
         weight = 0.0 if weights is None else weights.sum().item()
-        return ShardFacts(self._rows - held_out, self.facts, held_out, weight, complete)
+        return ShardFacts(self.rows - held_out, self.facts, held_out, weight, complete)
 
     def _look_at(self, decoded: list[Decoded]) -> None:
-        place = (self._rank, self._rows)
+        place = (self._rank, self.rows)
         columns = zip(self.facts, decoded, self._schema.columns, strict=True)
         self.facts = tuple(
             known if says_nothing_new(column, spec, known) else known + look_at(column, spec, place)

@@ -148,6 +148,24 @@ def test_what_was_left_unread_is_read_into_the_store_and_trained_on_from_there(
     assert sorted(ids_of(before + after)) == list(range(50))
 
 
+def test_no_row_is_lost_when_a_sign_of_life_cannot_be_given(
+    tmp_path: Path, blocks_of: Callable[[int], None]
+) -> None:
+    """The connection to the averager may break in it; the worker connects again and goes on."""
+
+    def breaks(rows: int) -> None:
+        if rows == 25:
+            raise ConnectionResetError
+
+    blocks_of(8)
+    with streaming(tmp_path) as feed:
+        feed.read_first(record_batches([5] * 10), breaks)
+        with pytest.raises(ConnectionResetError):
+            list(feed.arriving(accept))
+        assert feed.read_rest().rows == 50
+        assert sorted(ids_of(list(feed.epoch(1)))) == list(range(50))
+
+
 def test_all_that_was_found_is_shown_before_the_last_minibatch(
     tmp_path: Path, blocks_of: Callable[[int], None]
 ) -> None:
