@@ -236,7 +236,7 @@ def _serve(
     for event in averager.events():
         try:
             if isinstance(event, NewRows):
-                examine(DataFacts.of([event.shard]), of_all=False)
+                examine(DataFacts.of([replace(event.shard, complete=False)]))
                 averager.approve(event.rank)
                 continue
             if isinstance(event, DataFacts):
@@ -272,17 +272,15 @@ class _Examiner:
         self._first: DataFacts | None = None
         self._begun = False
 
-    def __call__(self, facts: DataFacts, *, of_all: bool = True) -> bool:
+    def __call__(self, facts: DataFacts) -> bool:
         """Raise what is wrong with the rows; returns whether it is the first look at them.
 
         Args:
-            facts: what was found, perhaps only in the first rows.
-            of_all: whether by all workers.
+            facts: what was found, perhaps only in some rows, or by one worker.
         """
-        if not facts.complete or not of_all:
+        if not facts.complete:
             if self._first is not None:
                 return False  # all rows were seen before the workers were started again
-            facts = replace(facts, complete=False)
             check_facts(facts, self._columns)
             self._check(facts)
             is_news, self._begun = not self._begun, True

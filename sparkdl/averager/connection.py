@@ -10,7 +10,7 @@ Before the first message both ends prove that they know the job's token without 
 
     averager -> worker   MAGIC, challenge a
     worker -> averager   HMAC(token, "worker", a), challenge w
-    averager -> worker   HMAC(token, "averager", w), or zeros to refuse
+    averager -> worker   HMAC(token, "averager", w)
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ HANDSHAKE_S = 20.0
 """Seconds that the other end has to prove itself."""
 _CHALLENGE_BYTES = 32
 _PROOF_BYTES = hashlib.sha256().digest_size
-_REFUSAL = bytes(_PROOF_BYTES)
 _HEADER, _VALUES = 1, 2
 _PREFIX = struct.Struct("!BI")
 _SECONDS = struct.Struct("ll")
@@ -49,6 +48,10 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 
 class ConnectionLostError(Exception):
     """The other end is gone, or has sent what no end of ours sends."""
+
+
+class ClosedError(ConnectionLostError):
+    """The other end has closed the connection, as an averager does that was shown a wrong proof."""
 
 
 class SilenceError(Exception):
@@ -82,8 +85,6 @@ class Connection:
         answer = self._receive(_PROOF_BYTES + _CHALLENGE_BYTES)
         proof, theirs = answer[:_PROOF_BYTES], answer[_PROOF_BYTES:]
         if not hmac.compare_digest(proof, _prove(token, b"worker", challenge)):
-            # A word of its own, for a connection that only breaks here is worth another attempt.
-            self._send(_REFUSAL)
             return False
         self._send(_prove(token, b"averager", theirs))
         self._limit_silence(self._silence_s)
@@ -97,7 +98,10 @@ class Connection:
             raise ConnectionLostError("whoever answers there is not an averager")
         challenge = secrets.token_bytes(_CHALLENGE_BYTES)
         self._send(_prove(token, b"worker", hello[len(MAGIC) :]) + challenge)
-        answer = self._receive(_PROOF_BYTES)
+        try:
+            answer = self._receive(_PROOF_BYTES)
+        except ClosedError:  # one that breaks here, though, is worth another attempt
+            return False
         self._limit_silence(self._silence_s)
         return hmac.compare_digest(answer, _prove(token, b"averager", challenge))
 
@@ -224,7 +228,7 @@ class Connection:
             except OSError as error:
                 raise self._as_ours(error) from error
             if not count:
-                raise ConnectionLostError("the other end closed the connection")
+                raise ClosedError("the other end closed the connection")
             octets = octets[count:]
 
     def _send(self, octets: bytes | memoryview) -> None:

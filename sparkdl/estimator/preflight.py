@@ -175,8 +175,9 @@ class Preflight:
             self.workers = replace(self.workers, frame=frame.coalesce(tasks), repartition=False)
 
     def spread(self) -> None:
-        """Have the rows spread evenly over the workers by a shuffle."""
+        """Have the rows spread evenly over the workers by a shuffle, which has to read them all."""
         self.workers = replace(self.workers, repartition=True)
+        self.job = replace(self.job, feed=replace(self.job.feed, stream_first_epoch=False))
 
     def _check_values(self, facts: DataFacts) -> None:
         schema, batch_size = self.job.schema, self.job.batch_size
@@ -213,18 +214,23 @@ class Preflight:
         return [sum(rows[first : first + ranks]) for first in range(0, len(rows), ranks)]
 
     def _check_balance(self, facts: DataFacts) -> None:
-        partitions = self._partition_rows(facts)
-        if not facts.complete or self.workers.repartition or _balanced(partitions):
+        if self.workers.repartition:
             return
-        found = f"the partitions have {min(partitions)} to {max(partitions)} rows"
-        if not self.job.feed.stream_first_epoch:
+        partitions = self._partition_rows(facts)
+        known = [rows for rank, rows in enumerate(partitions) if rank not in facts.pending]
+        # Of those that have more rows only one thing is sure: that they have no fewer.
+        if not known or _balanced(partitions if facts.complete else [min(known), max(partitions)]):
+            return
+        more = "" if facts.complete else "more than "
+        found = f"a partition has {min(known)} rows, another {more}{max(partitions)}"
+        if not self._has_stepped:
             raise UnbalancedError(found)
-        logger.warning(
-            "%s: at the end of each epoch the others wait for the worker with the most. Without "
-            "streamFirstEpoch they would be spread evenly; df.repartition(%d) does it too",
-            found,
-            self.workers.num_tasks,
-        )
+        if facts.complete:
+            logger.warning(
+                "%s: at the end of each epoch the others wait for the worker with the most. "
+                "Without streamFirstEpoch they would be spread evenly",
+                found,
+            )
 
     def check(self, facts: DataFacts) -> None:
         """Check what the workers found in their rows, and try one step on a made-up batch.

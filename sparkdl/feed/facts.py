@@ -133,14 +133,19 @@ class DataFacts:
         columns: facts of each column, in the order of the feed's schema.
         held_out: rows of all workers to validate with.
         weight: the sum of the weights of all rows to train on; 0 without weights.
-        complete: whether those are all rows.
+        pending: the ranks that have more rows, of which nothing is known yet.
     """
 
     shard_rows: tuple[int, ...]
     columns: tuple[ColumnFacts, ...]
     held_out: int = 0
     weight: float = 0.0
-    complete: bool = True
+    pending: tuple[int, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether those are all rows."""
+        return not self.pending
 
     @property
     def mean_weight(self) -> float:
@@ -153,7 +158,7 @@ class DataFacts:
         A shuffle delivers them in any order. Only of rows that are complete.
         """
         fields = asdict(self)
-        del fields["complete"]
+        del fields["pending"]
         for column in fields["columns"]:
             del column["places"], column["reason"]
         return fields
@@ -176,7 +181,7 @@ class DataFacts:
             tuple(sum(facts, ColumnFacts()) for facts in columns),
             sum(shard.held_out for shard in shards),
             sum(shard.weight for shard in shards),
-            all(shard.complete for shard in shards),
+            tuple(rank for rank, shard in enumerate(shards) if not shard.complete),
         )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +25,30 @@ from sparkdl.feed.arrival import block_rows
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 WIDTH = 1024
-ROWS = 9000
-"""Of each of two files; rows of 4 KiB."""
+FILES = (3050, 3040, 3030, 3020, 3010, 3000)
+"""Rows of 4 KiB. Spark puts large files first, and here each is a partition."""
+ROWS = (sum(FILES[:3]), sum(FILES[3:]))
+"""Of each of two workers, when partitions that follow each other are put together."""
 BATCH = 60
 BLOCK = block_rows(BATCH, 4 * WIDTH + 8 + 8)
 
 
 def table(path: Path, labels: Sequence[int] | None = None) -> Path:
-    """Two files; row i is (i, 1024 numbers, a class of three)."""
+    """Row i is (i, 1024 numbers, a class of three)."""
     path.mkdir()
-    ids = np.arange(2 * ROWS)
-    numbers = np.random.default_rng(0).normal(size=(2 * ROWS, WIDTH)).astype(np.float32)
+    ids = np.arange(sum(FILES))
+    numbers = np.random.default_rng(0).normal(size=(len(ids), WIDTH)).astype(np.float32)
     classes = ids % 3 if labels is None else np.asarray(labels)
-    for part in range(2):
-        rows = slice(part * ROWS, (part + 1) * ROWS)
+    start = 0
+    for part, size in enumerate(FILES):
+        rows = slice(start, start + size)
         columns = {
             "id": ids[rows],
             "features": pa.FixedSizeListArray.from_arrays(numbers[rows].reshape(-1), WIDTH),
             "label": classes[rows],
         }
-        pq.write_table(pa.table(columns), path / f"{part}.parquet", row_group_size=ROWS)
+        pq.write_table(pa.table(columns), path / f"{part}.parquet")
+        start += size
     return path
 
 
@@ -54,9 +57,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return table(tmp_path_factory.mktemp("rows") / "table")
 
 
+@pytest.fixture(autouse=True)
+def a_partition_for_each_file(spark: SparkSession) -> Iterator[None]:
+    spark.conf.set("spark.sql.files.maxPartitionBytes", "16m")
+    yield
+    spark.conf.unset("spark.sql.files.maxPartitionBytes")
+
+
 def read(spark: SparkSession, path: Path) -> DataFrame:
-    """Three partitions or more, of which the first two have all rows."""
-    return spark.read.parquet(path.as_uri())
+    rows = spark.read.parquet(path.as_uri())
+    assert rows.rdd.getNumPartitions() == len(FILES)
+    return rows
 
 
 class First(nn.Module):
@@ -76,7 +87,7 @@ def fit(rows: DataFrame, model: nn.Module, **changes: Any) -> Any:
 
 
 def test_there_are_several_blocks_or_the_tests_below_would_say_nothing() -> None:
-    assert 2 < ROWS / BLOCK < 4
+    assert all(2 < rows / BLOCK < 4 for rows in ROWS)
 
 
 def test_each_row_is_trained_on_once_an_epoch_the_first_in_blocks_as_they_arrive(
@@ -92,14 +103,12 @@ def test_each_row_is_trained_on_once_an_epoch_the_first_in_blocks_as_they_arrive
     for line in lines(tmp_path / "ids"):
         rank, *ids = map(int, line.split())
         trained[rank] += ids
-    epochs = [trained[0][:ROWS] + trained[1][:ROWS], trained[0][ROWS:] + trained[1][ROWS:]]
-    assert [Counter(epoch) for epoch in epochs] == [Counter(range(2 * ROWS))] * 2
-    for rank in range(2):
-        first, second = trained[rank][:BLOCK], trained[rank][ROWS : ROWS + BLOCK]
-        assert sorted(first) == list(range(min(first), min(first) + BLOCK))
-        assert min(first) in (0, ROWS)
-        assert first != sorted(first)
-        assert max(second) - min(second) > ROWS - BLOCK // 2
+    for rank, start in ((0, 0), (1, ROWS[0])):
+        rows = list(range(start, start + ROWS[rank]))
+        first, second = trained[rank][: len(rows)], trained[rank][len(rows) :]
+        assert sorted(first) == sorted(second) == rows
+        assert sorted(first[:BLOCK]) == rows[:BLOCK] != first[:BLOCK]
+        assert sorted(second[:BLOCK]) != rows[:BLOCK]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +123,7 @@ def test_a_worker_that_is_killed_in_the_first_epoch_comes_back_and_no_row_is_los
     model = DiesOnce(str(died), executor=executor, step=100)
     fitted = fit(read(spark, files), model)
     assert len(lines(died)) == 1
-    assert [epoch.examples for epoch in fitted.history] == [2 * ROWS] * 2
+    assert [epoch.examples for epoch in fitted.history] == [sum(ROWS)] * 2
 
 
 class SaysWhenItTrains(nn.Module):
@@ -134,14 +143,33 @@ def test_a_class_that_the_model_does_not_have_is_named_with_its_row_when_it_arri
     spark: SparkSession, tmp_path: Path
 ) -> None:
     """After others were trained on, which is what streaming costs."""
-    labels = np.arange(2 * ROWS) % 3
+    labels = np.arange(sum(ROWS)) % 3
     labels[-1] = 7
     rows = read(spark, table(tmp_path / "table", labels))
-    for stream in (False, True):
+    for stream, row in ((False, r"\d+"), (True, ROWS[1] - 1)):
         passes = tmp_path / f"passes-{stream}"
-        with pytest.raises(DataError, match=rf"0 to 7 .*, row {ROWS - 1} of partition \d\)"):
+        with pytest.raises(DataError, match=rf"0 to 7 .*, row {row} of partition \d\)"):
             fit(rows, SaysWhenItTrains(str(passes)), streamFirstEpoch=stream)
         assert bool(lines(passes)) is stream
+
+
+def test_files_that_are_too_unequal_are_spread_before_anybody_trains(
+    spark: SparkSession, files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One worker would have the two largest files, the other five rows of the smallest."""
+    most = FILES[0] + FILES[1]
+    rows = read(spark, files).where(f"id < {most} or id >= {sum(ROWS) - 5}")
+    with caplog.at_level(logging.INFO, "sparkdl"):
+        fit(
+            rows,
+            RowIds(str(tmp_path / "ids")),
+            featuresCols=["features", "id"],
+            epochs=1,
+            strategy=ParameterAveraging(5),
+        )
+    assert "training starts anew after a shuffle: a partition has 5 rows" in caplog.text
+    trained = [len(line.split()) - 1 for line in lines(tmp_path / "ids")]
+    assert sum(trained) == most + 5
 
 
 def test_rows_that_have_to_be_shuffled_are_read_first_with_a_warning(

@@ -53,10 +53,10 @@ def test_a_step_is_tried_for_the_first_rows_and_only_the_outputs_for_those_that_
     ready._replica._build_optimizer = partial(Counting, lr=0.1)
     features = ColumnFacts(shortest=WIDTH, longest=WIDTH)
     label = ColumnFacts(smallest=0, largest=CLASSES - 1)
-    ready.check(DataFacts((5, 5), (features, label), complete=False))
+    ready.check(DataFacts((5, 5), (features, label), pending=(0, 1)))
     assert steps == 1
     with pytest.raises(DataError, match=f"but the model has {CLASSES} outputs"):
-        ready.check(DataFacts((9,), (features, replace(label, largest=CLASSES)), complete=False))
+        ready.check(DataFacts((9,), (features, replace(label, largest=CLASSES)), pending=(0,)))
     ready.check(DataFacts((30, 30), (features, label)))
     assert steps == 1
     assert not hasattr(ready, "_replica")

@@ -57,7 +57,7 @@ def test_rows_that_arrive_while_they_are_trained_on_become_the_total_when_all_ar
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with ProgressBar(2, visible=True) as bar:
-        bar(DataFacts((8, 8), (), complete=False))
+        bar(DataFacts((8, 8), (), pending=(0, 1)))
         bar(window(0, 4, 1.0))
         bar(rows_known(10, 20))
         bar(window(1, 6, 1.0))
