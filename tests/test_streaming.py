@@ -19,6 +19,7 @@ import pytest
 import torch
 from test_lost_workers import Misbehaves, kill, run_with_breaks
 from test_resume import die_after, policy, same_bits, save_and_stop
+from torch import Tensor, nn
 from toys import Data, classification, make_job, mlp, schema
 
 from sparkdl.averager import members
@@ -207,6 +208,46 @@ def test_an_error_of_the_source_ends_the_run() -> None:
     shards: list[Any] = classification([70, 70]).shards()
     with pytest.raises(WorkerError, match=r"rank 1, epoch 1, .*a block of the file is missing"):
         run_world(streamed(), [shards[0], failing(shards[1])])
+
+
+class RaisesAtStep(nn.Module):
+    """Raises in its third pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.passes = mlp(), 0
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.passes += 1
+        if self.passes == 3:
+            raise ZeroDivisionError("the user's own mistake")
+        return self.net(features)
+
+
+def test_an_error_in_the_middle_of_it_is_told_though_the_source_is_stuck_and_leaves_no_file(
+    tmp_path: Path,
+) -> None:
+    told, in_time = threading.Event(), []
+
+    def stuck(shard: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for index, batch in enumerate(shard):
+            if index == 6:
+                in_time.append(told.wait(20))
+            yield batch
+
+    shards: list[Any] = [stuck(classification([70]).shards()[0])]
+    job = streamed(RaisesAtStep())
+    start = _threads(job, shards, tmp_path)
+    try:
+        with pytest.raises(WorkerError, match="rank 0, epoch 1, step 3: ZeroDivisionError"):
+            run(job, 1, start)
+    finally:
+        told.set()
+    assert list(tmp_path.iterdir()) == []
+    until = time.monotonic() + 10
+    while not in_time and time.monotonic() < until:
+        time.sleep(0.01)
+    assert in_time == [True], "the error waited for the source"
 
 
 def test_who_waits_for_rows_in_the_first_epoch_is_no_straggler(
