@@ -25,7 +25,10 @@ from torch import Tensor, nn
 
 from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator, TorchModel
 from sparkdl.driver import Outcome, run
-from sparkdl.feed.columns import ORDER_COLUMN
+from sparkdl.feed.packed import unpacked
+from sparkdl.spark.columns import input_column
+from sparkdl.spark.launcher import Workers, worker_frame
+from sparkdl.spark.network import network_of
 from sparkdl.strategies import Strategy
 from sparkdl.testing.chaos import Deed, Storm
 from sparkdl.testing.replay import recorded_commits, replay
@@ -170,12 +173,21 @@ def rows(spark: SparkSession) -> DataFrame:
 
 
 def shards(frame: DataFrame, seed: int) -> list[list[pa.RecordBatch]]:
-    """The rows of each worker, with what orders them."""
-    key = F.xxhash64(F.lit(seed), "features", "label").alias(ORDER_COLUMN)
-    table = frame.select("features", "label", key, F.spark_partition_id().alias("rank")).toArrow()
+    """The rows of each worker, with what orders them: as the fit's own job hands them over."""
+    workers = Workers(
+        frame=frame,
+        columns=tuple(input_column(frame, name, "featuresCols") for name in frame.columns),
+        num_workers=WORKERS,
+        repartition=False,
+        device="cpu",
+        description="the rows of a storm",
+        network=network_of(frame.sparkSession),
+    )
+    fed = worker_frame(workers, seed)
+    table = fed.select("*", F.spark_partition_id().alias("rank")).toArrow()
+    of_ranks = [table.filter(pa.compute.equal(table["rank"], rank)) for rank in range(WORKERS)]
     return [
-        table.filter(pa.compute.equal(table["rank"], rank)).drop_columns("rank").to_batches()
-        for rank in range(WORKERS)
+        [unpacked(batch) for batch in rows.drop_columns("rank").to_batches()] for rows in of_ranks
     ]
 
 
