@@ -115,12 +115,16 @@ class Replica:
         return [p for p in self.module.parameters() if p.requires_grad]
 
     def rebuild_optimizer(
-        self, build: Callable[[OptimizerBuilder, list[nn.Parameter]], torch.optim.Optimizer]
+        self,
+        build: Callable[
+            [OptimizerBuilder, list[nn.Parameter]], torch.optim.Optimizer
+        ] = lambda builder, parameters: builder(parameters),
     ) -> None:
         """Replace the optimizer by one that has not taken a step.
 
         Args:
-            build: given the builder of the first one, and the parameters.
+            build: given the builder of the first one, and the parameters; by default it is built
+                as that was.
         """
         self.optimizer = build(self._build_optimizer, self.trainable())
         self.schedule = self._build_schedule(self.optimizer)

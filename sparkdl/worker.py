@@ -331,7 +331,7 @@ def _take_center(
         return None
     if run.step and not averager.resumes:
         # It has connected again, and the steps before that belong to no commit.
-        replica.rebuild_optimizer(lambda build, parameters: build(parameters))
+        replica.rebuild_optimizer()
     # Before the worker's own state, which has hyperparameters too.
     steps_an_epoch = job.steps_an_epoch(averager.shard_rows)
     replica.schedule.start_at(position.epoch, position.step_of_epoch, steps_an_epoch)

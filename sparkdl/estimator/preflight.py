@@ -256,7 +256,7 @@ class Preflight:
             del self._replica
         else:
             self._replica.optimizer.zero_grad()
-            self._replica.rebuild_optimizer(lambda build, parameters: build(parameters))
+            self._replica.rebuild_optimizer()
         width = None if outputs.dim() == 1 else outputs[0].numel()
         output_function(self._output_type, self.head, width)
         self.checked = Checked(schema.features, width)

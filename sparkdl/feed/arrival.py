@@ -176,7 +176,11 @@ class Arrivals:
         assert self._reading.sound, "rows that cannot be tensors were not refused"
 
     def _take(self, rows: int) -> list[Tensor]:
-        columns = [torch.cat(pieces) for pieces in zip(*self._waiting, strict=True)]
+        # What is left of a large part is one piece, and would be copied once for each block of it.
+        columns = [
+            torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+            for pieces in zip(*self._waiting, strict=True)
+        ]
         self._waiting = [[column[rows:] for column in columns]] if len(columns[0]) > rows else []
         self._rows_waiting -= rows
         return [column[:rows] for column in columns]
