@@ -8,8 +8,9 @@
                 what the driver may refuse, and once it has read all; returns when it does not
     gather:     every rank, equally often, at any time after it was let start
 
-Every method is called from the thread that serves one worker. A failure ends the run: it is raised
-in every thread that waits here, and in the driver's.
+Every method is called from the thread that serves one worker, as the member that this worker has
+joined as: whose place was taken meanwhile can do nothing in the name of its successor. A failure
+ends the run: it is raised in every thread that waits here, and in the driver's.
 
 A rank is overdue when someone waits for it and nothing was heard of it for longer than it is
 granted. Whoever waits notices, and so does the driver's thread, which looks at regular intervals.
@@ -132,32 +133,32 @@ class Attendance(ABC):
             if self.failure is None and not member.gone and member.rank not in self._finished:
                 self._lose(member, why)
 
-    def still_reading(self, rank: int) -> None:
-        """Take note that a rank is alive and reads its rows.
+    def still_reading(self, member: Member) -> None:
+        """Take note that a worker is alive and reads its rows.
 
         Raises:
-            StoppedError: the run failed elsewhere, so that the rank need not go on.
+            StoppedError: the run failed elsewhere, so that the worker need not go on.
         """
         with self._condition:
-            self._raise_if_failed()
-            self.hear(rank)
+            self._require(member)
+            self.hear(member.rank)
 
-    def ready(self, rank: int, shard: ShardFacts, on_wait: Callable[[], None]) -> None:
-        """Say that a rank has read its rows, and wait until it may take the center.
+    def ready(self, member: Member, shard: ShardFacts, on_wait: Callable[[], None]) -> None:
+        """Say that a worker has read its rows, and wait until it may take the center.
 
         Args:
-            rank: the worker's rank.
+            member: the worker.
             shard: what it found.
             on_wait: called now and then while others still read.
 
         Raises:
-            DataError: the rank has come back, and its rows are not what they were.
+            DataError: the worker has come back, and its rows are not what they were.
             DeadlineError: a rank did not start, or was silent while it read.
             StoppedError: the driver refused the data, or the run failed elsewhere.
         """
+        rank = member.rank
         with self._condition:
-            self._raise_if_failed()
-            member = self._members.of(rank)
+            self._require(member)
             self._note_shard(rank, shard)
             self._members.note_reading(rank, reading=not shard.complete)
             if self._started and rank not in self._admitted:
@@ -171,22 +172,22 @@ class Attendance(ABC):
                     return
             on_wait()
 
-    def show(self, rank: int, shard: ShardFacts, on_wait: Callable[[], None]) -> None:
-        """Have the driver look at rows that arrived after the rank was let start.
+    def show(self, member: Member, shard: ShardFacts, on_wait: Callable[[], None]) -> None:
+        """Have the driver look at rows that arrived after the worker was let start.
 
         Args:
-            rank: the worker's rank.
+            member: the worker.
             shard: what it has found by now.
             on_wait: called now and then meanwhile.
 
         Raises:
-            TrainingError: the rank has read its rows already.
+            TrainingError: the worker has read its rows already.
             StoppedError: the driver refused them, or the run failed elsewhere.
         """
+        rank = member.rank
         with self._condition:
-            self._raise_if_failed()
+            self._require(member)
             self.hear(rank)
-            member = self._members.of(rank)
             if not self._members.reads(rank):
                 raise TrainingError(f"rank {rank} said a second time what its rows are")
             self._note_shard(rank, shard)
@@ -208,11 +209,11 @@ class Attendance(ABC):
             self.hear(rank)
             self._condition.notify_all()
 
-    def gather(self, rank: int, value: object, on_wait: Callable[[], None]) -> list[object]:
+    def gather(self, member: Member, value: object, on_wait: Callable[[], None]) -> list[object]:
         """Wait until every rank has called this as often as this one; returns all values by rank.
 
         Args:
-            rank: the worker's rank.
+            member: the worker.
             value: what the others are to know.
             on_wait: called now and then while others are still to come.
 
@@ -220,8 +221,9 @@ class Attendance(ABC):
             DeadlineError: a rank stayed away.
             StoppedError: the run failed elsewhere.
         """
+        rank = member.rank
         with self._condition:
-            self._raise_if_failed()
+            self._require(member)
             self.hear(rank)
             number = self._gathered[rank]
             self._gathered[rank] += 1
@@ -231,7 +233,6 @@ class Attendance(ABC):
                 del self._gathers[number]
                 self._members.hear(self._everyone)
                 self._condition.notify_all()
-            member = self._members.of(rank)
         while True:
             with self._condition:
                 if self._wait(
@@ -290,10 +291,10 @@ class Attendance(ABC):
         """Take note that a rank is alive: something of it arrived, or it took something."""
         self._members.hear([rank])
 
-    def finish(self, rank: int) -> None:
+    def finish(self, member: Member) -> None:
         """Leave the run for good, after the last epoch."""
         with self._condition:
-            self._finished.add(rank)
+            self._finished.add(member.rank)
             if len(self._finished) == self.world_size:
                 self.events.put(None)
 
@@ -407,8 +408,7 @@ class Attendance(ABC):
                 lambda: self.failure is not None or member.gone or condition(),
                 timeout=max(0.01, min(due, until) - time.monotonic()),
             )
-            self._raise_if_failed()
-            self._members.require(member)
+            self._require(member)
             if met or time.monotonic() >= until:
                 return met
             self.check_deadline()
@@ -435,6 +435,16 @@ class Attendance(ABC):
         if self._gathers:
             return "did not take part in what the workers exchange among themselves"
         return self._what_the_round_misses()
+
+    def _require(self, member: Member) -> None:
+        """Check that the run goes on, and that a worker is still the one of its rank.
+
+        Raises:
+            StoppedError: the run failed elsewhere.
+            FencedError: the worker was lost, dropped or replaced.
+        """
+        self._raise_if_failed()
+        self._members.require(member)
 
     def _raise_if_failed(self) -> None:
         if self.failure is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.averager.attendance import Attendance
-from sparkdl.averager.members import Tolerance
+from sparkdl.averager.members import Member, Tolerance
 from sparkdl.averager.saving import CheckpointPlan, Saving
 from sparkdl.averager.tally import Tally
 from sparkdl.errors import CheckpointError, DeadlineError, SparkDLError
@@ -93,13 +93,14 @@ class Checkpoints(Attendance):
             self._save_asked = True
             self._told_to_end = reason
 
-    def finish(self, rank: int) -> None:
+    def finish(self, member: Member) -> None:
         """Leave the run for good, after the last epoch and its checkpoint."""
         with self._condition:
-            self._held.add(rank)
+            self._require(member)
+            self._held.add(member.rank)
             # The driver's thread ends the run if that takes too long.
             self._condition.wait_for(lambda: self._saving is None or self.failure is not None)
-        super().finish(rank)
+        super().finish(member)
 
     def close(self) -> None:
         """Wait a little for a checkpoint that is still being written."""

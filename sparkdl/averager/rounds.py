@@ -135,6 +135,7 @@ class Rounds(Checkpoints):
 
     def contribute(
         self,
+        member: Member,
         report: WindowReport,
         receive: Receive,
         scratch: Tensor,
@@ -144,6 +145,7 @@ class Rounds(Checkpoints):
         """Add one worker's contribution and wait for the outcome.
 
         Args:
+            member: the worker.
             report: what was trained on; ``report.weight`` is that of the contribution.
             receive: fetches its chunks in the order of ``chunks``; not called without weight.
             scratch: ``chunk_bytes`` bytes to receive into, kept from round to round by the caller.
@@ -160,8 +162,6 @@ class Rounds(Checkpoints):
             DeadlineError: a rank that is waited for was silent too long.
             StoppedError: the run failed elsewhere, or the worker's place was taken.
         """
-        with self._condition:
-            member = self._members.of(report.rank)
         accumulator, restarts = self._enter(report, member)
         self._add(report, member, accumulator, receive, scratch)
         with self._condition:
@@ -190,10 +190,11 @@ class Rounds(Checkpoints):
                 self._wait(lambda ended=number: self._tally.round > ended, member)  # type: ignore[misc]
                 number = self._tally.round
 
-    def release(self, rank: int) -> None:
+    def release(self, member: Member) -> None:
         """Say that a reply was sent; the next round's sums may then overwrite it."""
         with self._condition:
-            self._readers.discard(rank)
+            self._require(member)
+            self._readers.discard(member.rank)
             if not self._readers:
                 self._members.hear(self._admitted)
             self._condition.notify_all()
@@ -201,6 +202,7 @@ class Rounds(Checkpoints):
     def _enter(self, report: WindowReport, member: Member) -> tuple[Accumulator, int]:
         rank = report.rank
         with self._condition:
+            self._require(member)
             self._members.measure_window(rank)
             self.hear(rank)
             self._wait_to_enter(report, member)
@@ -262,8 +264,7 @@ class Rounds(Checkpoints):
             with self._condition:
                 self._adding.discard(member)
                 self._condition.notify_all()
-                self._raise_if_failed()
-                self._members.require(member)
+                self._require(member)
             # The round starts over; what the worker has sent already is of no use.
             for chunk in self.chunks[received:]:
                 dtype = self._wire_dtypes[chunk.segment]

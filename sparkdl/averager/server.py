@@ -201,7 +201,7 @@ class Averager:
             hello = connection.receive_header()
             raise_reported_failure(hello)
             member = self._rounds.join(*read_join(hello), connection.interrupt)
-            Session(member.rank, connection, self._rounds, self._codec, self._resumed).run()
+            Session(member, connection, self._rounds, self._codec, self._resumed).run()
         except FencedError as error:
             self._say_farewell(connection, error)
         except SparkDLError as error:

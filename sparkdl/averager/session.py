@@ -66,6 +66,7 @@ from sparkdl.averager.headers import (
     read_validation,
     read_window,
 )
+from sparkdl.averager.members import Member
 from sparkdl.averager.progress import Position
 from sparkdl.averager.rounds import Rounds, StartOverError
 from sparkdl.averager.saving import Resumed, Saving
@@ -83,7 +84,7 @@ class Session:
     """One worker that has joined.
 
     Args:
-        rank: the worker's.
+        member: the worker, as it has joined.
         connection: to it.
         rounds: the run's.
         codec: how values travel.
@@ -92,13 +93,14 @@ class Session:
 
     def __init__(
         self,
-        rank: int,
+        member: Member,
         connection: Connection,
         rounds: Rounds,
         codec: Codec,
         resumed: Resumed | None,
     ) -> None:
-        self._rank = rank
+        self._member = member
+        self._rank = member.rank
         self._connection = connection
         self._rounds = rounds
         self._codec = codec
@@ -107,25 +109,25 @@ class Session:
 
     def run(self) -> None:
         """Serve the worker from reading its rows to the last epoch; it has joined already."""
-        rank, rounds = self._rank, self._rounds
-        rounds.ready(rank, self._first_rows(), self._say_waiting)
+        member, rounds = self._member, self._rounds
+        rounds.ready(member, self._first_rows(), self._say_waiting)
         self._send_start()
         while not (header := self._next()).get("finish"):
             if "gather" in header:
-                gathered = rounds.gather(rank, header["gather"], self._say_waiting)
+                gathered = rounds.gather(member, header["gather"], self._say_waiting)
                 self._connection.send_header({"gathered": gathered})
             elif "reading" in header:
-                rounds.still_reading(rank)
+                rounds.still_reading(member)
             elif "shard" in header:
-                rounds.show(rank, read_shard(header, rank), self._say_waiting)
+                rounds.show(member, read_shard(header, self._rank), self._say_waiting)
                 self._connection.send_header({"go_on": True})
             elif "rows" in header:
                 self._connection.send_header(self._all_rows())
             elif "validation" in header:
-                rounds.validated(read_validation(header, rank))
+                rounds.validated(read_validation(header, self._rank))
             else:
                 self._serve_round(header)
-        rounds.finish(rank)
+        rounds.finish(member)
 
     def _first_rows(self) -> ShardFacts:
         """What the worker has found: in all its rows, unless it begins with the first of them."""
@@ -133,7 +135,7 @@ class Session:
         while True:
             header = self._next()
             if "reading" in header:
-                rounds.still_reading(rank)
+                rounds.still_reading(self._member)
                 continue
             shard = read_shard(header, rank)
             if shard.complete or rounds.position(rank) == Position():
@@ -172,7 +174,7 @@ class Session:
             with resumed.open_own_state(rank) as file:
                 while block := bytearray(file.read(rounds.chunk_bytes)):
                     self._connection.send_values(torch.frombuffer(block, dtype=torch.uint8))
-        rounds.release(rank)
+        rounds.release(self._member)
 
     def _serve_round(self, header: dict[str, object]) -> None:
         report = read_window(header, self._rank)
@@ -182,7 +184,12 @@ class Session:
         kept = b"".join(bytes(block) for block in self._blocks(size))
         try:
             reply = self._rounds.contribute(
-                report, self._receive, self._scratch, self._while_others_go_on, kept
+                self._member,
+                report,
+                self._receive,
+                self._scratch,
+                self._while_others_go_on,
+                kept,
             )
         except StartOverError:
             self._connection.send_header({"again": True})
@@ -196,7 +203,7 @@ class Session:
             self._send(reply, kinds=everything if report.last else None)
         else:
             self._connection.send_header({"committed": True})
-        self._rounds.release(self._rank)
+        self._rounds.release(self._member)
         if saving is not None:
             self._take_own_state(saving)
 

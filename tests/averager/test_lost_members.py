@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from test_rounds import LAYOUT, contribute, ready, report, shard, start_all, together
+from test_rounds import LAYOUT, contribute, member, ready, report, shard, start_all, together
 from torch import Tensor
 
 from sparkdl.averager import members
@@ -36,14 +36,14 @@ def make_rounds(
 
 
 def lose(rounds: Rounds, rank: int) -> None:
-    rounds.lose(rounds._members.of(rank), "was killed")
+    rounds.lose(member(rounds, rank), "was killed")
 
 
 def come_back(rounds: Rounds, rank: int, attempt: int = 1) -> Position:
     """Join again, read the rows, take the center."""
     rounds.join(rank, "elsewhere", attempt)
     ready(rounds, rank)
-    rounds.release(rank)
+    rounds.release(member(rounds, rank))
     return rounds.position(rank)
 
 
@@ -96,7 +96,8 @@ def test_half_a_contribution_makes_the_others_start_over() -> None:
 
     def contribute_half() -> None:
         try:
-            rounds.contribute(report(0), half, torch.empty(rounds.chunk_bytes, dtype=torch.uint8))
+            scratch = torch.empty(rounds.chunk_bytes, dtype=torch.uint8)
+            rounds.contribute(member(rounds, 0), report(0), half, scratch)
         except ConnectionError:
             lose(rounds, 0)
 
@@ -199,6 +200,42 @@ def test_an_earlier_attempt_is_fenced_off_and_a_later_takes_its_place() -> None:
     assert "was replaced" in rounds.losses[-1]
 
 
+NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda rounds, worker: rounds.still_reading(worker),
+        lambda rounds, worker: rounds.ready(worker, shard(), lambda: None),
+        lambda rounds, worker: rounds.show(worker, shard(), lambda: None),
+        lambda rounds, worker: rounds.gather(worker, "", lambda: None),
+        lambda rounds, worker: rounds.contribute(worker, report(0), Tensor.zero_, NOTHING),
+        lambda rounds, worker: rounds.release(worker),
+        lambda rounds, worker: rounds.finish(worker),
+    ],
+    ids=["still_reading", "ready", "show", "gather", "contribute", "release", "finish"],
+)
+def test_whose_place_was_taken_can_do_nothing_in_its_successors_name(
+    call: Callable[[Rounds, Member], object],
+) -> None:
+    """Its connection broke, but its thread had still received what it had sent before."""
+    rounds = make_rounds(2)
+    before = member(rounds, 0)
+    rounds.join(0, "elsewhere", 1)
+    ready(rounds, 0)  # the successor takes the center; nothing may be committed meanwhile
+    with pytest.raises(FencedError, match="rank 0 on host-0 has lost its place"):
+        call(rounds, before)
+    assert rounds.failure is None
+    assert rounds._readers == {0}
+
+    rounds.release(member(rounds, 0))
+    replies = together(
+        lambda: contribute(rounds, report(0), 1.0), lambda: contribute(rounds, report(1), 3.0)
+    )
+    assert [reply.result() for reply in replies] == [[2.0, 2.0]] * 2
+
+
 def test_rounds_wait_for_min_workers() -> None:
     rounds = make_rounds(2, min_workers=2)
     lose(rounds, 0)
@@ -224,7 +261,7 @@ def test_other_rows_than_before_are_refused() -> None:
     lose(rounds, 0)
     rounds.join(0, "elsewhere", 1)
     with pytest.raises(DataError, match=r"read other rows than before \(7 rows now, 1 then\)"):
-        rounds.ready(0, shard(7), lambda: None)
+        rounds.ready(member(rounds, 0), shard(7), lambda: None)
 
 
 def test_one_loss_too_many_ends_the_run() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.averager.codec import BFloat16Changes, Codec, FullPrecision
+from sparkdl.averager.members import Member
 from sparkdl.averager.rounds import Rounds
 from sparkdl.errors import DeadlineError, StoppedError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport
@@ -32,12 +33,18 @@ def report(rank: int, *, examples: int = 1, last: bool = False, epoch: int = 1) 
     return WindowReport(rank=rank, epoch=epoch, step=1, examples=examples, loss_sum=0.0, last=last)
 
 
+def member(rounds: Rounds, rank: int) -> Member:
+    """Who joined last for a rank."""
+    return rounds._members.of(rank)
+
+
 def contribute(rounds: Rounds, window: WindowReport, value: float) -> list[float]:
     """Contribute ``value`` twice, and take the reply as the server would."""
     scratch = torch.empty(rounds.chunk_bytes, dtype=torch.uint8)
-    reply = rounds.contribute(window, lambda into: into.fill_(value), scratch)
+    worker = member(rounds, window.rank)
+    reply = rounds.contribute(worker, window, lambda into: into.fill_(value), scratch)
     taken: list[float] = reply[0].tolist()
-    rounds.release(window.rank)
+    rounds.release(worker)
     return taken
 
 
@@ -56,7 +63,7 @@ def shard(rows: int = 1, **found: Any) -> ShardFacts:
 
 
 def ready(rounds: Rounds, rank: int, facts: ShardFacts | None = None) -> None:
-    rounds.ready(rank, facts or shard(), lambda: None)
+    rounds.ready(member(rounds, rank), facts or shard(), lambda: None)
 
 
 def start_all(rounds: Rounds) -> None:
@@ -153,7 +160,7 @@ def test_reports_and_epoch_summaries_are_events_in_order() -> None:
     windows = [report(0, examples=2), report(0, examples=3, last=True)]
     for window in windows:
         contribute(rounds, window, 1.0)
-    rounds.finish(0)
+    rounds.finish(member(rounds, 0))
 
     events = [rounds.events.get(timeout=5) for _ in range(4)]
     assert events[:2] == windows
@@ -267,7 +274,7 @@ class TestStart:
         def read_slowly() -> None:
             for _ in range(8):
                 time.sleep(0.2)
-                rounds.still_reading(1)
+                rounds.still_reading(member(rounds, 1))
             ready(rounds, 1)
 
         def drive() -> None:
@@ -275,7 +282,7 @@ class TestStart:
             rounds.start()
 
         def wait_for_start() -> None:
-            rounds.ready(0, shard(), lambda: signs.append(time.monotonic()))
+            rounds.ready(member(rounds, 0), shard(), lambda: signs.append(time.monotonic()))
 
         for future in together(wait_for_start, read_slowly, drive):
             future.result()
@@ -326,7 +333,7 @@ class TestStart:
         def read_slowly() -> None:
             for _ in range(8):
                 time.sleep(0.2)
-                rounds.still_reading(1)
+                rounds.still_reading(member(rounds, 1))
             ready(rounds, 1)
 
         for future in together(lambda: ready(rounds, 0), read_slowly, lambda: start(rounds)):
@@ -335,10 +342,10 @@ class TestStart:
     def test_a_reader_learns_of_a_failure_elsewhere_before_its_rows_end(self) -> None:
         rounds = make_rounds(2)
         rounds.join(0, "a")
-        rounds.still_reading(0)
+        rounds.still_reading(member(rounds, 0))
         rounds.fail(TrainingError("rank 1 is gone"))
         with pytest.raises(StoppedError, match="rank 1 is gone"):
-            rounds.still_reading(0)
+            rounds.still_reading(member(rounds, 0))
 
     def test_a_driver_that_looks_at_the_data_for_long_makes_nobody_overdue(self) -> None:
         rounds = make_rounds(1, deadline_s=0.2)
@@ -412,7 +419,7 @@ class TestGather:
 
     @staticmethod
     def gather(rounds: Rounds, rank: int, *values: object) -> list[list[object]]:
-        return [rounds.gather(rank, value, lambda: None) for value in values]
+        return [rounds.gather(member(rounds, rank), value, lambda: None) for value in values]
 
     def test_everyone_gets_all_values_by_rank_as_often_as_all_ask(self) -> None:
         rounds = make_rounds(3)
@@ -468,7 +475,7 @@ def test_the_first_failure_is_the_one_that_counts() -> None:
 def test_a_failure_after_everyone_finished_is_none() -> None:
     rounds = make_rounds(1)
     start_all(rounds)
-    rounds.finish(0)
+    rounds.finish(member(rounds, 0))
     rounds.fail(TrainingError("late"))
     assert rounds.failure is None
 
