@@ -148,8 +148,9 @@ def train(
         batches: the worker's rows, once; exhausted before the first epoch, or in it.
 
     Raises:
-        DisconnectedError: the averager cannot be reached any more, and the run survives that:
-            whoever started this worker should start it again.
+        DisconnectedError: the averager could never be reached, so that it knows nothing of this
+            worker; or it cannot be any more, and the run survives that. Whoever started the
+            worker should start it again, or say so.
     """
     torch.set_num_threads(place.threads)
     try:
@@ -168,6 +169,7 @@ def train(
         report_failure(address, place.rank, error)
         return
     codec = job.strategy.codec
+    joined = False
     try:
         with AveragerClient(
             address,
@@ -179,6 +181,7 @@ def train(
             task=place.task,
             kept_state=partial(kept_state, replica, job.strategy) if job.resubmissions else None,
         ) as averager:
+            joined = True
             run = Run(place.rank, replica, averager)
             try:
                 _train(job, place, run, averager, address.token, batches)
@@ -189,7 +192,7 @@ def train(
             except Exception as error:  # as above
                 averager.report_failure(_as_worker_error(error, place.rank, run))
     except (StoppedError, DeadlineError) as error:
-        if job.survivable_losses and isinstance(error, DisconnectedError):
+        if isinstance(error, DisconnectedError) and (job.survivable_losses or not joined):
             raise
         # The averager has ended the run and knows why, or is gone; raising would make Spark retry.
         logger.info("rank %d leaves: %s", place.rank, error)
@@ -202,9 +205,14 @@ def report_failure(address: AveragerAddress, rank: int, error: Exception) -> Non
         address: the driver's averager.
         rank: the worker's rank.
         error: why it could not start.
+
+    Raises:
+        DisconnectedError: the averager cannot be reached; ``error`` is its cause.
     """
     try:
         report_start_failure(address, _as_worker_error(error, rank, None))
+    except DisconnectedError as unreachable:
+        raise unreachable from error
     except (StoppedError, DeadlineError) as answer:
         logger.info("rank %d leaves: %s", rank, answer)
 

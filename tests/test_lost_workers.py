@@ -141,6 +141,21 @@ def test_a_connection_that_breaks_while_the_ends_prove_themselves_is_tried_again
     assert [row.examples for row in outcome.history] == [sum(SIZES)]
 
 
+@pytest.mark.parametrize("limit", [10, 60])
+def test_a_connection_that_breaks_before_its_worker_has_joined_is_no_loss(
+    tmp_path: Path, limit: int
+) -> None:
+    limits = [limit] * 3
+    outcome, proxy = run_with_breaks(
+        make_job(mlp(), max_failures=0),
+        classification(SIZES).shards(),
+        tmp_path,
+        lambda: limits.pop() if limits else None,
+    )
+    assert proxy.breaks == 3
+    assert [row.examples for row in outcome.history] == [sum(SIZES)]
+
+
 @pytest.mark.parametrize("limit", range(1500, 5000, 700))
 def test_steps_before_the_first_commit_are_forgotten_with_their_optimizers_state(
     tmp_path: Path, limit: int

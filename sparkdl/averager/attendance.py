@@ -425,7 +425,8 @@ class Attendance(ABC):
         if not ranks <= joined:
             return (
                 f"did not start ({len(joined)} of {self.world_size} workers did; all have to "
-                "run at once: are other jobs using the cluster?)"
+                "run at once: are other jobs using the cluster? An executor that cannot reach the "
+                "driver says so in its log)"
             )
         if not ranks & self._members.there:
             reasons = "; ".join(self._members.last_loss(rank) for rank in sorted(ranks))

@@ -23,10 +23,10 @@ from sparkdl.averager.headers import (
 )
 from sparkdl.averager.line import Line
 from sparkdl.averager.progress import Position
+from sparkdl.averager.reaching import reach
 from sparkdl.averager.wire import Chunk, plan_chunks
 from sparkdl.errors import (
     CollectiveError,
-    DisconnectedError,
     TrainingError,
     WorkerError,
 )
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 RECONNECT_S = 5.0
 """Seconds for which a worker tries to reach an averager that it has lost."""
-RETRY_S = 0.25
 READING_S = 0.5
 """Seconds between two signs of life while a worker reads its rows."""
 
@@ -59,7 +58,8 @@ class AveragerClient:
             all start again from that commit. None for nothing.
 
     Raises:
-        StoppedError: the averager cannot be reached or has ended the run.
+        DisconnectedError: the averager cannot be reached, not even in ``deadline_s``.
+        StoppedError: it is another job's.
     """
 
     def __init__(
@@ -87,7 +87,8 @@ class AveragerClient:
         self._address = address
         self._deadline_s = deadline_s
         self._hello = join_header(rank, attempt, task)
-        self._line = self._connect()
+        # The driver waits that long for its workers to start.
+        self._line = reach(self._connect, deadline_s)
 
     def __enter__(self) -> AveragerClient:
         return self
@@ -108,19 +109,15 @@ class AveragerClient:
         """
         self._line.close()
         self._checkpoint_due = False
-        until = time.monotonic() + RECONNECT_S
-        while True:
-            try:
-                self._line = self._connect()
-                return
-            except DisconnectedError:
-                if time.monotonic() >= until:
-                    raise
-                time.sleep(RETRY_S)
+        self._line = reach(self._connect, RECONNECT_S)
 
     def _connect(self) -> Line:
         line = Line(self._address, self.rank, 2 * self._deadline_s)
-        line.send_header(self._hello)
+        try:
+            line.send_header(self._hello)
+        except BaseException:
+            line.close()
+            raise
         return line
 
     def report_reading(self, rows: int) -> None:
@@ -355,17 +352,21 @@ class AveragerClient:
             self._checkpoint_due = True
 
 
-def report_start_failure(address: AveragerAddress, error: WorkerError) -> None:
+def report_start_failure(
+    address: AveragerAddress, error: WorkerError, patience_s: float = 60.0
+) -> None:
     """End the run from a worker that could not even start, and so does not join.
 
     Args:
         address: where the averager is, with the job's token.
         error: why the worker could not start.
+        patience_s: for how long to try to reach it, in seconds.
 
     Raises:
-        StoppedError: the averager cannot be reached.
+        DisconnectedError: the averager cannot be reached.
+        StoppedError: it is another job's.
     """
-    line = Line(address, error.rank, 60.0)
+    line = reach(lambda: Line(address, error.rank, 60.0), patience_s)
     try:
         line.send_last(failure_header(error))
     finally:

@@ -11,6 +11,7 @@ from torch import Tensor
 from sparkdl.averager.address import AveragerAddress
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.averager.local import connect
+from sparkdl.averager.reaching import CONNECT_S
 from sparkdl.errors import DeadlineError, DisconnectedError, StoppedError
 
 
@@ -33,7 +34,10 @@ class Line:
         self._deadline_s = deadline_s
         try:
             connected = connect(
-                address.host_and_port, address.token, address.fingerprint, deadline_s
+                address.host_and_port,
+                address.token,
+                address.fingerprint,
+                min(CONNECT_S, deadline_s),
             )
         except OSError as error:
             raise DisconnectedError(

@@ -31,8 +31,10 @@ from typing import Any
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.averager.local import connect
 from sparkdl.averager.port import Port
+from sparkdl.averager.reaching import CONNECT_S, reach
 from sparkdl.errors import (
     DataError,
+    DisconnectedError,
     SparkDLError,
     StoppedError,
     TrainingError,
@@ -41,6 +43,8 @@ from sparkdl.errors import (
 )
 from sparkdl.spark.stacks import Stacks, describe_threads
 
+JOIN_S = 120.0
+"""Seconds for all workers to start, once there are slots for them."""
 CLOSE_S = 5.0
 """Seconds to wait for the driver to read what was sent last."""
 
@@ -208,26 +212,17 @@ class BoardClient:
     Args:
         address: where the board is.
         rank: this worker's rank.
+        patience_s: for how long to try to reach it, in seconds.
 
     Raises:
-        StoppedError: the board cannot be reached, or is another run's.
+        DisconnectedError: the board cannot be reached.
+        StoppedError: it is another run's.
     """
 
-    def __init__(self, address: BoardAddress, rank: int) -> None:
+    def __init__(self, address: BoardAddress, rank: int, patience_s: float = 0.0) -> None:
         self._rank = rank
         self._gathered: queue.SimpleQueue[list[Any] | StoppedError] = queue.SimpleQueue()
-        try:
-            connected = connect(
-                (address.host, address.port), address.token, address.fingerprint, 60.0
-            )
-            self._connection = Connection(connected, None)
-            known = self._connection.introduce(address.token)
-        except (OSError, ConnectionLostError, SilenceError) as error:
-            raise StoppedError(
-                f"rank {rank} cannot reach the driver at {address.host}:{address.port}: {error}"
-            ) from error
-        if not known:
-            raise StoppedError(f"the driver of rank {rank} does not know it: it is another run's")
+        self._connection = reach(lambda: _connect(address, rank), patience_s)
         self._send({"join": rank, "host": socket.gethostname(), "pid": os.getpid()})
         self._listener = threading.Thread(target=self._listen, name="sparkdl-board", daemon=True)
         self._listener.start()
@@ -306,3 +301,21 @@ class BoardClient:
         except (ConnectionLostError, SilenceError, TrainingError) as error:
             told = StoppedError(f"rank {self._rank} was stopped by the driver: {error}")
             self._gathered.put(told)
+
+
+def _connect(address: BoardAddress, rank: int) -> Connection:
+    try:
+        connected = connect((address.host, address.port), address.token, address.fingerprint, CONNECT_S)
+        with contextlib.ExitStack() as on_failure:
+            connection = Connection(connected, None)
+            on_failure.callback(connection.close)
+            if not connection.introduce(address.token):
+                raise StoppedError(
+                    f"the driver of rank {rank} does not know it: it is another run's"
+                )
+            on_failure.pop_all()
+            return connection
+    except (OSError, ConnectionLostError, SilenceError) as error:
+        raise DisconnectedError(
+            f"rank {rank} cannot reach the driver at {address.host}:{address.port}: {error}"
+        ) from error

@@ -18,7 +18,7 @@ from sparkdl.errors import ConfigError, DataError, DeadlineError, SparkDLError, 
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import NO_ROWS
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.spark.board import Board, Lines, Report
+from sparkdl.spark.board import JOIN_S, Board, Lines, Report
 from sparkdl.spark.columns import input_column
 from sparkdl.spark.console import driver_hosts, echoes, show
 from sparkdl.spark.converters import in_bytes, one_of, optional_whole, whole
@@ -55,9 +55,6 @@ logger = logging.getLogger(__name__)
 
 OnReport = Callable[[int, Mapping[str, float]], None]
 """(rank, numbers by name)."""
-
-JOIN_S = 120.0
-"""Seconds for all workers to start, once there are slots for them."""
 
 
 def run(
@@ -299,7 +296,7 @@ def _watch(board: Board, job: _Job, on_report: OnReport) -> None:
             raise DeadlineError(
                 f"rank {', '.join(map(str, board.missing))} of {board.world_size} workers did not "
                 f"start within {JOIN_S:g} s; all have to run at once: are other jobs using the "
-                "cluster?"
+                "cluster? An executor that cannot reach the driver says so in its log"
             )
 
 

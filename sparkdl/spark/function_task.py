@@ -33,12 +33,12 @@ from sparkdl.collective.group import (
 )
 from sparkdl.collective.rendezvous import Meeting, interface_settings, meet
 from sparkdl.eager import defer_compiler
-from sparkdl.errors import DataError, StoppedError
+from sparkdl.errors import DataError, DisconnectedError, StoppedError
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import DataFacts, check_facts
 from sparkdl.feed.feed import Feed, FeedOptions
 from sparkdl.spark.assignment import Assignment
-from sparkdl.spark.board import BoardAddress, BoardClient
+from sparkdl.spark.board import JOIN_S, BoardAddress, BoardClient
 from sparkdl.spark.devices import choose_device
 from sparkdl.spark.function_worker import FedRows, FunctionWorker, working_as
 from sparkdl.spark.output import Output
@@ -112,18 +112,23 @@ def run_function_task(
 
     Yields:
         The rank with the pickled result, or without if the run has failed; the driver knows why.
+
+    Raises:
+        DisconnectedError: the driver cannot be reached.
     """
     rank = assigned.rank
     write_threads_on_signal()
     torch.set_num_threads(assigned.cores)
     result: bytes | None = None
     try:
-        with BoardClient(BoardAddress(*address), rank) as board:
+        with BoardClient(BoardAddress(*address), rank, JOIN_S) as board:
             groups: list[Any] = []
             result = _report_errors(
                 board, rank, lambda: _serve(payload, board, assigned, device, echo, groups, batches)
             )
             groups.clear()  # now that an error's traceback is gone too
+    except DisconnectedError:
+        raise  # the driver knows nothing of this worker; Spark can tell it
     except StoppedError as error:
         logger.info("rank %d leaves: %s", rank, error)
     yield pa.record_batch([pa.array([rank]), pa.array([result], pa.binary())], OUTPUT_SCHEMA)

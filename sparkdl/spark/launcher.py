@@ -20,7 +20,14 @@ from pyspark.sql import functions as F
 from sparkdl.averager.server import Averager
 from sparkdl.collective import Network
 from sparkdl.driver import Launch
-from sparkdl.errors import DataError, SetupError, SparkDLError, TrainingError, WorkerLostError
+from sparkdl.errors import (
+    DataError,
+    DisconnectedError,
+    SetupError,
+    SparkDLError,
+    TrainingError,
+    WorkerLostError,
+)
 from sparkdl.feed.columns import ORDER_COLUMN
 from sparkdl.feed.facts import NO_ROWS
 from sparkdl.spark import bootstrap
@@ -54,6 +61,11 @@ _NEEDED_BY_PYSPARK = re.compile(
     r"No module named '(?:pyarrow|pandas|numpy)'|(?:PyArrow|Pandas) >= [\d.]+ must be installed"
 )
 """Missing before our own code could look."""
+
+_UNREACHABLE = re.compile(
+    rf"{DisconnectedError.__module__}\.{DisconnectedError.__qualname__}: (rank \d+ cannot reach .*)"
+)
+"""How a task ends that could never tell the driver of itself."""
 
 # Functions of that module must run on executors that cannot import it.
 spark_cloudpickle.register_pickle_by_value(bootstrap)  # type: ignore[no-untyped-call]
@@ -252,6 +264,12 @@ def as_training_error(error: Exception) -> SetupError | TrainingError:
             f"the Python on the executors lacks what PySpark itself needs: {lacking[0]}. The "
             f"driver's Python is {sys.executable}: point PYSPARK_PYTHON at one like it before the "
             "session is made (sparkdl.create_session does), or install the driver's packages there"
+        )
+    if unreachable := _UNREACHABLE.search(text):
+        return TrainingError(
+            f"{unreachable[1].strip()}. Executors have to reach the driver on a port that it "
+            "chooses for each run: is spark.driver.host an address of this machine that they "
+            "know, and is there no firewall in between?"
         )
     message = f"the Spark job that runs the workers failed: {text}"
     if is_loss(text):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from hosts import Cluster, Hosts, reason_not_to
+from models import lines
 
 reason = reason_not_to()
 pytestmark = [
@@ -29,9 +30,15 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-def fit_while(cluster: Cluster, folder: Path, deed: Callable[[], None]) -> dict[str, Any]:
-    """Fit on the three hosts, with a deed once checkpoints say that training is under way."""
-    output, checkpoints = folder / "result.json", folder / "checkpoints"
+def fit_while(
+    cluster: Cluster,
+    folder: Path,
+    deed: Callable[[], None],
+    *params: str,
+    until: Callable[[], bool],
+) -> dict[str, Any]:
+    """Fit on the three hosts, with a deed once it is time."""
+    output = folder / "result.json"
     driver = cluster.driver(
         Path(__file__).parent / "train_on_hosts.py",
         str(output),
@@ -39,8 +46,7 @@ def fit_while(cluster: Cluster, folder: Path, deed: Callable[[], None]) -> dict[
         f"rows={ROWS}",
         "numWorkers=3",
         "batchSize=5",
-        "sleep=0.1",
-        f"checkpointPath={json.dumps(str(checkpoints))}",
+        *params,
         conf={
             "spark.executor.memory": "512m",
             "spark.network.timeout": "60s",
@@ -51,7 +57,7 @@ def fit_while(cluster: Cluster, folder: Path, deed: Callable[[], None]) -> dict[
     )
     try:
         deadline = time.monotonic() + 120
-        while not list(checkpoints.glob("checkpoint-000002/manifest.json")):
+        while not until():
             assert driver.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -60,6 +66,16 @@ def fit_while(cluster: Cluster, folder: Path, deed: Callable[[], None]) -> dict[
     finally:
         driver.kill()
     return json.loads(output.read_text())
+
+
+def fit_checkpointed_while(
+    cluster: Cluster, folder: Path, deed: Callable[[], None]
+) -> dict[str, Any]:
+    """As above, with the deed once checkpoints say that training is under way."""
+    checkpoints = folder / "checkpoints"
+    params = ["sleep=0.1", f"checkpointPath={json.dumps(str(checkpoints))}"]
+    second = checkpoints / "checkpoint-000002" / "manifest.json"
+    return fit_while(cluster, folder, deed, *params, until=second.exists)
 
 
 def test_a_host_that_crashes_is_replaced_and_no_row_is_lost(
@@ -72,7 +88,7 @@ def test_a_host_that_crashes_is_replaced_and_no_row_is_lost(
         time.sleep(2)
         cluster.boot(host)
 
-    result = fit_while(cluster, tmp_path, crash)
+    result = fit_checkpointed_while(cluster, tmp_path, crash)
     assert result.get("examples") == [ROWS] * EPOCHS, result
     assert result["losses"][-1] < result["losses"][0]
 
@@ -88,6 +104,23 @@ def test_a_host_that_is_silent_for_a_while_comes_back_and_no_row_is_lost(
         time.sleep(25)
         (host.resume if deed == "pause" else host.mend)()
 
-    result = fit_while(cluster, tmp_path, be_silent)
+    result = fit_checkpointed_while(cluster, tmp_path, be_silent)
     assert result.get("examples") == [ROWS] * EPOCHS, result
     assert result["losses"][-1] < result["losses"][0]
+
+
+@pytest.mark.parametrize("all_reduce", ["false", "true"])
+def test_a_host_that_is_cut_off_while_its_worker_starts_is_waited_for(
+    cluster: Cluster, tmp_path: Path, all_reduce: str
+) -> None:
+    announced = tmp_path / "announced"
+    host = cluster.hosts.hosts[0]
+
+    def cut() -> None:
+        host.cut()
+        time.sleep(12)
+        host.mend()
+
+    params = [f"announce={json.dumps(str(announced))}", f"allReduce={all_reduce}", "maxFailures=0"]
+    result = fit_while(cluster, tmp_path, cut, *params, until=lambda: len(lines(announced)) == 3)
+    assert result.get("examples") == [ROWS] * EPOCHS, result

@@ -3,7 +3,9 @@
     spark-submit train_on_hosts.py OUTPUT [PARAM=VALUE ...]
 
 PARAMs are those of ``frames.estimator``; ``rows`` is the number of rows, and ``sleep`` the seconds
-that the model takes for a minibatch, so that there is time for a host to be lost.
+that the model takes for a minibatch, so that there is time for a host to be lost. ``announce`` is
+a file to which workers append their rank 4 s before they connect to the driver, and ``allReduce``
+makes them reduce gradients.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from frames import estimator, frame
-from models import Slow
+from models import Slow, announced
 
-from sparkdl import create_session
+from sparkdl import GradientAllReduce, create_session
 
 
 def main(output: str, *arguments: str) -> None:
@@ -28,6 +31,10 @@ def main(output: str, *arguments: str) -> None:
     spark.sparkContext.setLogLevel("OFF")
     if sleep := changes.pop("sleep", 0):
         changes["model"] = Slow(sleep)
+    if path := changes.pop("announce", None):
+        changes["model"] = partial(announced, path, 4.0)
+    if changes.pop("allReduce", False):
+        changes["strategy"] = GradientAllReduce()
     workers = changes.setdefault("numWorkers", 2)
     rows = frame(spark, rows=changes.pop("rows", 60), partitions=workers or 2)
     result: dict[str, Any] = {}
