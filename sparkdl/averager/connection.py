@@ -54,6 +54,10 @@ class ClosedError(ConnectionLostError):
     """The other end has closed the connection, as an averager does that was shown a wrong proof."""
 
 
+class StrangerError(ConnectionLostError):
+    """The other end does not speak as an averager does."""
+
+
 class SilenceError(Exception):
     """Nothing moved on a connection for its deadline."""
 
@@ -95,7 +99,7 @@ class Connection:
         self._limit_silence(HANDSHAKE_S)
         hello = self._receive(len(MAGIC) + _CHALLENGE_BYTES)
         if not hello.startswith(MAGIC):
-            raise ConnectionLostError("whoever answers there is not an averager")
+            raise StrangerError("whoever answers there is not an averager")
         challenge = secrets.token_bytes(_CHALLENGE_BYTES)
         self._send(_prove(token, b"worker", hello[len(MAGIC) :]) + challenge)
         try:

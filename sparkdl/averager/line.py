@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from sparkdl.averager.address import AveragerAddress
-from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
-from sparkdl.averager.local import connect
-from sparkdl.averager.reaching import CONNECT_S
+from sparkdl.averager.connection import ConnectionLostError, SilenceError
+from sparkdl.averager.reaching import introduced
 from sparkdl.errors import DeadlineError, DisconnectedError, StoppedError
 
 
@@ -32,29 +31,14 @@ class Line:
     def __init__(self, address: AveragerAddress, rank: int, deadline_s: float) -> None:
         self._rank = rank
         self._deadline_s = deadline_s
-        try:
-            connected = connect(
-                address.host_and_port,
-                address.token,
-                address.fingerprint,
-                min(CONNECT_S, deadline_s),
-            )
-        except OSError as error:
-            raise DisconnectedError(
-                f"rank {rank} cannot reach the averager at {address.uri}: {error}"
-            ) from error
-        self._connection = Connection(connected, deadline_s)
-        try:
-            with self._named():
-                known = self._connection.introduce(address.token)
-            if not known:
-                raise StoppedError(
-                    f"rank {rank} and the averager at {address.uri} do not have the same token: "
-                    "it is another job's"
-                )
-        except BaseException:
-            self.close()
-            raise
+        self._connection = introduced(
+            rank,
+            f"the averager at {address.uri}",
+            address.host_and_port,
+            address.token,
+            address.fingerprint,
+            deadline_s,
+        )
 
     def send_header(self, fields: Mapping[str, Any]) -> None:
         """Send a JSON object."""

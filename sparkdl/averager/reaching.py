@@ -8,17 +8,24 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TypeVar
 
-from sparkdl.averager.connection import ConnectionLostError
-from sparkdl.errors import DisconnectedError
+from sparkdl.averager.connection import (
+    Connection,
+    ConnectionLostError,
+    SilenceError,
+    StrangerError,
+)
+from sparkdl.averager.local import connect
+from sparkdl.errors import DisconnectedError, StoppedError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 CONNECT_S = 10.0
-"""Seconds that one attempt may take; the kernel's own would still sleep when the network is back."""
+"""Seconds that one attempt may take: the kernel's would still wait when the network is back."""
 RETRY_S = 0.25
 _AWAY = {
     errno.EHOSTDOWN,
@@ -32,18 +39,58 @@ _AWAY = {
 }
 
 
-def reach(connect: Callable[[], T], patience_s: float) -> T:
+def introduced(
+    rank: int,
+    name: str,
+    address: tuple[str, int],
+    token: str,
+    fingerprint: str | None,
+    silence_s: float | None,
+) -> Connection:
+    """Connect a worker to a port of the driver's, once, and let both prove who they are.
+
+    Args:
+        rank: the worker's, for messages.
+        name: of who listens there, for messages.
+        address: the port's host and number.
+        token: the job's secret.
+        fingerprint: of the certificate that the port has to show; None without encryption.
+        silence_s: the longest that one message may make no progress, in seconds; None for no limit.
+
+    Returns:
+        The proved connection.
+
+    Raises:
+        DisconnectedError: the port cannot be reached.
+        StoppedError: it is another job's.
+    """
+    timeout_s = CONNECT_S if silence_s is None else min(CONNECT_S, silence_s)
+    try:
+        with ExitStack() as on_failure:
+            connection = Connection(connect(address, token, fingerprint, timeout_s), silence_s)
+            on_failure.callback(connection.close)
+            if not connection.introduce(token):
+                raise StoppedError(
+                    f"rank {rank} and {name} do not have the same token: it is another job's"
+                )
+            on_failure.pop_all()
+            return connection
+    except (OSError, ConnectionLostError, SilenceError) as error:
+        raise DisconnectedError(f"rank {rank} cannot reach {name}: {error}") from error
+
+
+def reach(attempt: Callable[[], T], patience_s: float) -> T:
     """Connect, again and again as long as what stands in the way may pass.
 
     A port that refuses will not: the driver opens it before it starts a worker, so it is closed
-    for good. Neither will one that shows the wrong certificate.
+    for good. Neither will one that is somebody else's.
 
     Args:
-        connect: one attempt; its errors have what went wrong as their cause.
+        attempt: to connect once; its errors have what went wrong as their cause.
         patience_s: seconds for which to go on trying.
 
     Returns:
-        What ``connect`` returned.
+        What ``attempt`` returned.
 
     Raises:
         DisconnectedError: from the last attempt.
@@ -52,7 +99,7 @@ def reach(connect: Callable[[], T], patience_s: float) -> T:
     told = False
     while True:
         try:
-            return connect()
+            return attempt()
         except DisconnectedError as error:
             if not _may_pass(error.__cause__) or time.monotonic() >= until:
                 raise
@@ -63,7 +110,9 @@ def reach(connect: Callable[[], T], patience_s: float) -> T:
 
 
 def _may_pass(cause: BaseException | None) -> bool:
-    if isinstance(cause, ConnectionLostError | TimeoutError | ssl.SSLEOFError):
+    if isinstance(cause, StrangerError):
+        return False
+    if isinstance(cause, ConnectionLostError | SilenceError | TimeoutError | ssl.SSLEOFError):
         return True
     if isinstance(cause, socket.gaierror):
         return cause.errno == socket.EAI_AGAIN

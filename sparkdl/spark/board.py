@@ -24,17 +24,16 @@ import secrets
 import socket
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
-from sparkdl.averager.local import connect
 from sparkdl.averager.port import Port
-from sparkdl.averager.reaching import CONNECT_S, reach
+from sparkdl.averager.reaching import introduced, reach
 from sparkdl.errors import (
     DataError,
-    DisconnectedError,
     SparkDLError,
     StoppedError,
     TrainingError,
@@ -222,7 +221,7 @@ class BoardClient:
     def __init__(self, address: BoardAddress, rank: int, patience_s: float = 0.0) -> None:
         self._rank = rank
         self._gathered: queue.SimpleQueue[list[Any] | StoppedError] = queue.SimpleQueue()
-        self._connection = reach(lambda: _connect(address, rank), patience_s)
+        self._connection = reach(partial(_introduced, address, rank), patience_s)
         self._send({"join": rank, "host": socket.gethostname(), "pid": os.getpid()})
         self._listener = threading.Thread(target=self._listen, name="sparkdl-board", daemon=True)
         self._listener.start()
@@ -303,19 +302,7 @@ class BoardClient:
             self._gathered.put(told)
 
 
-def _connect(address: BoardAddress, rank: int) -> Connection:
-    try:
-        connected = connect((address.host, address.port), address.token, address.fingerprint, CONNECT_S)
-        with contextlib.ExitStack() as on_failure:
-            connection = Connection(connected, None)
-            on_failure.callback(connection.close)
-            if not connection.introduce(address.token):
-                raise StoppedError(
-                    f"the driver of rank {rank} does not know it: it is another run's"
-                )
-            on_failure.pop_all()
-            return connection
-    except (OSError, ConnectionLostError, SilenceError) as error:
-        raise DisconnectedError(
-            f"rank {rank} cannot reach the driver at {address.host}:{address.port}: {error}"
-        ) from error
+def _introduced(address: BoardAddress, rank: int) -> Connection:
+    host, port, token, fingerprint = astuple(address)
+    name = f"the driver at {host}:{port}"
+    return introduced(rank, name, (host, port), token, fingerprint, None)

@@ -11,7 +11,7 @@ import pytest
 from sparkdl.averager.address import AveragerAddress
 from sparkdl.averager.client import AveragerClient
 from sparkdl.averager.codec import FullPrecision
-from sparkdl.averager.connection import ConnectionLostError
+from sparkdl.averager.connection import ConnectionLostError, SilenceError, StrangerError
 from sparkdl.averager.reaching import reach
 from sparkdl.errors import DisconnectedError
 
@@ -41,6 +41,7 @@ def failing(times: int, cause: Exception) -> tuple[Callable[[], str], list[int]]
         TimeoutError("timed out"),
         ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
         ConnectionLostError("the other end closed the connection"),
+        SilenceError("nothing moved for 20 s"),
         socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
     ],
     ids=repr,
@@ -58,6 +59,7 @@ def test_what_may_pass_is_waited_for(cause: Exception, caplog: pytest.LogCapture
     "cause",
     [
         CLOSED,
+        StrangerError("whoever answers there is not an averager"),
         OSError("who answers there has a certificate with another SHA-256"),
         socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
     ],
