@@ -279,7 +279,7 @@ def timed(batches: Any) -> float:
 
 
 def store_formats(folder: Path, repeats: int) -> dict[str, float]:
-    """GB/s of a shuffled pass over one file a column, and over memory-mapped Arrow IPC."""
+    """GB/s of a shuffled pass over the store, and by Arrow's take over record batches."""
     rows, width = 20_000, 784
     values = torch.rand(rows, width, generator=torch.Generator().manual_seed(SEED))
     spec = ColumnSpec("x", torch.float32, (width,))
@@ -291,7 +291,7 @@ def store_formats(folder: Path, repeats: int) -> dict[str, float]:
         writer.write_table(table, max_chunksize=2_000)
     chunked = pa.ipc.open_file(pa.memory_map(str(path))).read_all()["x"]
 
-    def raw() -> float:
+    def ours() -> float:
         return timed(store.take(chosen) for chosen in torch.randperm(rows).split(BATCH_SIZE))
 
     def arrow() -> float:
@@ -302,7 +302,7 @@ def store_formats(folder: Path, repeats: int) -> dict[str, float]:
             for piece in pieces
         )
 
-    seconds = harness.interleave({"raw": raw, "Arrow IPC": arrow}, repeats=repeats, warmups=1)
+    seconds = harness.interleave({"store": ours, "take": arrow}, repeats=repeats, warmups=1)
     store.close()
     return {
         name: values.nbytes / 1e9 / harness.show(f"shuffled pass, {name}", taken, digits=3)

@@ -58,7 +58,7 @@ class ProgressBar:
         if self._reading:
             # Also the moment from which rows a second are counted.
             self._bar.reset(total=total)
-            self._bar.set_description(f"epoch 1/{self._epochs}")
+            self._bar.set_description_str(f"epoch 1/{self._epochs}")
             self._reading = False
             return
         self._bar.total = total
@@ -67,7 +67,7 @@ class ProgressBar:
     def _start_epoch(self, epoch: int) -> None:
         self._loss_sum, self._examples = 0.0, 0
         if epoch <= self._epochs:
-            self._bar.set_description(f"epoch {epoch}/{self._epochs}")
+            self._bar.set_description_str(f"epoch {epoch}/{self._epochs}")
 
     def _mean_loss(self) -> float:
         return self._loss_sum / self._examples if self._examples else float("nan")

@@ -1,9 +1,9 @@
-"""The partition store: a worker's rows on its own host, in memory-mapped files.
+"""The partition store: a worker's rows on its own host, in memory-mapped Arrow IPC files.
 
 Rows are appended as tensors while Spark delivers them and mapped afterwards, so data larger than
 memory works and random rows are one gather from the page cache. A column is one contiguous tensor
-in its final dtype, and numbers of the same dtype lie side by side in one; Arrow record batches
-would leave a column in pieces, and a gather over pieces walks them in Python.
+in its final dtype, and numbers of the same dtype lie side by side in one. Each file has one record
+batch: more would leave a column in pieces, and a gather over pieces walks them.
 
 The files have no name: they are unlinked when created, so a crash leaves nothing behind.
 """
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.errors import TrainingError
+from sparkdl.feed.arrow_file import ArrowFrame, stored_values
 from sparkdl.protocols import ColumnSpec
 
 PAGE_BYTES = 2 << 20
@@ -175,11 +176,15 @@ class _Group:
         self.columns = tuple(columns)
         first = columns[0].spec
         self.dtype = first.dtype
+        names = ", ".join(column.spec.name for column in columns)
         self.row_shape = first.row_shape if len(columns) == 1 else (len(columns),)
         self.row_bytes = self.dtype.itemsize * len(columns) * (first.elements or 0)
+        # Rows of nothing are not stored.
+        self._frame = ArrowFrame(names, self.dtype, self.row_shape) if self.row_bytes else None
+        self._start = self._frame.start if self._frame is not None else 0
         self._directory = directory
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - closed in close()
-        self._written = 0
+        self._written = self._start
         self._tail = bytearray()
         """Of the rows that were appended, what is not in the file yet."""
         self._row_kind = np.dtype((np.void, self.row_bytes))
@@ -227,7 +232,7 @@ class _Group:
         Raises:
             TrainingError: there is no room for them.
         """
-        self._put([_bytes_of(values)], first * self.row_bytes)
+        self._put([_bytes_of(values)], self._start + first * self.row_bytes)
 
     def _put(self, pieces: list[memoryview], position: int) -> None:
         while pieces:
@@ -282,9 +287,18 @@ class _Group:
     def _map(self, stored: int) -> np.ndarray:
         if self._stored_rows is None:
             self.flush()
+            self._complete(stored)
             self._mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._stored_rows = np.frombuffer(self._mapped, self._row_kind, stored)
+            self._stored_rows = stored_values(self._mapped).view(self._row_kind)
         return self._stored_rows
+
+    def _complete(self, stored: int) -> None:
+        """Make a file of Arrow's of the rows that are there."""
+        assert self._frame is not None
+        try:
+            self._frame.put_around(self._file.fileno(), stored)
+        except OSError as error:
+            raise self._no_room(self._start, error) from error
 
 
 def _bytes_of(values: Tensor) -> memoryview:

