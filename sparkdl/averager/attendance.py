@@ -28,7 +28,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sparkdl.averager.members import Member, Members, Tolerance
-from sparkdl.errors import DataError, DeadlineError, SparkDLError, StoppedError, TrainingError
+from sparkdl.averager.shards import Shards
+from sparkdl.errors import DeadlineError, SparkDLError, StoppedError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts, ShardFacts
 
@@ -74,9 +75,7 @@ class Attendance(ABC):
         self._condition = threading.Condition()
         self._members = Members(world_size, deadline_s, tolerance)
         self._everyone = self._members.everyone
-        # What each rank has found, in all its rows or in the first; and what the driver was told.
-        self._shards: dict[int, ShardFacts] = {}
-        self._told: DataFacts | None = None
+        self._shards = Shards(world_size)
         # Who waits for the driver to look at rows.
         self._shown: set[int] = set()
         self._gathers: dict[int, dict[int, object]] = {}
@@ -247,7 +246,7 @@ class Attendance(ABC):
             if self._started:
                 return
             self._started = True
-            self._admitted = self._members.there & self._shards.keys()
+            self._admitted = self._members.there & self._shards.ranks
             self._await_everyone()
             self._on_start()
             self._condition.notify_all()
@@ -256,13 +255,13 @@ class Attendance(ABC):
     def mean_weight(self) -> float:
         """Of the rows of all ranks; known once all have read theirs."""
         with self._condition:
-            return self._facts().mean_weight
+            return self._shards.facts.mean_weight
 
     @property
     def shard_rows(self) -> list[int]:
         """Rows to train on by rank; known once all have read theirs."""
         with self._condition:
-            return list(self._facts().shard_rows)
+            return list(self._shards.facts.shard_rows)
 
     @property
     def losses(self) -> list[str]:
@@ -371,31 +370,10 @@ class Attendance(ABC):
         self._pending = set(self._everyone)
         self._members.hear(self._everyone)
 
-    def _facts(self) -> DataFacts:
-        return DataFacts.of([self._shards[rank] for rank in sorted(self._everyone)])
-
     def _note_shard(self, rank: int, shard: ShardFacts) -> None:
-        if any(len(s.columns) != len(shard.columns) for s in self._shards.values()):
-            raise TrainingError(f"rank {rank} has {len(shard.columns)} columns, others do not")
-        before = self._shards.get(rank)
-        known = before is not None and before.complete
-        if known and not shard.complete:
-            return  # it has come back, and reads again what is known
-        # As text, because NaN differs from itself.
-        if known and repr(before) != repr(shard):
-            assert before is not None
-            raise DataError(
-                f"rank {rank} was started again and read other rows than before ({shard.rows} rows "
-                f"now, {before.rows} then): the DataFrame is not the same each time it is computed "
-                "(rand() without a seed, a limit, a changing source?). Persist or write it first"
-            )
-        self._shards[rank] = shard
-        if len(self._shards) < self.world_size:
-            return
-        facts = self._facts()
-        if self._told is None or (facts.complete and not self._told.complete):
-            self._told = facts
-            self.events.put(facts)
+        news = self._shards.note(rank, shard)
+        if news is not None:
+            self.events.put(news)
 
     def _wait(
         self, condition: Callable[[], bool], member: Member, at_most_s: float = math.inf
@@ -415,7 +393,7 @@ class Attendance(ABC):
 
     def _waited_for(self) -> set[int]:
         if not self._started:
-            return set(self._everyone - self._shards.keys())
+            return set(self._everyone - self._shards.ranks)
         if self._gathers:
             return set(self._everyone - self._gathers[min(self._gathers)].keys())
         return self._waited_for_in_round() - self._finished

@@ -156,7 +156,7 @@ class Checkpoints(Attendance):
     def _new_saving(
         self, plan: CheckpointPlan, center: Sequence[Tensor], ranks: frozenset[int]
     ) -> Saving:
-        facts = self._facts()
+        facts = self._shards.facts
         data = facts.lasting() if facts.complete else None
         return Saving(plan, self._tally.progress(), data, self.layout, center, ranks)
 
