@@ -70,10 +70,8 @@ def matrices(draw: Any, name: str, rows: int) -> Column:
 
 
 def raw_bytes(draw: Any, name: str, rows: int) -> Column:
-    dtype, shape = (
-        draw(st.sampled_from(DTYPES)),
-        tuple(draw(st.lists(st.integers(1, 3), min_size=1))),
-    )
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
     values = values_of(draw, rows, *shape)
     tensors = torch.from_numpy(values).to(dtype)
     column = [t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
