@@ -58,6 +58,7 @@ def connect(
     """
     if HAS_LOCAL_NAMES and fingerprint is None:
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connected.settimeout(timeout_s)  # with it, a queue that is full is an error
         try:
             connected.connect(_name(*address, token))
             return connected

@@ -114,3 +114,19 @@ def test_a_closed_port_leaves_no_name_behind() -> None:
         connect((HOST, port.number), TOKEN, None, DEADLINE_S)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(local._name(HOST, port.number, TOKEN))
+
+
+def test_a_name_at_which_nobody_is_let_in_is_passed_over() -> None:
+    """As of a driver that is stopped while many workers come; a blocking socket would wait."""
+    with socket.create_server((HOST, 0)) as server:
+        port = server.getsockname()[1]
+        waiting = []
+        with local.listen_locally(HOST, port, TOKEN, backlog=0):
+            try:
+                while not waiting or waiting[-1].family == socket.AF_UNIX:
+                    assert len(waiting) < 10
+                    waiting.append(connect((HOST, port), TOKEN, None, DEADLINE_S))
+            finally:
+                for connected in waiting:
+                    connected.close()
+    assert len(waiting) > 1

@@ -26,7 +26,15 @@ def wrong_address(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(name, lambda spark: ("127.0.0.1", NOBODY))
 
 
-@pytest.mark.parametrize("strategy", [ParameterAveraging(), GradientAllReduce()])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        # Spark starts each task four times before it gives up.
+        pytest.param(ParameterAveraging(), marks=pytest.mark.slow),
+        GradientAllReduce(),
+    ],
+    ids=["averaging", "all-reduce"],
+)
 def test_the_error_of_a_fit_says_which_address_could_not_be_reached(
     spark: SparkSession, strategy: Any
 ) -> None:
