@@ -29,6 +29,19 @@ from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import batches_of
 from sparkdl.worker import Job
 
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
+"""What columns, parameters and buffers may be of."""
 SEED = 11
 
 

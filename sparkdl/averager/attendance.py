@@ -293,6 +293,7 @@ class Attendance(ABC):
     def finish(self, member: Member) -> None:
         """Leave the run for good, after the last epoch."""
         with self._condition:
+            # Also of who was dropped just now: it will not come back, for its work is done.
             self._finished.add(member.rank)
             if len(self._finished) == self.world_size:
                 self.events.put(None)

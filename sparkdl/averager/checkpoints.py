@@ -96,7 +96,6 @@ class Checkpoints(Attendance):
     def finish(self, member: Member) -> None:
         """Leave the run for good, after the last epoch and its checkpoint."""
         with self._condition:
-            self._require(member)
             self._held.add(member.rank)
             # The driver's thread ends the run if that takes too long.
             self._condition.wait_for(lambda: self._saving is None or self.failure is not None)

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 RECONNECT_S = 5.0
 """Seconds for which a worker tries to reach an averager that it has lost."""
+START_FAILURE_S = 60.0
+"""Seconds for which who could not start tries to reach the averager, and waits for its answers."""
 READING_S = 0.5
 """Seconds between two signs of life while a worker reads its rows."""
 
@@ -352,21 +354,18 @@ class AveragerClient:
             self._checkpoint_due = True
 
 
-def report_start_failure(
-    address: AveragerAddress, error: WorkerError, patience_s: float = 60.0
-) -> None:
+def report_start_failure(address: AveragerAddress, error: WorkerError) -> None:
     """End the run from a worker that could not even start, and so does not join.
 
     Args:
         address: where the averager is, with the job's token.
         error: why the worker could not start.
-        patience_s: for how long to try to reach it, in seconds.
 
     Raises:
         DisconnectedError: the averager cannot be reached.
         StoppedError: it is another job's.
     """
-    line = reach(lambda: Line(address, error.rank, 60.0), patience_s)
+    line = reach(lambda: Line(address, error.rank, START_FAILURE_S), START_FAILURE_S)
     try:
         line.send_last(failure_header(error))
     finally:

@@ -12,20 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from toys import DTYPES
 
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.averager.tls import Certificate, connect
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-]
 SILENCE_S = 10.0
 
 Ends = tuple[Any, Any]

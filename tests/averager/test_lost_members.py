@@ -212,9 +212,8 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
         lambda rounds, worker: rounds.gather(worker, "", lambda: None),
         lambda rounds, worker: rounds.contribute(worker, report(0), Tensor.zero_, NOTHING),
         lambda rounds, worker: rounds.release(worker),
-        lambda rounds, worker: rounds.finish(worker),
     ],
-    ids=["still_reading", "ready", "show", "gather", "contribute", "release", "finish"],
+    ids=["still_reading", "ready", "show", "gather", "contribute", "release"],
 )
 def test_whose_place_was_taken_can_do_nothing_in_its_successors_name(
     call: Callable[[Rounds, Member], object],
@@ -234,6 +233,22 @@ def test_whose_place_was_taken_can_do_nothing_in_its_successors_name(
         lambda: contribute(rounds, report(0), 1.0), lambda: contribute(rounds, report(1), 3.0)
     )
     assert [reply.result() for reply in replies] == [[2.0, 2.0]] * 2
+
+
+def test_who_was_dropped_with_its_last_word_on_the_way_has_finished() -> None:
+    """It does not come back, so that the run would wait for it until the deadline."""
+    rounds = make_rounds(2)
+    together(
+        lambda: contribute(rounds, report(0, last=True), 1.0),
+        lambda: contribute(rounds, report(1, last=True), 1.0),
+    )
+    dropped = member(rounds, 0)
+    lose(rounds, 0)
+    rounds.finish(dropped)
+    rounds.finish(member(rounds, 1))
+    events = [rounds.events.get(timeout=10) for _ in range(rounds.events.qsize())]
+    assert events[-1] is None
+    assert rounds.failure is None
 
 
 def test_rounds_wait_for_min_workers() -> None:

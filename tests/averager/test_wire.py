@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from toys import DTYPES
 
 import sparkdl.averager
 from sparkdl.averager.wire import (
@@ -20,17 +21,6 @@ from sparkdl.averager.wire import (
     plan_chunks,
 )
 from sparkdl.protocols import Segment
-
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-]
 
 
 @given(

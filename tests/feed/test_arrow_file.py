@@ -12,23 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from toys import DTYPES
 
 from sparkdl.feed import arrow_file
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import ColumnSpec
-
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-]
 
 
 def tables_of(store: PartitionStore) -> list[pa.Table]:
