@@ -118,7 +118,7 @@ class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, HasValidationIndi
     imageCols: Param[list[str] | None] = Param(
         Params._dummy(),
         "imageCols",
-        "binary columns that hold encoded images (PNG, JPEG, ...), decoded on the workers",
+        "binary columns of encoded images (BMP, GIF, JPEG, PNG or WebP), decoded on the workers",
         typeConverter=names("imageCols"),
     )
     handleInvalid: Param[str] = Param(

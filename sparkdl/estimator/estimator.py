@@ -90,7 +90,8 @@ class TorchEstimator(
             and images ([channels, height, width]).
         columnDtypes: the tensor's dtype by column, for example ``{"x": "bfloat16"}``; of a binary
             column also the dtype of its bytes.
-        imageCols: binary columns that hold encoded images; decoded to uint8 with Pillow.
+        imageCols: binary columns that hold encoded images (BMP, GIF, JPEG, PNG or WebP, of several
+            frames the first); decoded to uint8 with Pillow.
         handleInvalid: ``error`` refuses NaN and infinity among the features, ``keep`` feeds them.
         predictionCol: the column that the fitted model adds.
         outputType: what it holds: ``class``, ``probability``, ``raw`` or ``auto`` (class for a

@@ -1,4 +1,9 @@
-"""Images, encoded or as Spark reads them, as bytes in torch's order: channels first."""
+"""Images, encoded or as Spark reads them, as bytes in torch's order: channels first.
+
+Encoded images may come from anybody. Only the formats that data sets are made of are opened, for in
+some of Pillow's others one image contains another, of any size, or runs a program; and no pixel is
+decoded of an image that has not the declared size.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,12 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.errors import SetupError
+from sparkdl.feed.image_headers import Size, announced_sizes
 from sparkdl.feed.lists import Broken, binary_bytes, broken_where, lists_of, numpy_of
 from sparkdl.protocols import ColumnSpec
 
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
+"""What is opened, by Pillow's names."""
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 """What an image of so many channels is called by Pillow."""
 OPENCV_MODES = {1: 0, 3: 16, 4: 24}
@@ -21,7 +29,7 @@ CHANNEL_ORDER = {1: [0], 3: [2, 1, 0], 4: [2, 1, 0, 3]}
 
 
 def decode_images(values: pa.Array, spec: ColumnSpec) -> tuple[pa.Array, Broken | None]:
-    """Decode PNG, JPEG and whatever else Pillow reads.
+    """Decode BMP, GIF, JPEG, PNG and WebP; of several frames the first.
 
     Args:
         values: encoded images, no row null.
@@ -37,18 +45,12 @@ def decode_images(values: pa.Array, spec: ColumnSpec) -> tuple[pa.Array, Broken 
     reason = ""
     for row, encoded in enumerate(values):
         try:
-            with library.open(io.BytesIO(encoded.as_buffer())) as image:
-                if image.size != (width, height):
-                    raise ValueError(
-                        f"it has {image.height} x {image.width} pixels, not {height} x {width}"
-                    )
+            with _opened(library, encoded.as_buffer(), (width, height)) as image:
                 pixels = np.asarray(image.convert(MODES[channels]))
-        except (OSError, ValueError, SyntaxError, library.DecompressionBombError) as error:
-            # All that Pillow raises for files that it cannot make sense of.
+                decoded[row] = pixels.reshape(height, width, channels)
+        except Exception as error:  # for bytes that are no image Pillow raises almost anything
             reason = reason or f"is no such image: {type(error).__name__}: {error}"
             wrong[row] = True
-        else:
-            decoded[row] = pixels.reshape(height, width, channels)
     return _channels_first(decoded[~wrong] if wrong.any() else decoded), broken_where(wrong, reason)
 
 
@@ -83,6 +85,28 @@ def decode_pixels(values: pa.Array, spec: ColumnSpec) -> tuple[pa.Array, Broken 
     flat = numpy_of(binary_bytes(fields["data"]))
     pixels = flat.reshape(len(values), height, width, channels)
     return _channels_first(pixels[..., CHANNEL_ORDER[channels]]), None
+
+
+def _opened(library: Any, octets: pa.Buffer, wanted: Size) -> Any:
+    """Let Pillow look at an image, and see that it has the size that is wanted.
+
+    Raises:
+        ValueError: it has another one, or is of another format; Pillow raises more.
+    """
+    for size in announced_sizes(memoryview(octets)):
+        if size[0] > wanted[0] or size[1] > wanted[1]:
+            raise ValueError(_other_size(size, wanted))
+    try:
+        image = library.open(io.BytesIO(octets), formats=FORMATS)
+    except library.UnidentifiedImageError as error:
+        raise ValueError(f"it is none of {', '.join(FORMATS)}, or damaged") from error
+    if image.size != wanted:
+        raise ValueError(_other_size(image.size, wanted))
+    return image
+
+
+def _other_size(found: Size, wanted: Size) -> str:
+    return f"it has {found[1]} x {found[0]} pixels, not {wanted[1]} x {wanted[0]}"
 
 
 def _channels_first(pixels: np.ndarray) -> pa.Array:

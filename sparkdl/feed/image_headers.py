@@ -1,0 +1,76 @@
+"""How large an image says that it is, read from its header before a library is given it.
+
+Libraries for images make room for one while they look at its header: Pillow for what clears a GIF's
+first frame and for a WebP's canvas, and before version 12 for an animated PNG's. Fifty bytes
+from somebody else could so take gigabytes. JPEG and BMP take nothing before their pixels are read.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+Size = tuple[int, int]
+"""Width and height in pixels."""
+
+
+def announced_sizes(octets: memoryview) -> Iterator[Size]:
+    """Every size that a header announces for its image, or for the first frame of several.
+
+    Args:
+        octets: an encoded image, or anything else.
+
+    Yields:
+        The sizes found in a GIF, PNG or WebP, which need not agree; none for other formats.
+
+    Raises:
+        ValueError: the header ends too soon.
+    """
+    head = octets[:12].tobytes()
+    try:
+        if head.startswith(b"\x89PNG\r\n\x1a\n"):
+            yield from _png_sizes(octets)
+        elif head.startswith((b"GIF87a", b"GIF89a")):
+            yield from _gif_sizes(octets)
+        elif head.startswith(b"RIFF") and head.endswith(b"WEBP"):
+            yield _webp_size(octets)
+    except (struct.error, IndexError) as error:
+        raise ValueError(f"its header ends after {len(octets)} bytes, before its pixels") from error
+
+
+def _png_sizes(octets: memoryview) -> Iterator[Size]:
+    """Of each header before the pixels: Pillow takes the last where there are several."""
+    start, name = 8, b""
+    while name != b"IDAT":
+        length, name = struct.unpack_from(">I4s", octets, start)
+        if name == b"IHDR":
+            yield struct.unpack_from(">II", octets, start + 8)
+        start += 12 + length
+
+
+def _gif_sizes(octets: memoryview) -> Iterator[Size]:
+    """Of the screen, and of the first frame with its place on it."""
+    width, height, flags = struct.unpack_from("<HHB", octets, 6)
+    yield width, height
+    start = 13 + (3 * 2 << (flags & 7) if flags & 0x80 else 0)
+    while octets[start] != ord(","):
+        if octets[start] == ord("!"):
+            start += 2
+            while octets[start]:
+                start += 1 + octets[start]
+        start += 1
+    left, top, width, height = struct.unpack_from("<HHHH", octets, start + 1)
+    yield left + width, top + height
+
+
+def _webp_size(octets: memoryview) -> Size:
+    """Of the canvas, or of the only image."""
+    kind = octets[12:16].tobytes()
+    if kind == b"VP8X":
+        (both,) = struct.unpack("<Q", octets[24:30].tobytes() + bytes(2))
+        return 1 + (both & 0xFFFFFF), 1 + (both >> 24)
+    if kind == b"VP8L":
+        (both,) = struct.unpack_from("<I", octets, 21)
+        return 1 + (both & 0x3FFF), 1 + (both >> 14 & 0x3FFF)
+    width, height = struct.unpack_from("<HH", octets, 26)
+    return width & 0x3FFF, height & 0x3FFF
