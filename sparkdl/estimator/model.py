@@ -19,7 +19,7 @@ from sparkdl.estimator.persistence import ModelReader, ModelWriter
 from sparkdl.events import EpochSummary
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.columns import input_column
-from sparkdl.spark.inference import SharedModel, prediction_column, readable, share_model
+from sparkdl.spark.inference import ModelSharing, prediction_column, readable
 
 
 class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"]):
@@ -28,7 +28,8 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
     Made by ``TorchEstimator.fit`` or ``TorchModel.load``.
 
     Attributes:
-        module: the plain nn.Module, on the CPU and in evaluation mode.
+        module: the plain nn.Module, on the CPU and in evaluation mode. ``transform`` predicts with
+            it as it is when it is called.
         history: one ``EpochSummary`` an epoch of training.
     """
 
@@ -49,7 +50,7 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
         self._builder = builder
         self._head = head
         self._output_width = output_width
-        self._shared: SharedModel | None = None
+        self._sharing = ModelSharing()
         self._setDefault(featuresCols=None, featuresAsDict=False, outputType="auto")
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
@@ -78,12 +79,11 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
             for column, trained in zip(columns, self._features, strict=True)
         ]
         output, as_vector = output_function(self.getOutputType(), self._head, self._output_width)
-        if self._shared is None:
-            self._shared = share_model(self.module, dataset.sparkSession.sparkContext)
+        shared = self._sharing.share(self.module, dataset.sparkSession.sparkContext)
         return readable(dataset, columns[0]).withColumn(
             name,
             prediction_column(
-                self._shared,
+                shared,
                 dataset,
                 columns,
                 specs,
@@ -136,6 +136,6 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
         )
 
     def copy(self, extra: Any = None) -> TorchModel:
-        """A copy with other Params; it shares the module."""
+        """A copy with other Params; it shares the module, also on the executors."""
         copied: TorchModel = super().copy(extra)
         return copied

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ class SharedModel:
     """A model that every executor receives once.
 
     Attributes:
-        key: names this model in the executors' Python processes.
+        key: names it in the executors' Python processes: the hash of what was pickled.
         pickled: the nn.Module.
     """
 
@@ -45,9 +45,28 @@ class SharedModel:
     pickled: Broadcast[bytes]
 
 
-def share_model(module: nn.Module, context: SparkContext) -> SharedModel:
-    """Send a model to the executors, once however many jobs use it."""
-    return SharedModel(uuid.uuid4().hex, context.broadcast(cloudpickle.dumps(module)))
+class ModelSharing:
+    """Sends a model to the executors, once for as long as nothing about it changes."""
+
+    def __init__(self) -> None:
+        self._last: tuple[SparkContext, SharedModel] | None = None
+
+    def share(self, module: nn.Module, context: SparkContext) -> SharedModel:
+        """Send a model as it is now, unless this application's executors have it.
+
+        Args:
+            module: it may have been trained further, or be another one than before.
+            context: of the application, which may be another one than before.
+        """
+        pickled = cloudpickle.dumps(module)
+        key = hashlib.sha256(pickled).hexdigest()
+        if self._last is not None:
+            known, shared = self._last
+            if known is context and shared.key == key:
+                return shared
+        shared = SharedModel(key, context.broadcast(pickled))
+        self._last = context, shared
+        return shared
 
 
 def readable(dataset: DataFrame, column: InputColumn) -> DataFrame:

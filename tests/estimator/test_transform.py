@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 import torch
 from frames import estimator, features_of, frame, frame_of_sizes, labels_of
 from models import CountsLoads, Scalar, Single, TwoTables, lines
+from pyspark import SparkContext
 from pyspark.ml.evaluation import (
     BinaryClassificationEvaluator,
     MulticlassClassificationEvaluator,
@@ -314,6 +318,68 @@ def test_the_model_is_unpickled_once_in_each_python_process_over_several_jobs(
     loads = Counter(lines(trace))
     assert loads, "nothing was unpickled, so nothing was tested"
     assert set(loads.values()) == {1}
+
+
+def test_a_change_to_the_module_reaches_the_next_prediction_and_no_earlier_one(
+    classifier: TorchModel, rows: DataFrame
+) -> None:
+    model = classifier.copy().setOutputType("raw")
+    model.module = copy.deepcopy(classifier.module)
+    before = model.transform(rows)
+    expected = outputs_of(model)
+    with torch.no_grad():
+        model.module[-1].bias.add_(torch.tensor([0.0, 50.0, 0.0]))
+    assert close(column_of(model.transform(rows)), outputs_of(model))
+    assert close(column_of(before), expected)
+    model.module = classifier.module
+    assert close(column_of(model.transform(rows)), expected)
+
+
+def test_a_model_that_did_not_change_is_sent_to_the_executors_once(
+    classifier: TorchModel, rows: DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[bytes] = []
+    broadcast = SparkContext.broadcast
+
+    def count(self: SparkContext, value: bytes) -> Any:
+        sent.append(value)
+        return broadcast(self, value)
+
+    monkeypatch.setattr(SparkContext, "broadcast", count)
+    model = classifier.copy()
+    model.module = copy.deepcopy(classifier.module)
+    for output_type in ("raw", "class", "raw"):
+        model.transform(rows, {model.outputType: output_type})
+    model.copy().transform(rows)
+    assert len(sent) == 1
+
+
+OUTLIVES = """
+import torch
+from pyspark.sql import SparkSession
+from sparkdl import TorchModel
+from sparkdl.estimator.head import Head
+from sparkdl.protocols import ColumnSpec
+
+features = [ColumnSpec("features", torch.float32, (2,))]
+module = torch.nn.Linear(2, 1, bias=False)
+with torch.no_grad():
+    module.weight.copy_(torch.tensor([[1.0, 10.0]]))
+model = TorchModel(module, features, builder=None, head=Head.UNKNOWN, output_width=1, history=[])
+for session in range(2):
+    spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", False).getOrCreate()
+    rows = spark.createDataFrame([([session + 1.0, 2.0],)], "features array<double>")
+    print(model.transform(rows).first().prediction)
+    spark.stop()
+"""
+
+
+def test_a_model_outlives_the_session_in_which_it_first_predicted() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OUTLIVES], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["21.0", "22.0"]
 
 
 def test_a_models_forward_runs_without_gradients_and_in_evaluation_mode(rows: DataFrame) -> None:
