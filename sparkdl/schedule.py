@@ -42,16 +42,15 @@ class Schedule:
         self._steps = 0
         self._scheduler = None if build is None else _checked(build(optimizer))
 
-    def start_at(self, epoch: int, step_of_epoch: int, steps_an_epoch: int) -> None:
+    def start_at(self, epoch: int, steps: int) -> None:
         """Set the hyperparameters that belong to a place of the training.
 
         Args:
             epoch: counted from 1.
-            step_of_epoch: optimizer steps since the start of the epoch.
-            steps_an_epoch: of the worker with the most rows.
+            steps: optimizer steps since the start of the training: in the epochs before, those of
+                the worker with the most rows.
         """
-        passed = (epoch - 1) * steps_an_epoch + step_of_epoch
-        self._go_to(passed if self._every == "step" else epoch - 1)
+        self._go_to(steps if self._every == "step" else epoch - 1)
 
     def after_step(self) -> None:
         """Take note of an optimizer step."""

@@ -106,10 +106,19 @@ class Job:
         alone = self.survivable_losses or not self.strategy.checkpointable
         return 0 if alone else self.max_failures
 
-    def steps_an_epoch(self, shard_rows: Sequence[int]) -> int:
-        """Optimizer steps of the worker with the most rows, given the rows of each."""
-        dealt = self.feed.reshuffle_every
-        rows = math.ceil(sum(shard_rows) / len(shard_rows)) if dealt else max(shard_rows)
+    def steps_before(self, epoch: int, shard_rows: Sequence[int]) -> int:
+        """Optimizer steps of the worker with the most rows in all epochs before one.
+
+        Args:
+            epoch: counted from 1.
+            shard_rows: rows of each worker as they were read.
+        """
+        every = self.feed.reshuffle_every
+        as_read = min(epoch - 1, every) if every else epoch - 1
+        evenly = math.ceil(sum(shard_rows) / len(shard_rows))
+        return as_read * self._steps(max(shard_rows)) + (epoch - 1 - as_read) * self._steps(evenly)
+
+    def _steps(self, rows: int) -> int:
         if self.feed.drop_last:
             rows -= rows % self.batch_size
         return math.ceil(rows / (self.batch_size * self.strategy.minibatches_a_step))
@@ -284,8 +293,8 @@ def _train_from(
         for epoch in range(position.epoch, job.epochs + 1):
             first_step = position.step_of_epoch if epoch == position.epoch else 0
             run.start_epoch(epoch, first_step)
-            steps_an_epoch = job.steps_an_epoch(averager.shard_rows)
-            run.replica.schedule.start_at(epoch, first_step, steps_an_epoch)
+            before = job.steps_before(epoch, averager.shard_rows)
+            run.replica.schedule.start_at(epoch, before + first_step)
             if job.feed.reshuffles(epoch):
                 feed.reshuffle(epoch, deal)
             first_minibatch = first_step * strategy.minibatches_a_step
@@ -341,8 +350,8 @@ def _take_center(
         # It has connected again, and the steps before that belong to no commit.
         replica.rebuild_optimizer()
     # Before the worker's own state, which has hyperparameters too.
-    steps_an_epoch = job.steps_an_epoch(averager.shard_rows)
-    replica.schedule.start_at(position.epoch, position.step_of_epoch, steps_an_epoch)
+    before = job.steps_before(position.epoch, averager.shard_rows)
+    replica.schedule.start_at(position.epoch, before + position.step_of_epoch)
     if not averager.resumes:
         return position
     whole = strategy.exchanges_optimizer_state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,8 @@ from torch.optim import lr_scheduler
 from toys import batches_by_hand, classification, make_job, mlp
 
 from sparkdl.errors import ConfigError, WorkerError
+from sparkdl.feed.feed import FeedOptions
+from sparkdl.feed.shuffle import exchange_plan
 from sparkdl.schedule import Schedule
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging
 from sparkdl.testing import run_world
@@ -63,7 +66,7 @@ def test_a_schedule_can_be_taken_to_any_place_to_the_bit(
     optimizer, oracle = momentum(), momentum()
     schedule, plain = Schedule(optimizer, build, "step"), build(oracle)
     for epoch, step in places:
-        schedule.start_at(epoch, step, steps_an_epoch=9)
+        schedule.start_at(epoch, 9 * (epoch - 1) + step)
     epoch, step = places[-1]
     for _ in range(9 * (epoch - 1) + step):
         oracle.step()
@@ -140,6 +143,43 @@ def test_workers_with_fewer_rows_catch_up_at_the_end_of_each_epoch() -> None:
     by_step = [round(1 / (1 + step), 9) for step in range(10)]
     assert rates["sparkdl-rank-0"] == by_step
     assert rates["sparkdl-rank-1"] == [*by_step[:3], *by_step[5:8]]
+
+
+def test_no_rate_comes_twice_when_rows_are_dealt_anew() -> None:
+    rates: dict[str, list[float]] = {}
+    job = make_job(
+        mlp(),
+        optimizer=partial(Recording, rates=rates, lr=1.0),
+        scheduler=partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+        scheduler_every="step",
+        epochs=5,
+        feed=FeedOptions(reshuffle_every=2),
+    )
+    run_world(job, classification([20, 4]).shards())
+    by_step = [round(1 / (1 + step), 9) for step in range(19)]
+    # two epochs of 5 and 1 minibatches, then three of 3 each
+    assert rates["sparkdl-rank-0"] == by_step
+    assert rates["sparkdl-rank-1"] == [by_step[0], by_step[5], *by_step[10:]]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@given(
+    rows=st.lists(st.integers(0, 30), min_size=1, max_size=4),
+    every=st.integers(0, 3),
+    epochs=st.integers(1, 6),
+)
+def test_the_steps_before_an_epoch_are_those_of_the_worker_with_the_most_rows(
+    drop_last: bool, rows: list[int], every: int, epochs: int
+) -> None:
+    options = FeedOptions(reshuffle_every=every, drop_last=drop_last)
+    job = make_job(mlp(), feed=options, strategy=GradientAllReduce(accumulate=2))
+    shards, steps = list(rows), 0
+    for epoch in range(1, epochs + 1):
+        if options.reshuffles(epoch):
+            shards = exchange_plan(shards, seed=1, epoch=epoch).sum(axis=0).tolist()
+        assert job.steps_before(epoch, rows) == steps
+        minibatches = [n // 4 if drop_last else math.ceil(n / 4) for n in shards]
+        steps += math.ceil(max(minibatches) / 2)
 
 
 def test_a_schedule_that_wants_a_metric_is_refused() -> None:
