@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +108,14 @@ class Replica:
         self.optimizer = optimizer(self.trainable())
         self._build_schedule = partial(Schedule, build=scheduler, every=scheduler_every)
         self.schedule = self._build_schedule(self.optimizer)
+        self._forget_optimizer_state()
+
+    def _forget_optimizer_state(self) -> None:
+        self._reserved: dict[Tensor, dict[str, Any]] = {}
+        """The state that parameters without a gradient until now will have, all zero."""
         self._stateless: set[Tensor] = set()
+        self._lent = False
+        """Whether others may have written to that since the last step."""
 
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that the optimizer works on."""
@@ -128,6 +135,7 @@ class Replica:
         """
         self.optimizer = build(self._build_optimizer, self.trainable())
         self.schedule = self._build_schedule(self.optimizer)
+        self._forget_optimizer_state()
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one minibatch.
@@ -146,6 +154,7 @@ class Replica:
         """Take an optimizer step on the gradients that are there."""
         if self._clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.trainable(), self._clip_norm)
+        self._take_over_state()
         self.optimizer.step()
         self.schedule.after_step()
 
@@ -234,15 +243,31 @@ class Replica:
             parameter.grad = None
         return self.module.cpu().eval()
 
+    def _take_over_state(self) -> None:
+        """Give the optimizer state that the segments hold of parameters which it has not stepped.
+
+        Other replicas, or the training of which this one is continued, may have had gradients for
+        them. Where nobody had, the segments hold zeros, and the optimizer begins as it would have
+        begun without us: with a step counter of 0, or a momentum that it takes from the gradient.
+        """
+        lent, self._lent = self._lent, False
+        for parameter, state in list(self._reserved.items()):
+            # Of its own, or what of a checkpoint is not in the segments.
+            known = self.optimizer.state.get(parameter, {})
+            if known or (lent and any(bool(values.any()) for values in _floats(state).values())):
+                self.optimizer.state[parameter] = {**self._reserved.pop(parameter), **known}
+
     def _flatten_optimizer_state(self) -> None:
         """Give the optimizer's floating-point state a flat home.
 
         Optimizers create their state in the first step and some replace a tensor instead of
         writing to it, so the places are compared each time.
         """
-        self._create_missing_state()
+        self._take_over_state()
+        self._reserve_missing_state()
+        self._lent = bool(self._reserved)
         families: dict[tuple[torch.dtype, torch.device], list[StatePlace]] = {}
-        for state, key in _optimizer_tensors(self.optimizer):
+        for state, key in self._optimizer_tensors():
             tensor = state[key]
             families.setdefault((tensor.dtype, tensor.device), []).append((state, key))
         places = [place for family in families.values() for place in family]
@@ -258,29 +283,48 @@ class Replica:
                 state[key] = view
             self._optimizer_groups.append(group)
 
-    def _create_missing_state(self) -> None:
-        """Make the optimizer create the state of parameters that it has not stepped yet.
+    def _reserve_missing_state(self) -> None:
+        """Find out what the state of parameters will look like that the optimizer has not stepped.
 
         Every replica must have the same layout, also one without rows and one whose model leaves
         a parameter unused, and only the optimizer knows what its state looks like: it steps those
-        parameters once on zero gradients, and the parameters are put back.
+        parameters once on zero gradients, and they and their state are put back.
         """
-        trainable = [p for group in self.optimizer.param_groups for p in group["params"]]
+        optimizer = self.optimizer
+        trainable = [p for group in optimizer.param_groups for p in group["params"]]
         missing = [
-            p for p in trainable if not self.optimizer.state.get(p) and p not in self._stateless
+            p
+            for p in trainable
+            if not optimizer.state.get(p) and p not in self._reserved and p not in self._stateless
         ]
         if not missing:
             return
         saved = [parameter.detach().clone() for parameter in missing]
-        self.optimizer.zero_grad()
+        optimizer.zero_grad()
         for parameter in missing:
             parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         with torch.no_grad():
             for parameter, values in zip(missing, saved, strict=True):
                 parameter.copy_(values)
-        self._stateless.update(p for p in missing if not self.optimizer.state.get(p))
+                state = optimizer.state.pop(parameter, {})
+                for tensor in _floats(state).values():
+                    tensor.zero_()
+                if _floats(state):
+                    self._reserved[parameter] = state
+                else:
+                    self._stateless.add(parameter)
+
+    def _optimizer_tensors(self) -> list[StatePlace]:
+        """Where floating-point state of the optimizer is or will be, in a fixed order."""
+        return [
+            (state, key)
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            for state in [self.optimizer.state.get(parameter) or self._reserved.get(parameter, {})]
+            for key in sorted(_floats(state), key=str)
+        ]
 
 
 def forward(module: nn.Module, features: Features) -> Tensor:
@@ -347,17 +391,13 @@ def _reclaim_buffers(module: nn.Module, group: FlatGroup) -> None:
     _rebind_buffers(module, dict(zip(map(id, current), group.views, strict=True)))
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[StatePlace]:
-    """Where the optimizer keeps floating-point state, in a fixed order."""
-    places = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            for key in sorted(state, key=str):
-                value = state[key]
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    places.append((state, key))
-    return places
+def _floats(state: dict[str, Any]) -> dict[str, Tensor]:
+    """What of a parameter's optimizer state is floating-point."""
+    return {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
 
 
 def _in_order(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:

@@ -195,6 +195,91 @@ def test_a_parameter_that_forward_does_not_use_keeps_its_value_and_its_place(nam
     assert layouts == {replica_of(PartlyUsed(), OPTIMIZERS[name]).layout(with_optimizer=True)}
 
 
+LAZY: dict[str, Any] = {
+    **OPTIMIZERS,
+    "dampening": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "nadam": partial(torch.optim.NAdam, lr=0.01, weight_decay=0.1),
+    "radam": partial(torch.optim.RAdam, lr=0.01),
+    "adamax": partial(torch.optim.Adamax, lr=0.01),
+    "rprop": partial(torch.optim.Rprop, lr=0.01),
+    "asgd": partial(torch.optim.ASGD, lr=0.01, t0=2),
+}
+
+
+class LateHead(nn.Module):
+    """Uses a second layer from its third minibatch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(6, 3).double()
+        self.late = nn.Linear(6, 3).double()
+        self.used = 0
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.used += 1
+        outputs = self.first(features)
+        return outputs + self.late(features) if self.used > 2 else outputs
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_a_parameter_with_a_late_first_gradient_is_trained_as_in_plain_torch(name: str) -> None:
+    replica, oracle = replica_of(LateHead(), LAZY[name]), LateHead()
+    optimizer = LAZY[name](oracle.parameters())
+    for seed in range(6):
+        replica.segments(with_optimizer=True)
+        replica.step(batch(seed))
+        optimizer.zero_grad()
+        (features,), targets = batch(seed).features, batch(seed).targets
+        nn.functional.cross_entropy(oracle(features), targets).backward()
+        optimizer.step()
+        torch.testing.assert_close(
+            replica.module.state_dict(), oracle.state_dict(), rtol=1e-12, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_state_that_another_replica_has_is_taken_over_with_its_parameter(name: str) -> None:
+    late, early = replica_of(LateHead(), LAZY[name]), replica_of(LateHead(), LAZY[name])
+    early.module.used = 10
+    late.step(batch(0))
+    early.step(batch(0))
+    mine, other = (one.segments(with_optimizer=True) for one in (late, early))
+    for values, others in zip(mine, other, strict=True):
+        values.copy_(others)
+    late.module.used = 10
+    for seed in (1, 2):
+        late.step(batch(seed))
+        early.step(batch(seed))
+        torch.testing.assert_close(
+            late.module.state_dict(), early.module.state_dict(), rtol=0, atol=0
+        )
+    assert views_of(
+        [value for state in late.optimizer.state.values() for value in tensors_in(state)],
+        late.segments(with_optimizer=True),
+    )
+
+
+def tensors_in(state: dict[str, Any]) -> list[Tensor]:
+    return [value for value in state.values() if isinstance(value, Tensor)]
+
+
+def test_a_new_optimizer_has_nothing_of_the_one_before() -> None:
+    replica, fresh = replica_of(LateHead(), LAZY["adam"]), replica_of(LateHead(), LAZY["adam"])
+    replica.step(batch(0))
+    replica.segments(with_optimizer=True)
+    replica.module.load_state_dict(LateHead().state_dict())
+    replica.module.used = 0
+    replica.rebuild_optimizer()
+    for seed in range(4):
+        replica.segments(with_optimizer=True)
+        replica.step(batch(seed))
+        fresh.step(batch(seed))
+    torch.testing.assert_close(
+        replica.module.state_dict(), fresh.module.state_dict(), rtol=0, atol=0
+    )
+
+
 def test_writing_to_the_segments_moves_the_model() -> None:
     replica = replica_of(batch_norm_net(), OPTIMIZERS["adam"])
     replica.step(batch())

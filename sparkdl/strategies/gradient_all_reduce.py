@@ -188,6 +188,7 @@ class _Reducer:
         self.together = together
         self.finite = finite
         self._batch_size = batch_size
+        self._loss: _ModelAndLoss = model.module
 
     def step(
         self, replica: Replica, batches: Iterator[Batch], *, all_turns: bool
@@ -206,6 +207,7 @@ class _Reducer:
         rows = self.together.examples_of(range(step, step + 1))
         total = sum(rows)
         turns = math.ceil((max(rows) if all_turns else rows[collective.rank]) / self._batch_size)
+        self._loss.remember_used()
         replica.optimizer.zero_grad()
         trained: list[Batch | None] = []
         for turn in range(max(1, turns)):
@@ -236,13 +238,16 @@ class _ModelAndLoss(nn.Module):
     Args:
         replica: the worker's.
         turn: of its synchronized BatchNorm layers, if it has any.
+        all_used: whether every parameter takes part in every loss.
     """
 
-    def __init__(self, replica: Replica, turn: Turn | None) -> None:
+    def __init__(self, replica: Replica, turn: Turn | None, *, all_used: bool) -> None:
         super().__init__()
         self.module = replica.module
         self._forward = replica.forward
         self._trainable = replica.trainable()
+        self._touched = self._trainable if all_used else self._trainable[:1]
+        self._all_used = all_used
         self._turn = turn
         self._earlier: Batch | None = None
 
@@ -251,9 +256,19 @@ class _ModelAndLoss(nn.Module):
         if self._turn is not None:
             return self._in_turn(batch, self._turn)
         if batch is None:
-            loss: Tensor = _NoRows.apply(*self._trainable)  # type: ignore[no-untyped-call]
+            loss: Tensor = _NoRows.apply(*self._touched)  # type: ignore[no-untyped-call]
             return loss
         return self._forward(batch)
+
+    def remember_used(self) -> None:
+        """Choose what a loss without rows depends on; called while the last gradients are there.
+
+        What one worker's loss depends on, all give to their optimizers. One parameter is enough
+        for DDP, and one that the workers with rows use anyway does no harm.
+        """
+        if not self._all_used:
+            used = next((p for p in self._trainable if p.grad is not None), None)
+            self._touched = self._touched if used is None else [used]
 
     def _in_turn(self, batch: Batch | None, turn: Turn) -> Tensor:
         """Run the model in any case: others wait for what its layers add."""
@@ -269,7 +284,7 @@ class _ModelAndLoss(nn.Module):
 
 
 class _NoRows(torch.autograd.Function):
-    """A loss that is zero and gives every parameter a gradient of zero."""
+    """A loss that is zero and gives the parameters a gradient of zero."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
@@ -290,7 +305,7 @@ def _wrap(
         # torch renames the argument; what it is called next is not known to older versions.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
         return DistributedDataParallel(
-            _ModelAndLoss(replica, turn),
+            _ModelAndLoss(replica, turn, all_used=not strategy.find_unused_parameters),
             bucket_cap_mb=strategy.bucket_mb,
             find_unused_parameters=strategy.find_unused_parameters,
             gradient_as_bucket_view=True,

@@ -247,17 +247,40 @@ class HalfUsed(nn.Module):
         return self.used(features)
 
 
-def test_parameters_outside_the_loss_keep_their_values() -> None:
-    data = classification([9, 6])
-    strategy = GradientAllReduce(find_unused_parameters=True)
+@pytest.mark.parametrize(
+    ("sizes", "name"), [([9, 6], "momentum"), ([0, 13], "adam")], ids=["unequal", "empty"]
+)
+def test_parameters_outside_the_loss_keep_their_values(sizes: list[int], name: str) -> None:
+    data = classification(sizes)
+    strategy = GradientAllReduce(find_unused_parameters=True, commit_every=1)
 
-    outcome = all_reduce(data, HalfUsed(), strategy, epochs=2)
+    outcome = all_reduce(data, HalfUsed(), strategy, optimizer=OPTIMIZERS[name], epochs=2)
 
-    oracle = train_on_union(
-        HalfUsed(), partial(torch.optim.SGD, lr=0.1), data, epochs=2, batch_size=4
-    )
+    oracle = train_on_union(HalfUsed(), OPTIMIZERS[name], data, epochs=2, batch_size=4)
     assert relative_error(outcome.module, oracle) <= 1e-10
     assert torch.equal(outcome.module.unused.weight, HalfUsed().unused.weight)
+
+
+class UsedLater(HalfUsed):
+    """Its second layer takes part from the third minibatch on."""
+
+    minibatches = 0
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        self.minibatches += 1
+        late = self.unused(features) if self.minibatches > 2 else 0.0
+        return self.used(features) + late
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_a_first_gradient_that_comes_late_is_the_first_to_the_optimizer(name: str) -> None:
+    data = classification([12, 12])
+    strategy = GradientAllReduce(find_unused_parameters=True, commit_every=1)
+
+    outcome = all_reduce(data, UsedLater(), strategy, optimizer=OPTIMIZERS[name], epochs=2)
+
+    oracle = train_on_union(UsedLater(), OPTIMIZERS[name], data, epochs=2, batch_size=4)
+    assert relative_error(outcome.module, oracle) <= 1e-10
 
 
 def test_the_same_seed_and_data_give_the_same_bits() -> None:
