@@ -23,7 +23,7 @@ Features = tuple[Tensor, ...] | dict[str, Tensor]
 """A model's inputs, each of shape (examples, ...): separate arguments, or one dict by column."""
 
 Targets = Tensor | tuple[Tensor, ...]
-"""What the loss compares with, each of shape (examples, ...): a tuple for several labels."""
+"""What the loss compares with, each of shape (examples, ...): a tuple unless it is one label."""
 
 LossFunction = Callable[..., Tensor]
 """(outputs, targets) -> scalar tensor, the mean over the minibatch."""
@@ -126,7 +126,16 @@ class Batch:
     @property
     def examples(self) -> int:
         """Rows in the minibatch."""
-        return len(self.targets if isinstance(self.targets, Tensor) else self.targets[0])
+        return len(self._first)
+
+    @property
+    def _first(self) -> Tensor:
+        """Any of its tensors; there may be no targets."""
+        if isinstance(self.targets, Tensor):
+            return self.targets
+        features = self.features
+        others = tuple(features.values()) if isinstance(features, dict) else features
+        return (*self.targets, *others)[0]
 
     def to(self, device: torch.device) -> Batch:
         """The same rows on a device; the batch itself if they are there."""
@@ -135,8 +144,7 @@ class Batch:
             return tensor.to(device, non_blocking=True)
 
         features, targets, weights = self.features, self.targets, self.weights
-        first = targets if isinstance(targets, Tensor) else targets[0]
-        if first.device == device:
+        if self._first.device == device:
             return self
         return Batch(
             {name: moved(tensor) for name, tensor in features.items()}

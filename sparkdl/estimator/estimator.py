@@ -34,22 +34,32 @@ logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., None])
 
 
-def _known_arguments(init: F) -> F:
-    """Refuse unknown arguments by name, with the one that was probably meant."""
-    known = [name for name in inspect.signature(init).parameters if name != "self"]
+def _arguments_are_params(init: F) -> F:
+    """Make an argument's default that of its Param, and set those that are given; refuse others."""
+    parameters = dict(inspect.signature(init).parameters)
+    del parameters["self"]
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
+            if name not in parameters:
+                close = difflib.get_close_matches(name, parameters, n=1)
                 hint = f" Did you mean '{close[0]}'?" if close else ""
                 raise ConfigError(
-                    f"TorchEstimator has no parameter '{name}'.{hint} It has: {', '.join(known)}"
+                    f"TorchEstimator has no parameter '{name}'.{hint} It has: "
+                    f"{', '.join(parameters)}"
                 )
         init(self, *args, **kwargs)
+        # pyspark.ml's own Params have no None; what is not set is not used.
+        self._setDefault(**{n: v for n, v in defaults.items() if n not in _WITHOUT_NONE})
+        self._set(**{n: v for n, v in kwargs.items() if v is not None or n not in _WITHOUT_NONE})
 
     return checked  # type: ignore[return-value]
+
+
+_WITHOUT_NONE = ("strategy", "weightCol", "validationIndicatorCol")
+"""Arguments that may be None though their Params may not."""
 
 
 class TorchEstimator(
@@ -149,7 +159,7 @@ class TorchEstimator(
         ConfigError: an argument is unknown or out of range.
     """
 
-    @_known_arguments
+    @_arguments_are_params
     def __init__(
         self,
         *,
@@ -199,55 +209,7 @@ class TorchEstimator(
         tls: bool = False,
     ) -> None:
         super().__init__()
-        self._set(
-            model=model,
-            loss=loss,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            schedulerEvery=schedulerEvery,
-            strategy=ParameterAveraging() if strategy is None else strategy,
-            featuresCol=featuresCol,
-            featuresCols=featuresCols,
-            featuresAsDict=featuresAsDict,
-            labelCol=labelCol,
-            labelCols=labelCols,
-            columnShapes=columnShapes,
-            columnDtypes=columnDtypes,
-            imageCols=imageCols,
-            handleInvalid=handleInvalid,
-            predictionCol=predictionCol,
-            outputType=outputType,
-            epochs=epochs,
-            batchSize=batchSize,
-            dropLast=dropLast,
-            reshuffleEvery=reshuffleEvery,
-            batchTransform=batchTransform,
-            memoryBudget=memoryBudget,
-            streamFirstEpoch=streamFirstEpoch,
-            storeIn=storeIn,
-            numWorkers=numWorkers,
-            device=device,
-            seed=seed,
-            progress=progress,
-            clipNorm=clipNorm,
-            precision=precision,
-            timeout=timeout,
-            maxFailures=maxFailures,
-            minWorkers=minWorkers,
-            checkpointPath=checkpointPath,
-            checkpointEvery=checkpointEvery,
-            checkpointRounds=checkpointRounds,
-            keepLast=keepLast,
-            resume=resume,
-            collectiveInterface=collectiveInterface,
-            collectivePorts=collectivePorts,
-            tls=tls,
-        )
-        # pyspark.ml's own Params have no None; what is not set is not used.
-        if weightCol is not None:
-            self.setWeightCol(weightCol)
-        if validationIndicatorCol is not None:
-            self.setValidationIndicatorCol(validationIndicatorCol)
+        self._setDefault(strategy=ParameterAveraging())
 
     def write(self) -> EstimatorWriter:
         """A writer: ``estimator.write().overwrite().save(path)``."""

@@ -65,6 +65,7 @@ class DirectoryWriter(MLWriter):
             "uid": instance.uid,
             "paramMap": values(instance._paramMap),
             "defaultParamMap": values(instance._defaultParamMap),
+            "defaultObjects": sorted(name for name in leave_out if not instance.isSet(name)),
         }
         (directory / "metadata").mkdir()
         (directory / "metadata" / "part-00000").write_text(json.dumps(metadata) + "\n")
@@ -107,7 +108,9 @@ class EstimatorReader(MLReader[Any]):
                 name: load_recipe(recipe, directory, name, trust=self._trust)
                 for name, recipe in saved.items()
             }
-        return restore_params(self._kind(**objects), metadata)
+        defaults = {name: objects.pop(name) for name in metadata.get("defaultObjects", ())}
+        estimator = restore_params(self._kind(**objects), metadata)
+        return estimator._setDefault(**defaults)
 
 
 class ModelReader(MLReader[Any]):

@@ -56,9 +56,8 @@ class FeedSchema:
         known = [c.of_length(n) for c, n in zip(self.columns, elements, strict=True)]
         features = tuple(known[: len(self.features)])
         labels = tuple(known[len(features) : len(features) + len(self.labels)])
-        return replace(
-            self, features=features, label=labels[0] if len(self.labels) == 1 else labels
-        )
+        single = isinstance(self.label, ColumnSpec)
+        return replace(self, features=features, label=labels[0] if single else labels)
 
     def batch(self, columns: Sequence[Tensor], *, last: bool) -> Batch:
         """Put the tensors of the ``stored`` columns together as models and losses take them.
