@@ -297,6 +297,8 @@ def _train_from(
             run.replica.schedule.start_at(epoch, before + first_step)
             if job.feed.reshuffles(epoch):
                 feed.reshuffle(epoch, deal)
+                run.rows = feed.used_rows
+                strategy.rows_changed(run)
             first_minibatch = first_step * strategy.minibatches_a_step
             if feed.complete:
                 batches = feed.epoch(epoch, first_step=first_minibatch)

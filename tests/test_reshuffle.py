@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import socket
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from toys import classification, enough_rows, make_job, mlp
+from toys import Data, classification, enough_rows, make_job, mlp, relative_error
 
 from sparkdl.collective import Network
+from sparkdl.driver import Outcome
 from sparkdl.errors import DeadlineError, SparkDLError, TrainingError, WorkerLostError
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.feed import FeedOptions
@@ -26,6 +29,7 @@ from sparkdl.feed.shuffle import exchange_plan
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.reshuffle import Reshuffle
+from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import batches_of, run_world
 
 SPECS = (
@@ -129,6 +133,102 @@ def test_a_run_with_exchanges_differs_from_one_without() -> None:
     ]
     first, second = (s.module.state_dict() for s in states)
     assert not all(torch.equal(first[key], second[key]) for key in first)
+
+
+class Recorder(nn.Module):
+    """Keeps the rows of each minibatch in a file of its rank's."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.folder = folder
+        self.passes = 0
+
+    def forward(self, features: Tensor) -> Tensor:
+        rank = multiprocessing.current_process().name.rpartition(" ")[2]
+        np.save(self.folder / f"{rank}-{self.passes:03d}.npy", features.numpy())
+        self.passes += 1
+        return self.net(features)
+
+
+def recorded(folder: Path, data: Data) -> list[list[list[int]]]:
+    """The rows that each rank trained on, minibatch by minibatch, as numbers of ``data``'s."""
+    numbers = {row.tobytes(): number for number, row in enumerate(data.features)}
+    return [
+        [
+            [numbers[row.tobytes()] for row in np.load(file)]
+            for file in sorted(folder.glob(f"{rank}-*.npy"))
+        ]
+        for rank in range(len(data.sizes))
+    ]
+
+
+def among_themselves(folder: Path, strategy: Strategy, data: Data, **changes: Any) -> Outcome:
+    """Train workers that exchange among themselves, their rows dealt anew."""
+    folder.mkdir(exist_ok=True)
+    settings = {"epochs": 4, "feed": FeedOptions(reshuffle_every=1), **changes}
+    job = make_job(Recorder(folder), strategy=strategy, **settings)
+    return run_world(job, data.shards(), ranks_as="processes")
+
+
+AMONG_THEMSELVES: dict[str, Strategy] = {
+    "all-reduce": GradientAllReduce(accumulate=2, commit_every=1),
+    "executors": ParameterAveraging(2, aggregation="executors", commit_every=2),
+    "hierarchical": ParameterAveraging(2, aggregation="hierarchical"),
+}
+
+
+@pytest.mark.parametrize("name", AMONG_THEMSELVES)
+def test_workers_that_exchange_among_themselves_train_on_every_row_once_an_epoch(
+    tmp_path: Path, name: str
+) -> None:
+    data = classification([23, 0, 4])
+    outcome = among_themselves(tmp_path, AMONG_THEMSELVES[name], data)
+    assert [epoch.examples for epoch in outcome.history] == [27] * 4
+    ranks = recorded(tmp_path, data)
+    seen = [[row for batch in batches for row in batch] for batches in ranks]
+    assert Counter(itertools.chain(*seen)) == dict.fromkeys(range(27), 4)
+    # 9 rows each in three epochs, and those that were read in the first
+    assert [len(rows) for rows in seen] == [23 + 27, 27, 4 + 27]
+    assert all(len(set(rows[-27:-18])) == 9 for rows in seen)
+
+
+def test_gradients_of_rows_dealt_anew_are_those_of_one_process_on_the_same_minibatches(
+    tmp_path: Path,
+) -> None:
+    data, adam = classification([23, 0, 4]), partial(torch.optim.Adam, lr=0.02)
+    options = FeedOptions(reshuffle_every=2)
+    outcome = among_themselves(
+        tmp_path, GradientAllReduce(), data, optimizer=adam, feed=options, epochs=5
+    )
+    batches = [iter(of_rank) for of_rank in recorded(tmp_path, data)]
+    oracle = mlp().train()
+    optimizer = adam(oracle.parameters())
+    for epoch in range(1, 6):
+        # 23 rows are 6 minibatches of 4, 9 rows are 3; a worker has no more of them than that
+        left = [3, 3, 3] if epoch > 2 else [6, 0, 1]
+        for _ in range(max(left)):
+            rows = [row for rank in range(3) if left[rank] for row in next(batches[rank])]
+            left = [max(0, steps - 1) for steps in left]
+            optimizer.zero_grad()
+            features, targets = data.features[rows], data.targets[rows]
+            nn.functional.cross_entropy(
+                oracle(torch.from_numpy(features)), torch.from_numpy(targets)
+            ).backward()
+            optimizer.step()
+    trained = outcome.module.get_submodule("net")
+    assert relative_error(trained, oracle) <= 1e-10
+
+
+def test_all_reduced_gradients_of_rows_dealt_anew_end_in_the_same_bits_every_time(
+    tmp_path: Path,
+) -> None:
+    data = classification([22, 9])
+    first, second = (
+        among_themselves(tmp_path, GradientAllReduce(), data, epochs=3) for _ in range(2)
+    )
+    for key, values in first.module.state_dict().items():
+        assert torch.equal(values, second.module.state_dict()[key])
 
 
 @given(

@@ -184,14 +184,23 @@ def assert_told_once(events: list[object], data: Data, epochs: int) -> None:
     assert sum(isinstance(event, DataFacts) for event in events) == 1
 
 
-def test_rows_that_are_dealt_anew_are_dealt_again_and_counted_once(tmp_path: Path) -> None:
-    """Without a collective; workers who gave their rows away cannot be replaced one by one."""
+@pytest.mark.parametrize(
+    "strategy",
+    [ParameterAveraging(2), GradientAllReduce(commit_every=3)],
+    ids=["averaging", "all-reduce"],
+)
+def test_rows_that_are_dealt_anew_are_dealt_again_and_counted_once(
+    tmp_path: Path, strategy: Strategy
+) -> None:
+    """Without a collective too; workers who gave their rows away cannot be replaced one by one."""
     data, events = classification(SIZES), list[object]()
-    job = misbehaving(
-        tmp_path / "wild", ParameterAveraging(2), after=13, feed=FeedOptions(reshuffle_every=1)
-    )
+    options = FeedOptions(reshuffle_every=1)
+    calm = misbehaving(tmp_path / "calm", strategy, times=0, feed=options)
+    whole = run_world(calm, data.shards(), ranks_as="processes")
+    job = misbehaving(tmp_path / "wild", strategy, after=13, feed=options)
     outcome = run_world(job, data.shards(), ranks_as="processes", on_event=events.append)
-    assert passes(tmp_path / "wild") > 13
+    assert passes(tmp_path / "wild") > passes(tmp_path / "calm")
+    assert same_bits(outcome, whole)
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
     assert_told_once(events, data, epochs=3)
 

@@ -238,6 +238,38 @@ def test_a_model_draws_the_numbers_that_it_would_have_drawn(tmp_path: Path, stop
     assert same_bits(resumed, whole)
 
 
+class LateLayer(nn.Module):
+    """Uses its second layer from the 13th minibatch on: the third epoch of the first worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late = mlp(), mlp(seed=4)
+        self.register_buffer("minibatches", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.minibatches += self.training
+        outputs: Tensor = self.first(features)
+        return outputs + self.late(features) if self.minibatches > 12 else outputs
+
+
+@pytest.mark.parametrize("windows", [5, 16], ids=["before", "after"])
+@pytest.mark.parametrize("optimizer", ["momentum", "Adam"])
+def test_a_layer_that_is_first_used_late_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, optimizer: str, windows: int
+) -> None:
+    job = make_job(
+        LateLayer(), optimizer=OPTIMIZERS[optimizer], strategy=ParameterAveraging(2), epochs=4
+    )
+    data = classification(SIZES)
+    whole = run_world(job, data.shards())
+    assert not torch.equal(
+        whole.module.get_parameter("late.0.weight"), LateLayer().late.get_parameter("0.weight")
+    )
+    assert die_after(job, data, tmp_path / "c", windows, every_rounds=1)
+    resumed = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
+    assert same_bits(resumed, whole)
+
+
 def test_batch_norm_goes_on_from_its_statistics(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
@@ -464,6 +496,27 @@ def test_workers_that_exchange_among_themselves_resume_with_the_same_bits(
         job, data.shards(), ranks_as="processes", checkpoints=policy(tmp_path / "c")
     )
     assert same_bits(resumed, whole)
+
+
+def test_workers_that_exchange_gradients_resume_with_the_rows_that_they_were_dealt(
+    tmp_path: Path,
+) -> None:
+    job = make_job(
+        mlp(),
+        optimizer=OPTIMIZERS["Adam"],
+        strategy=GradientAllReduce(commit_every=2),
+        epochs=4,
+        feed=FeedOptions(reshuffle_every=1),
+    )
+    data = classification([22, 6])
+    whole = run_world(job, data.shards(), ranks_as="processes")
+    # in the middle of the second epoch
+    assert die_after(job, data, tmp_path / "c", 9, _processes, every_rounds=1)
+    resumed = run_world(
+        job, data.shards(), ranks_as="processes", checkpoints=policy(tmp_path / "c")
+    )
+    assert same_bits(resumed, whole)
+    assert [e.loss for e in resumed.history] == [e.loss for e in whole.history]
 
 
 @pytest.mark.parametrize("kept", [{"shard_optimizer": True}, {"compression": "powersgd"}])

@@ -97,11 +97,6 @@ class Preflight:
             ),
             tls=encrypts_connections(spark, params.getTls()),
         )
-        if self.job.strategy.needs_collective and params.getReshuffleEvery():
-            raise ConfigError(
-                f"reshuffleEvery does not go with {type(self.job.strategy).__name__}, whose "
-                "workers agree once on how many rows each has. Use it with ParameterAveraging"
-            )
         if params.getStreamFirstEpoch():
             self._require_streamable()
         if self.job.strategy.needs_collective:

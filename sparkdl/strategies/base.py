@@ -26,7 +26,7 @@ class Run:
     replica: Replica
     averager: CenterExchange
     rows: int = 0
-    """Rows of this worker, known once it has read them."""
+    """Rows of this worker in an epoch, known once it has read them."""
     batch_size: int = 1
     """Rows a minibatch; the last of an epoch may have fewer."""
     collective: Collective | None = None
@@ -137,6 +137,9 @@ class Strategy(ABC):
 
     def start(self, run: Run) -> None:  # noqa: B027 - not every strategy has to prepare
         """Called on every worker once, when its replica holds the initial center."""
+
+    def rows_changed(self, run: Run) -> None:  # noqa: B027 - as above
+        """Called on every worker at the start of an epoch for which its rows were dealt anew."""
 
     def finish(self, run: Run) -> None:  # noqa: B027 - as above
         """Called on every worker once, before it leaves the others, also after an error."""

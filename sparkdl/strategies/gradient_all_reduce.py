@@ -127,6 +127,10 @@ class GradientAllReduce(Strategy):
         finite = keep_finite(model, self.compression, run)
         run.memory = _Reducer(model, together, finite, run.batch_size)
 
+    def rows_changed(self, run: Run) -> None:
+        """Learn how many steps all workers have now."""
+        run.memory.together.agree(run)
+
     def finish(self, run: Run) -> None:
         """Let go of the group, which is about to end."""
         release_model(run.memory.model)

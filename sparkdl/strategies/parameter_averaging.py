@@ -108,6 +108,11 @@ class ParameterAveraging(Strategy):
         elif self.aggregation == "hierarchical":
             run.memory = _HostWindows(Together(run, run.batch_size, within_host=True), self)
 
+    def rows_changed(self, run: Run) -> None:
+        """Learn how many windows all workers have now."""
+        if self.needs_collective:
+            run.memory.together.agree(run)
+
     def after_step(self, run: Run, batch: Batch) -> None:
         """Average after every ``period`` steps; the epoch's last window is ``end_epoch``'s."""
         if run.step_of_epoch % self.period == 0 and not batch.last:
@@ -136,13 +141,13 @@ class _Windows:
     """
 
     def __init__(self, together: Together, strategy: ParameterAveraging) -> None:
-        self._together = together
+        self.together = together
         self._period = strategy.period
         self._commit_every = strategy.commit_every
 
     def average(self, run: Run, state: list[Tensor]) -> None:
         """Take part in the next round."""
-        together = self._together
+        together = self.together
         window = range(together.steps, together.steps + self._period)
         together.average(state, together.examples_of(window), run.window())
         together.steps = window.stop
@@ -151,9 +156,9 @@ class _Windows:
 
     def finish(self, run: Run, state: list[Tensor]) -> None:
         """Take part in all rounds that are left, and hand the driver a copy."""
-        while not self._together.done:
+        while not self.together.done:
             self.average(run, state)
-        self._together.hand_over(run, state, last=True)
+        self.together.hand_over(run, state, last=True)
 
 
 class _HostWindows:
@@ -165,12 +170,12 @@ class _HostWindows:
     """
 
     def __init__(self, together: Together, strategy: ParameterAveraging) -> None:
-        self._together = together
+        self.together = together
         self._period = strategy.period
 
     def average(self, run: Run, state: list[Tensor], *, last: bool = False) -> None:
         """Take part in the next round; the epoch's ``last`` one ends with its final center."""
-        together = self._together
+        together = self.together
         window = range(together.steps, together.steps + self._period)
         examples = together.examples_of(window)
         together.require_announced(run, examples)
@@ -184,7 +189,7 @@ class _HostWindows:
 
     def finish(self, run: Run, state: list[Tensor]) -> None:
         """Take part in all rounds that the host has left."""
-        together = self._together
+        together = self.together
         while together.steps + self._period < together.steps_an_epoch:
             self.average(run, state)
         self.average(run, state, last=True)

@@ -41,16 +41,23 @@ class Together:
         assert run.collective is not None
         everyone = run.collective
         self.collective: Collective = everyone.within_host() if within_host else everyone
-        gathered = run.averager.gather({"rows": run.rows, "steps": run.step_of_epoch})
-        told = [gathered[rank] for rank in self.collective.members]
-        self.shares = [int(one["rows"]) for one in told]
         self.rows_a_step = rows_a_step
-        # Who has no rows left may have stopped counting.
-        self.steps = max(int(one["steps"]) for one in told)
-        self._steps_handed_over = self.steps
+        self.agree(run)
         self._turns = 0
         self._next_sign = 1
         self._last_sign = time.monotonic()
+
+    def agree(self, run: Run) -> None:
+        """Tell each other how many rows each has; every worker has to do so at the same time.
+
+        Args:
+            run: this worker's, at the start of an epoch or where it goes on in one.
+        """
+        gathered = run.averager.gather({"rows": run.rows, "steps": run.step_of_epoch})
+        told = [gathered[rank] for rank in self.collective.members]
+        self.shares = [int(one["rows"]) for one in told]
+        # Who has no rows left may have stopped counting.
+        self.steps = self._steps_handed_over = max(int(one["steps"]) for one in told)
 
     def examples_of(self, steps: range) -> list[int]:
         """How many rows the members have in some ``steps``, counted from an epoch's start."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from sparkdl import TorchEstimator, TorchModel
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -254,11 +255,15 @@ def test_what_cannot_be_fed_is_refused_in_words(
     assert fragment in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "strategy", [ParameterAveraging(2), GradientAllReduce()], ids=["averaging", "all-reduce"]
+)
 def test_rows_dealt_anew_are_trained_on_once_an_epoch_on_real_executors(
-    spark: SparkSession, tmp_path: Any
+    spark: SparkSession, tmp_path: Any, strategy: Strategy
 ) -> None:
     trace = tmp_path / "ids"
     estimator(
+        strategy=strategy,
         model=RowIds(str(trace)),
         featuresCols=["features", "id"],
         epochs=3,

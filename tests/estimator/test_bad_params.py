@@ -51,19 +51,6 @@ def test_more_workers_than_slots_are_refused_with_both_numbers(
     refuse(frame(spark), ConfigError, "numWorkers is 4", "3 slots", "at most 3", numWorkers=4)
 
 
-def test_dealing_rows_anew_is_refused_where_workers_agree_once_on_their_numbers(
-    spark: SparkSession, refuse: Refuse
-) -> None:
-    refuse(
-        frame(spark),
-        ConfigError,
-        "reshuffleEvery does not go with GradientAllReduce",
-        "Use it with ParameterAveraging",
-        strategy=GradientAllReduce(),
-        reshuffleEvery=1,
-    )
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
