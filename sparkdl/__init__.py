@@ -13,8 +13,8 @@ from sparkdl.version import __version__
 
 if TYPE_CHECKING:
     from sparkdl.checkpoint.module_files import load_module
-    from sparkdl.checkpoint.recipe import trusted_pickles
     from sparkdl.checkpoint.state_files import load_checkpoint
+    from sparkdl.checkpoint.trust import trusted_modules, trusted_pickles
     from sparkdl.estimator import TorchEstimator, TorchModel
     from sparkdl.events import EpochSummary
     from sparkdl.protocols import Batch
@@ -39,6 +39,7 @@ __all__ = [
     "load_checkpoint",
     "load_module",
     "run",
+    "trusted_modules",
     "trusted_pickles",
 ]
 
@@ -56,7 +57,8 @@ _HOMES = {
     "load_checkpoint": "sparkdl.checkpoint.state_files",
     "load_module": "sparkdl.checkpoint.module_files",
     "run": "sparkdl.spark.function_run",
-    "trusted_pickles": "sparkdl.checkpoint.recipe",
+    "trusted_modules": "sparkdl.checkpoint.trust",
+    "trusted_pickles": "sparkdl.checkpoint.trust",
 }
 
 

@@ -12,23 +12,26 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sparkdl.checkpoint.recipe import load_recipe, save_recipe
+from sparkdl.checkpoint.json_file import read_json_object
+from sparkdl.checkpoint.recipe import MODEL, load_recipe, save_recipe
+from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
-from sparkdl.protocols import ColumnSpec
+from sparkdl.protocols import UNKNOWN, ColumnSpec, Encoding
 from sparkdl.randomness import borrowed_random_numbers
 
 DESCRIPTION = "module.json"
 WEIGHTS = "module.safetensors"
 FORMAT = 1
 """Version of the files' format; a reader refuses a newer one."""
+_ENCODINGS = get_args(Encoding)
+_EPOCH_TYPES = get_type_hints(EpochSummary)
 
 
 @dataclass(frozen=True)
@@ -79,80 +82,126 @@ def write_module(saved: SavedModule, directory: Path) -> None:
     (directory / DESCRIPTION).write_text(json.dumps(description, indent=2))
 
 
-def read_module(directory: Path, *, trust: bool) -> SavedModule:
+def read_module(directory: Path, *, trust: TrustArgument) -> SavedModule:
     """Read the files back.
 
     Args:
         directory: where ``write_module`` wrote.
-        trust: whether a pickled architecture may be loaded.
+        trust: what may be run besides torch's own classes: the modules whose names are given, or
+            with True any, and a pickled architecture.
 
     Raises:
-        ConfigError: there is no saved module, its format is newer, or its architecture cannot be
-            imported or is an untrusted pickle.
+        ConfigError: there is no saved module, it is damaged, its format is newer, or its
+            architecture is not trusted or cannot be imported.
     """
     path = directory / DESCRIPTION
     if not path.is_file():
         raise ConfigError(f"there is no saved model in {directory}: {DESCRIPTION} is missing")
     description = _read_description(path)
-    builder = load_recipe(description["model"], directory, "model", trust=trust)
-    with borrowed_random_numbers():
-        module: nn.Module = builder if isinstance(builder, nn.Module) else builder()
-    state = _read_weights(directory / WEIGHTS)
-    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-    if len(dtypes) == 1:
-        module = module.to(dtypes.pop())
-    try:
-        module.load_state_dict(state)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"the weights in {directory / WEIGHTS} are those of another architecture than the "
-            f"model builds now: {error}"
-        ) from error
+    features = _entries(path, description, "features", _feature)
+    history = _entries(path, description, "history", _epoch)
+    builder = load_recipe(description.get("model"), directory, "model", place=MODEL, trust=trust)
+    module = _build_module(builder)
+    _put_weights(module, directory / WEIGHTS)
     return SavedModule(
         module=module.eval(),
         builder=builder,
-        features=tuple(
-            ColumnSpec(
-                f["name"],
-                getattr(torch, f["dtype"]),
-                tuple(f["row_shape"]),
-                f.get("encoding", "numbers"),  # models were saved before there were others
-            )
-            for f in description["features"]
-        ),
+        features=tuple(features),
         head=description["head"],
         output_width=description["output_width"],
-        history=[EpochSummary(**epoch) for epoch in description["history"]],
+        history=history,
     )
 
 
-def _read_description(path: Path) -> dict[str, Any]:
+def _build_module(builder: Any) -> nn.Module:
     try:
-        description: dict[str, Any] = json.loads(path.read_text())
-        newest = description["format"]
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"{path} is damaged or no saved model: {error!r}") from error
-    if newest > FORMAT:
+        with borrowed_random_numbers():
+            module = builder if isinstance(builder, nn.Module) else builder()
+    except Exception as error:  # a constructor may raise anything
+        raise ConfigError(f"model cannot be built as it was saved: {error!r}") from error
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"model was saved as what builds {type(module)}, not an nn.Module")
+    return module
+
+
+def _put_weights(module: nn.Module, path: Path) -> None:
+    if not path.is_file():
+        raise ConfigError(f"the weights in {path} are missing, or that is not a plain file")
+    try:
+        state = load_file(path)
+    except Exception as error:  # safetensors, torch and the file system, of any kind
+        raise ConfigError(f"the weights in {path} are damaged: {error}") from error
+    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    try:
+        if len(dtypes) == 1:
+            module.to(dtypes.pop())
+        module.load_state_dict(state)
+    except Exception as error:  # modules may load their state in ways of their own
         raise ConfigError(
-            f"the model in {path.parent} has format {newest}, newer than the {FORMAT} that this "
+            f"the weights in {path} are those of another architecture than the model builds now: "
+            f"{error}"
+        ) from error
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    description = read_json_object(path)
+    written = description.get("format")
+    if type(written) is int and written > FORMAT:
+        raise ConfigError(
+            f"the model in {path.parent} has format {written}, newer than the {FORMAT} that this "
             "version of sparkdl-torch reads. Upgrade it"
         )
+    width = description.get("output_width", "missing")
+    plain = isinstance(description.get("head"), str) and (width is None or _is_count(width))
+    if written != FORMAT or not plain:
+        raise ConfigError(f"{path} is damaged or no saved model")
     return description
 
 
-def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+def _entries(path: Path, description: dict[str, Any], name: str, read: Any) -> list[Any]:
+    entries = description.get(name)
+    if not isinstance(entries, list):
+        raise ConfigError(f"{path} is damaged: it has no list of {name}")
     try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"the weights in {path} are missing or damaged: {error}") from error
+        return [read(**entry) for entry in entries]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is damaged: an entry of {name} is none: {error}") from error
 
 
-def load_module(path: str | Path, *, trust: bool = False) -> nn.Module:
+def _feature(
+    name: str,
+    dtype: str,
+    row_shape: list[int],
+    encoding: Encoding = "numbers",  # models were saved before there were others
+) -> ColumnSpec:
+    # Not by getattr, for torch imports some of its modules when it is asked for them.
+    element = vars(torch).get(dtype)
+    if not isinstance(name, str) or not isinstance(element, torch.dtype):
+        raise ValueError(f"{name!r} cannot be of type {dtype!r}")
+    if not all(_is_count(n) or n == UNKNOWN for n in row_shape) or encoding not in _ENCODINGS:
+        raise ValueError(f"{name!r} cannot have shape {row_shape!r} and encoding {encoding!r}")
+    return ColumnSpec(name, element, tuple(row_shape), encoding)
+
+
+def _epoch(**fields: Any) -> EpochSummary:
+    for name, value in fields.items():
+        if isinstance(value, bool) or not isinstance(value, _EPOCH_TYPES.get(name, object) | int):
+            raise ValueError(f"{name} cannot be {value!r}")
+    return EpochSummary(**fields)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def load_module(path: str | Path, *, trust: TrustArgument = False) -> nn.Module:
     """Load the plain nn.Module of a saved ``TorchModel`` from a local directory, without Spark.
 
     Args:
         path: where the model was saved.
-        trust: whether a pickled architecture may be loaded; a pickle runs its author's code.
+        trust: names of the modules that the model's own classes and functions are of, for example
+            ``["mypackage.models"]``; torch's need no trust. True trusts everything, also a pickled
+            architecture, which runs its author's code.
 
     Raises:
         ConfigError: as ``read_module``.

@@ -5,39 +5,73 @@ partial(torch.optim.SGD, lr=.1)  {"partial": {"import": "torch.optim.sgd:SGD"}, 
 ParameterAveraging(period=5)     {"new": {"import": ...}, "kwargs": {"period": 5, ...}}
 nn.CrossEntropyLoss()            {"new": {"import": ...}, "kwargs": {"reduction": "mean", ...}}
 anything else                    {"pickle": "<file>"}, loaded only if the user trusts it
+
+What a recipe may name without the user's trust is in ``trust``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Iterator
+import reprlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
 
+from sparkdl.checkpoint.trust import NotFoundError, Trust, TrustArgument, find, torchs_own
 from sparkdl.errors import ConfigError
 
-_trusted: contextvars.ContextVar[bool] = contextvars.ContextVar("sparkdl_trusted", default=False)
+DEEPEST = 64
+"""How deep a recipe may be nested; what is deeper is pickled."""
+
+_shortened = reprlib.Repr()
+_shortened.maxstring = _shortened.maxother = 200
 
 
-@contextlib.contextmanager
-def trusted_pickles() -> Iterator[None]:
-    """Allow pickles to be loaded inside a ``with`` block, for example by ``PipelineModel.load``.
+@dataclass(frozen=True)
+class Place:
+    """What is saved in a place, and so what has to come back.
 
-    A pickle runs code of its author's choice: use it only on files that you trust.
+    Attributes:
+        what: in words, for messages.
+        base: the class of the object, or of what it makes.
+        instance: whether it may be an instance of ``base``.
+        maker: whether it may be a subclass of ``base``, or a function that the user trusts, that is
+            called for an instance.
+        function: whether it may be a function, called for something else.
+        harmless: what needs no trust there besides torch's own, by import path.
     """
-    before = _trusted.set(True)
-    try:
-        yield
-    finally:
-        _trusted.reset(before)
+
+    what: str
+    base: type
+    instance: bool = False
+    maker: bool = False
+    function: bool = False
+    harmless: Mapping[str, Any] = field(default_factory=dict)
+
+    def takes(self, value: Any, trust: Trust) -> bool:
+        """Whether an object belongs there."""
+        if isinstance(value, self.base):
+            return self.instance
+        called = value.func if isinstance(value, functools.partial) else value
+        if isinstance(called, type):
+            return self.maker and issubclass(called, self.base)
+        trusted = trust.covers(str(getattr(called, "__module__", None)))
+        return callable(called) and (self.function or (self.maker and trusted))
+
+
+MODEL = Place(
+    "an nn.Module, or a class or function that builds one",
+    torch.nn.Module,
+    instance=True,
+    maker=True,
+)
 
 
 def save_recipe(value: Any, directory: Path, name: str) -> dict[str, Any]:
@@ -56,36 +90,95 @@ def save_recipe(value: Any, directory: Path, name: str) -> dict[str, Any]:
     except _Indescribable:
         recipe = {}
     if not recipe or _needs_main(recipe):
-        file = f"{name}.pkl"
+        file = _pickle_of(name)
         (directory / file).write_bytes(cloudpickle.dumps(value))
         recipe = {**recipe, "pickle": file}
     return {"recipe": recipe}
 
 
-def load_recipe(saved: dict[str, Any], directory: Path, name: str, *, trust: bool) -> Any:
+def load_recipe(
+    saved: Any, directory: Path, name: str, *, place: Place, trust: TrustArgument
+) -> Any:
     """Build an object again.
+
+    Nothing is imported or called before every name in the recipe is known to be harmless or
+    trusted.
 
     Args:
         saved: what ``save_recipe`` returned.
         directory: where it wrote.
         name: of the object, for messages.
-        trust: whether a pickle may be loaded.
+        place: what it has to be.
+        trust: True for everything, pickles included, or the modules that may be imported.
 
     Raises:
-        ConfigError: the object was pickled and is not trusted, or cannot be imported here.
+        ConfigError: the recipe is damaged, names what is not trusted, cannot be imported here, or
+            does not give what belongs in the place.
     """
-    recipe = saved["recipe"]
+    trusted = Trust.of(trust)
+    recipe = saved.get("recipe") if isinstance(saved, dict) else None
+    if not isinstance(recipe, dict) or not recipe:
+        raise ConfigError(f"{name} was saved as {_shortened.repr(saved)}, which is no recipe")
     described = {key: value for key, value in recipe.items() if key != "pickle"}
     if described:
         try:
-            return _build(described)
-        except (ImportError, AttributeError) as error:
+            found = _find_all(described, name, place, trusted)
+        except ConfigError:
             if "pickle" not in recipe:
-                raise ConfigError(
-                    f"{name} was saved as {described}, which cannot be imported here: {error}. "
-                    "Install the package that has it, or add it with spark.submit.pyFiles"
-                ) from error
-    if not (trust or _trusted.get()):
+                raise
+        else:
+            return _built(described, found, name, place, trusted)
+    return _load_pickle(recipe["pickle"], directory, name, trusted)
+
+
+def _find_all(recipe: dict[str, Any], name: str, place: Place, trust: Trust) -> dict[str, Any]:
+    """What the names in a recipe stand for; imports nothing if one of them is not trusted."""
+    harmless = {**torchs_own(), **place.harmless}
+    paths = list(dict.fromkeys(_names(recipe, name)))
+    _require_trust([path for path in paths if path not in harmless], trust, name)
+    try:
+        return {path: find(path, trust, harmless) for path in paths}
+    except NotFoundError as error:
+        raise ConfigError(
+            f"{name} was saved as {_shortened.repr(recipe)}, which cannot be imported here: "
+            f"{error}. Install the package that has it, or add it with spark.submit.pyFiles"
+        ) from error
+
+
+def _built(
+    recipe: dict[str, Any], found: dict[str, Any], name: str, place: Place, trust: Trust
+) -> Any:
+    try:
+        value = _build(recipe, found)
+    except Exception as error:  # a constructor may raise anything
+        raise ConfigError(f"{name} cannot be built as it was saved: {error!r}") from error
+    if trust.everything or place.takes(value, trust):
+        return value
+    raise ConfigError(f"{name} must be {place.what}, but {_shortened.repr(recipe)} was saved")
+
+
+def _require_trust(paths: list[str], trust: Trust, name: str) -> None:
+    """Check that only what the user trusts is named.
+
+    Raises:
+        ConfigError: something else is.
+    """
+    modules = sorted({path.partition(":")[0] for path in paths})
+    unknown = [module for module in modules if not trust.covers(module)]
+    if not unknown:
+        return
+    names = ", ".join(path for path in paths if path.partition(":")[0] in unknown)
+    shown = _shortened.repr(unknown)
+    raise ConfigError(
+        f"{name} was saved as {_shortened.repr(names)}, which is not torch's own: to load it is to "
+        f"import {shown} and to call what is named there, with arguments that the file says. Only "
+        f"if that is your model's own code, load with trust={shown} (TorchModel.load(path, "
+        "trust=...)), or inside `with sparkdl.trusted_modules(...):`"
+    )
+
+
+def _load_pickle(file: Any, directory: Path, name: str, trust: Trust) -> Any:
+    if not trust.everything:
         raise ConfigError(
             f"{name} was saved as a pickle, because it is an instance or was defined in a notebook "
             "or script, not in a module that can be imported. A pickle runs code of its author's "
@@ -93,42 +186,59 @@ def load_recipe(saved: dict[str, Any], directory: Path, name: str, *, trust: boo
             "trust=True)) or inside `with sparkdl.trusted_pickles():`; to do without, give "
             f"{name} as a class or function of an importable module"
         )
-    path = directory / recipe["pickle"]
+    if file != _pickle_of(name):
+        raise ConfigError(
+            f"{name} was saved as the pickle {_shortened.repr(file)}; it can only be in "
+            f"{_pickle_of(name)}"
+        )
+    path = directory / _pickle_of(name)
     if not path.is_file():
         raise ConfigError(f"{name} was saved as a pickle, but {path} is missing")
-    return cloudpickle.loads(path.read_bytes())
+    real = path.resolve()
+    if real.parent != directory.resolve():
+        raise ConfigError(
+            f"{path} is a link to {real}, outside of what you trust. Copy the file itself"
+        )
+    try:
+        return cloudpickle.loads(real.read_bytes())
+    except Exception as error:  # what a pickle runs may raise anything
+        raise ConfigError(f"the pickle {path} cannot be loaded: {error!r}") from error
+
+
+def _pickle_of(name: str) -> str:
+    return f"{name}.pkl"
 
 
 class _Indescribable(Exception):
     """The object, or part of it, has no description."""
 
 
-def _describe(value: Any) -> Any:
+def _describe(value: Any, depth: int = 0) -> Any:
+    if depth > DEEPEST:
+        raise _Indescribable(value)
+    describe = functools.partial(_describe, depth=depth + 1)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
         kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_describe(item) for item in value]}
+        return {kind: [describe(item) for item in value]}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _describe(item) for key, item in value.items()}}
+        return {"dict": {key: describe(item) for key, item in value.items()}}
     if isinstance(value, functools.partial):
         return {
-            "partial": _describe(value.func),
-            "args": [_describe(item) for item in value.args],
-            "kwargs": {key: _describe(item) for key, item in value.keywords.items()},
+            "partial": describe(value.func),
+            "args": [describe(item) for item in value.args],
+            "kwargs": {key: describe(item) for key, item in value.keywords.items()},
         }
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        return _new(value, fields)
-    if isinstance(value, torch.nn.modules.loss._Loss):
-        return _new(value, _loss_arguments(value))
-    return {"import": _import_path(value)}
-
-
-def _new(value: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    elif isinstance(value, torch.nn.modules.loss._Loss):
+        fields = _loss_arguments(value)
+    else:
+        return {"import": _import_path(value)}
     return {
         "new": {"import": _import_path(type(value))},
-        "kwargs": {key: _describe(item) for key, item in arguments.items()},
+        "kwargs": {key: describe(item) for key, item in fields.items()},
     }
 
 
@@ -150,20 +260,14 @@ def _import_path(value: Any) -> str:
     if not module or not name or "<" in name:
         raise _Indescribable(value)
     try:
-        found = _import(f"{module}:{name}")
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise _Indescribable(value) from error
     if found is not value:
         raise _Indescribable(value)
     return f"{module}:{name}"
-
-
-def _import(path: str) -> Any:
-    module, name = path.split(":")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _needs_main(recipe: Any) -> bool:
@@ -176,19 +280,52 @@ def _needs_main(recipe: Any) -> bool:
     return isinstance(recipe, list) and any(_needs_main(item) for item in recipe)
 
 
-def _build(recipe: Any) -> Any:
+def _names(recipe: Any, name: str, depth: int = 0) -> Iterator[str]:
+    """Every import path in a recipe, which is checked to be one in all its parts.
+
+    Raises:
+        ConfigError: it is none, or nested too deeply.
+    """
+    if depth > DEEPEST:
+        raise ConfigError(f"the recipe of {name} is nested more than {DEEPEST} deep")
+    match recipe:
+        case None | bool() | int() | float() | str():
+            inner: list[Any] = []
+        case {"import": str(path), **rest} if not rest:
+            inner = []
+            yield path
+        case {"tuple": list(items), **rest} | {"list": list(items), **rest} if not rest:
+            inner = items
+        case {"dict": dict(items), **rest} if not rest:
+            inner = list(items.values())
+        case {"new": dict(made), "kwargs": dict(kwargs), **rest} if not rest and "import" in made:
+            yield from _names(made, name, depth)
+            inner = list(kwargs.values())
+        case {"partial": called, "args": list(args), "kwargs": dict(kwargs), **rest} if not rest:
+            inner = [called, *args, *kwargs.values()]
+        case _:
+            raise ConfigError(f"the recipe of {name} is damaged: {_shortened.repr(recipe)}")
+    for item in inner:
+        yield from _names(item, name, depth + 1)
+
+
+def _build(recipe: Any, found: dict[str, Any]) -> Any:
+    """Build what ``_names`` has checked, of what was found under those names."""
     if not isinstance(recipe, dict):
         return recipe
     if "import" in recipe:
-        return _import(recipe["import"])
+        return found[recipe["import"]]
     if "tuple" in recipe:
-        return tuple(_build(item) for item in recipe["tuple"])
+        return tuple(_build(item, found) for item in recipe["tuple"])
     if "list" in recipe:
-        return [_build(item) for item in recipe["list"]]
+        return [_build(item, found) for item in recipe["list"]]
     if "dict" in recipe:
-        return {key: _build(item) for key, item in recipe["dict"].items()}
-    arguments = {key: _build(item) for key, item in recipe["kwargs"].items()}
+        return {key: _build(item, found) for key, item in recipe["dict"].items()}
+    arguments = {key: _build(item, found) for key, item in recipe["kwargs"].items()}
     if "new" in recipe:
-        return _build(recipe["new"])(**arguments)
-    positional = [_build(item) for item in recipe["args"]]
-    return functools.partial(_build(recipe["partial"]), *positional, **arguments)
+        kind = _build(recipe["new"], found)
+        if not isinstance(kind, type):
+            raise TypeError(f"{kind!r} is no class")
+        return kind(**arguments)
+    positional = [_build(item, found) for item in recipe["args"]]
+    return functools.partial(_build(recipe["partial"], found), *positional, **arguments)

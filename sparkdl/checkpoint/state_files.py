@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.checkpoint.storage import CheckpointStore
-from sparkdl.errors import ConfigError
+from sparkdl.errors import CheckpointError, ConfigError
 
 STATE_FILE = "state.pt"
 _KIND = {"kind": "state of a training function"}
@@ -79,7 +79,12 @@ def load_checkpoint(path: str) -> dict[str, Any] | None:
         )
     with saved.open(STATE_FILE) as file:
         octets = io.BytesIO(file.read())
-    state: dict[str, Any] = torch.load(octets, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(octets, map_location="cpu", weights_only=True)
+    except Exception as error:  # what is no such file ends in errors of any kind
+        raise CheckpointError(f"{saved.directory} cannot be read: {error}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{saved.directory} holds {type(state)}, not a dict by name")
     return state
 
 

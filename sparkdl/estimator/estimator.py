@@ -14,6 +14,7 @@ from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame
 from torch import nn
 
+from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.driver import run
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.model import TorchModel
@@ -216,20 +217,22 @@ class TorchEstimator(
         return EstimatorWriter(self)
 
     @classmethod
-    def read(cls, *, trust: bool = False) -> EstimatorReader:
-        """A reader; ``trust`` allows it to load what was pickled."""
+    def read(cls, *, trust: TrustArgument = False) -> EstimatorReader:
+        """A reader; ``trust`` is that of ``load``."""
         return EstimatorReader(cls, trust=trust)
 
     @classmethod
-    def load(cls, path: str, *, trust: bool = False) -> TorchEstimator:
+    def load(cls, path: str, *, trust: TrustArgument = False) -> TorchEstimator:
         """Load a saved estimator.
 
         Args:
             path: where it was saved.
-            trust: whether pickled Params may be loaded; a pickle runs its author's code.
+            trust: names of the modules that its classes and functions are of, for example
+                ``["mypackage.models"]``; torch's and sparkdl's strategies need no trust. True
+                trusts everything, also pickled Params, which run their author's code.
 
         Raises:
-            ConfigError: there is no estimator, or a Param is an untrusted pickle.
+            ConfigError: there is no estimator, it is damaged, or a Param is not trusted.
         """
         estimator: TorchEstimator = cls.read(trust=trust).load(path)
         return estimator

@@ -12,6 +12,7 @@ from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.checkpoint.module_files import SavedModule
+from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.data_params import InputOutputParams
 from sparkdl.estimator.head import Head, output_function
@@ -106,26 +107,30 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
         return ModelWriter(self, saved)
 
     @classmethod
-    def read(cls, *, trust: bool = False) -> ModelReader:
-        """A reader; ``trust`` allows it to load a pickled architecture."""
+    def read(cls, *, trust: TrustArgument = False) -> ModelReader:
+        """A reader; ``trust`` is that of ``load``."""
         return ModelReader(cls._from_saved, trust=trust)
 
     @classmethod
-    def load(cls, path: str, *, trust: bool = False) -> TorchModel:
+    def load(cls, path: str, *, trust: TrustArgument = False) -> TorchModel:
         """Load a saved model; needs no Spark if the path is local.
 
         Args:
             path: where it was saved.
-            trust: whether a pickled architecture may be loaded; a pickle runs its author's code.
+            trust: names of the modules that the model's own classes and functions are of, for
+                example ``["mypackage.models"]``; torch's need no trust. True trusts everything,
+                also a pickled architecture, which runs its author's code.
 
         Raises:
-            ConfigError: there is no model, or its architecture is an untrusted pickle.
+            ConfigError: there is no model, it is damaged, or what it is built of is not trusted.
         """
         model: TorchModel = cls.read(trust=trust).load(path)
         return model
 
     @classmethod
     def _from_saved(cls, saved: SavedModule) -> TorchModel:
+        if saved.head not in [head.value for head in Head]:
+            raise ConfigError(f"the saved model's outputs are said to mean {saved.head!r}")
         return cls(
             saved.module,
             saved.features,

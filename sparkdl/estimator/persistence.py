@@ -15,13 +15,37 @@ from typing import Any
 import pyspark
 from pyspark.ml.param import Params
 from pyspark.ml.util import MLReader, MLWriter
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from sparkdl import strategies
+from sparkdl.checkpoint.json_file import read_json_object
 from sparkdl.checkpoint.module_files import SavedModule, read_module, write_module
-from sparkdl.checkpoint.recipe import load_recipe, save_recipe
-from sparkdl.errors import ConfigError
+from sparkdl.checkpoint.recipe import MODEL, Place, load_recipe, save_recipe
+from sparkdl.checkpoint.trust import TrustArgument, classes_of
+from sparkdl.errors import ConfigError, SparkDLError
 from sparkdl.spark.files import fetch, publish
 
 OBJECTS = "objects.json"
+PLACES = {
+    "model": MODEL,
+    "loss": Place("an nn.Module or a function", nn.Module, instance=True, function=True),
+    "optimizer": Place(
+        "a class of optimizers, or a function that makes one", Optimizer, maker=True
+    ),
+    "scheduler": Place(
+        "a class of schedulers, or a function that makes one", LRScheduler, maker=True
+    ),
+    "strategy": Place(
+        "a strategy",
+        strategies.Strategy,
+        instance=True,
+        harmless=classes_of(strategies, strategies.Strategy),
+    ),
+    "batchTransform": Place("a function", nn.Module, instance=True, function=True),
+}
+"""The estimator's Params whose values are not JSON."""
 
 
 class DirectoryWriter(MLWriter):
@@ -75,8 +99,7 @@ class EstimatorWriter(DirectoryWriter):
     """Writes a ``TorchEstimator``: its objects by import path where they have one."""
 
     def _objects(self) -> dict[str, Any]:
-        names = ("model", "loss", "optimizer", "scheduler", "strategy", "batchTransform")
-        values = {name: self.instance.getOrDefault(name) for name in names}
+        values = {name: self.instance.getOrDefault(name) for name in PLACES}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -94,7 +117,7 @@ class ModelWriter(DirectoryWriter):
 class EstimatorReader(MLReader[Any]):
     """Reads a ``TorchEstimator``."""
 
-    def __init__(self, kind: Any, *, trust: bool) -> None:
+    def __init__(self, kind: Any, *, trust: TrustArgument) -> None:
         super().__init__()
         self._kind = kind
         self._trust = trust
@@ -103,20 +126,25 @@ class EstimatorReader(MLReader[Any]):
         """Load from a path on any file system that Spark knows."""
         with fetch(path) as directory:
             metadata = read_metadata(directory)
-            saved = _read_json(directory / OBJECTS)
+            saved = read_json_object(directory / OBJECTS)
+            if not {"model", "loss", "optimizer"} <= saved.keys() <= PLACES.keys():
+                raise ConfigError(f"{directory / OBJECTS} is damaged: it has {[*saved]!r:.200}")
             objects = {
-                name: load_recipe(recipe, directory, name, trust=self._trust)
+                name: load_recipe(recipe, directory, name, place=PLACES[name], trust=self._trust)
                 for name, recipe in saved.items()
             }
-        defaults = {name: objects.pop(name) for name in metadata.get("defaultObjects", ())}
-        estimator = restore_params(self._kind(**objects), metadata)
-        return estimator._setDefault(**defaults)
+            defaults = metadata.get("defaultObjects", [])
+            if defaults not in ([], ["strategy"]) or not saved.keys() >= set(defaults):
+                raise ConfigError(f"{directory} is damaged: defaultObjects is {defaults!r:.200}")
+            given = {name: each for name, each in objects.items() if name not in defaults}
+            estimator = restore_params(self._kind(**given), metadata)
+            return estimator._setDefault(**{name: objects[name] for name in defaults})
 
 
 class ModelReader(MLReader[Any]):
     """Reads a ``TorchModel``; ``make`` builds it from what was saved."""
 
-    def __init__(self, make: Any, *, trust: bool) -> None:
+    def __init__(self, make: Any, *, trust: TrustArgument) -> None:
         super().__init__()
         self._make = make
         self._trust = trust
@@ -137,20 +165,33 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     path = directory / "metadata" / "part-00000"
     if not path.is_file():
         raise ConfigError(f"there is no saved stage in {directory}: metadata/ is missing")
-    return _read_json(path)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is missing or damaged: {error}") from error
-    return values
+    metadata = read_json_object(path)
+    kinds = {"uid": str, "paramMap": dict, "defaultParamMap": dict}
+    for name, kind in kinds.items():
+        if not isinstance(metadata.get(name), kind):
+            raise ConfigError(f"{path} is damaged: it has no {name}")
+    return metadata
 
 
 def restore_params(instance: Any, metadata: dict[str, Any]) -> Any:
-    """Give a freshly built stage the uid and the Params that were saved."""
+    """Give a freshly built stage the uid and the Params that were saved.
+
+    Raises:
+        ConfigError: there is no such Param, or it cannot have that value.
+    """
+    given, defaults = metadata["paramMap"], metadata["defaultParamMap"]
+    unknown = [name for name in (*given, *defaults) if not instance.hasParam(name)]
+    if unknown:
+        raise ConfigError(
+            f"the saved stage has Params that {type(instance).__name__} does not have: "
+            f"{unknown!r:.200}"
+        )
     instance._resetUid(metadata["uid"])
-    instance._set(**metadata["paramMap"])
-    instance._setDefault(**metadata["defaultParamMap"])
+    try:
+        instance._set(**given)
+        instance._setDefault(**defaults)
+    except SparkDLError:
+        raise
+    except Exception as error:  # converters of pyspark's raise what they like
+        raise ConfigError(f"the saved stage has a Param of a wrong value: {error}") from error
     return instance

@@ -39,7 +39,7 @@ def same_state(first: nn.Module, second: nn.Module) -> bool:
 def test_everything_comes_back(tmp_path: Path) -> None:
     module = Net()
     write(module, Net, tmp_path)
-    loaded = read_module(tmp_path, trust=False)
+    loaded = read_module(tmp_path, trust=["models"])
     assert same_state(loaded.module, module)
     assert loaded.builder is Net
     assert loaded.features == FEATURES
@@ -68,7 +68,7 @@ def test_buffers_of_other_dtypes_come_back(tmp_path: Path) -> None:
 def test_a_float64_module_comes_back_in_float64(tmp_path: Path) -> None:
     module = Net().double()
     write(module, Net, tmp_path)
-    assert same_state(load_module(tmp_path), module)
+    assert same_state(load_module(tmp_path, trust=["models"]), module)
 
 
 class Mixed(nn.Module):
@@ -86,7 +86,7 @@ class Mixed(nn.Module):
 def test_a_module_of_two_dtypes_comes_back_with_both(tmp_path: Path) -> None:
     module = Mixed()
     write(module, Mixed, tmp_path)
-    assert same_state(load_module(tmp_path), module)
+    assert same_state(load_module(tmp_path, trust=[__name__]), module)
 
 
 class Tied(nn.Module):
@@ -100,7 +100,7 @@ class Tied(nn.Module):
 def test_tied_parameters_come_back_tied(tmp_path: Path) -> None:
     module = Tied()
     write(module, Tied, tmp_path)
-    loaded = load_module(tmp_path)
+    loaded = load_module(tmp_path, trust=[__name__])
     assert same_state(loaded, module)
     assert loaded.get_parameter("decoder.weight") is loaded.get_parameter("encoder.weight")
 
@@ -116,7 +116,7 @@ def test_parameters_that_are_views_of_one_buffer_are_saved_each_by_itself(tmp_pa
 def test_loading_leaves_the_random_state_as_it_was(tmp_path: Path) -> None:
     write(Net(), Net, tmp_path)
     before = torch.random.get_rng_state()
-    load_module(tmp_path)
+    load_module(tmp_path, trust=["models"])
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -148,7 +148,7 @@ def test_damaged_files_are_refused_by_name_and_place(tmp_path: Path, damage: str
     else:
         description.write_text("{}")
     with pytest.raises(SparkDLError) as caught:
-        load_module(tmp_path)
+        load_module(tmp_path, trust=["models"])
     name = weights.name if "weights" in damage else description.name
     assert name in str(caught.value)
     assert str(tmp_path) in str(caught.value)
@@ -157,4 +157,4 @@ def test_damaged_files_are_refused_by_name_and_place(tmp_path: Path, damage: str
 def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
     write(Net(), partial(Net, width=5), tmp_path)
     with pytest.raises(SparkDLError, match="size mismatch"):
-        load_module(tmp_path)
+        load_module(tmp_path, trust=["models"])

@@ -12,21 +12,32 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl import ParameterAveraging, trusted_pickles
-from sparkdl.checkpoint.recipe import load_recipe, save_recipe
+from sparkdl import ParameterAveraging, strategies, trusted_pickles
+from sparkdl.checkpoint.recipe import Place, load_recipe, save_recipe
+from sparkdl.checkpoint.trust import TrustArgument, classes_of
 from sparkdl.errors import ConfigError
 
+ANYTHING = Place(
+    "anything",
+    object,
+    instance=True,
+    harmless=classes_of(strategies, strategies.Strategy),
+)
 
-def there_and_back(value: Any, directory: Path, *, trust: bool = False) -> Any:
-    recipe = json.loads(json.dumps(save_recipe(value, directory, "thing")))
-    return load_recipe(recipe, directory, "thing", trust=trust)
+
+def load(saved: Any, directory: Path, trust: TrustArgument = False) -> Any:
+    return load_recipe(saved, directory, "thing", place=ANYTHING, trust=trust)
+
+
+def there_and_back(value: Any, directory: Path, *, trust: TrustArgument = False) -> Any:
+    return load(json.loads(json.dumps(save_recipe(value, directory, "thing"))), directory, trust)
 
 
 @pytest.mark.parametrize(
     "value", [nn.ReLU, models.Net, nn.functional.cross_entropy, torch.optim.Adam]
 )
 def test_what_can_be_imported_comes_back_itself(value: Any, tmp_path: Path) -> None:
-    assert there_and_back(value, tmp_path) is value
+    assert there_and_back(value, tmp_path, trust=["models"]) is value
     assert not list(tmp_path.iterdir())
 
 
@@ -39,7 +50,7 @@ def test_a_partial_comes_back_with_its_arguments(tmp_path: Path) -> None:
 
 def test_nested_partials_lists_and_dicts_come_back(tmp_path: Path) -> None:
     value = partial(partial(models.Net, 4), outputs=[1, (2.5, None)], names={"a": nn.ReLU})
-    loaded = there_and_back(value, tmp_path)
+    loaded = there_and_back(value, tmp_path, trust=["models"])
     assert (loaded.args, loaded.keywords) == (value.args, value.keywords)
 
 
@@ -90,11 +101,11 @@ def test_a_subclass_of_a_loss_keeps_what_it_added(tmp_path: Path) -> None:
 def test_what_cannot_be_imported_needs_trust(value: Any, tmp_path: Path) -> None:
     recipe = save_recipe(value, tmp_path, "thing")
     with pytest.raises(ConfigError, match=r"thing was saved as a pickle.*trust=True.*trusted_pick"):
-        load_recipe(recipe, tmp_path, "thing", trust=False)
+        load(recipe, tmp_path)
     with trusted_pickles():
-        load_recipe(recipe, tmp_path, "thing", trust=False)
+        load(recipe, tmp_path)
     with pytest.raises(ConfigError, match="pickle"):
-        load_recipe(recipe, tmp_path, "thing", trust=False)
+        load(recipe, tmp_path)
 
 
 def fail_inside_trust() -> None:
@@ -107,7 +118,7 @@ def test_trust_ends_with_the_block_also_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         fail_inside_trust()
     with pytest.raises(ConfigError, match="pickle"):
-        load_recipe(recipe, tmp_path, "thing", trust=False)
+        load(recipe, tmp_path)
 
 
 def test_nested_trust_ends_with_the_outer_block(tmp_path: Path) -> None:
@@ -115,13 +126,13 @@ def test_nested_trust_ends_with_the_outer_block(tmp_path: Path) -> None:
     with trusted_pickles():
         with trusted_pickles():
             pass
-        assert load_recipe(recipe, tmp_path, "thing", trust=False)() == 1
+        assert load(recipe, tmp_path)() == 1
 
 
 def test_what_is_no_longer_importable_is_named_with_its_path(tmp_path: Path) -> None:
     recipe = {"recipe": {"import": "a_package_of_yore:Net"}}
     with pytest.raises(ConfigError, match=r"a_package_of_yore:Net.*spark\.submit\.pyFiles"):
-        load_recipe(recipe, tmp_path, "thing", trust=False)
+        load(recipe, tmp_path, trust=["a_package_of_yore"])
 
 
 def test_a_function_of_the_running_script_is_pickled_beside_its_path(
@@ -135,14 +146,14 @@ def test_a_function_of_the_running_script_is_pickled_beside_its_path(
     build.__module__, build.__qualname__ = "__main__", "build"
     monkeypatch.setattr(__main__, "build", build, raising=False)
     recipe = save_recipe(build, tmp_path, "thing")
-    assert load_recipe(recipe, tmp_path, "thing", trust=False) is build
+    assert load(recipe, tmp_path, trust=["__main__"]) is build
     monkeypatch.delattr(__main__, "build")
     with pytest.raises(ConfigError, match="trust=True"):
-        load_recipe(recipe, tmp_path, "thing", trust=False)
+        load(recipe, tmp_path)
 
 
 def test_a_pickle_that_went_missing_is_named(tmp_path: Path) -> None:
     recipe = save_recipe(lambda: 1, tmp_path, "thing")
     (tmp_path / "thing.pkl").unlink()
     with pytest.raises(ConfigError, match=r"thing\.pkl"):
-        load_recipe(recipe, tmp_path, "thing", trust=True)
+        load(recipe, tmp_path, trust=True)

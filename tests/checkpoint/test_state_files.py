@@ -57,6 +57,24 @@ def test_what_could_only_be_read_by_running_code_is_refused_when_it_is_saved(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "octets",
+    [b"", b"no file of torch's", b"cposix\nsystem\n(Vtouch touched\ntR.", b"\x80\x02]q\x00."],
+    ids=["empty", "text", "command", "list"],
+)
+def test_a_state_that_somebody_else_wrote_is_refused_in_words(
+    octets: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pending = CheckpointStore(str(tmp_path / "run"), keep_last=1).begin()
+    with pending.create(STATE_FILE) as file:
+        file.write(octets)
+    pending.publish({"kind": "state of a training function"})
+    with pytest.raises(CheckpointError, match="checkpoint-000001"):
+        load_checkpoint(str(tmp_path / "run"))
+    assert not (tmp_path / "touched").exists()
+
+
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
     pending = CheckpointStore(str(tmp_path), keep_last=1).begin()
     pending.publish({"kind": "other"})

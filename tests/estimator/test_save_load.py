@@ -15,11 +15,20 @@ import torch
 from frames import estimator, features_of, frame
 from models import Net
 from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.feature import VectorAssembler
+from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
-from sparkdl import ParameterAveraging, TorchEstimator, TorchModel, load_module, trusted_pickles
+from sparkdl import (
+    ParameterAveraging,
+    TorchEstimator,
+    TorchModel,
+    load_module,
+    trusted_modules,
+    trusted_pickles,
+)
 from sparkdl.errors import ConfigError, SparkDLError
 
 
@@ -49,13 +58,15 @@ def test_a_loaded_model_gives_identical_predictions(
 ) -> None:
     path = str(tmp_path / "model")
     described.write().overwrite().save(path)
-    assert predictions(TorchModel.load(path), rows) == predictions(described, rows)
+    assert predictions(TorchModel.load(path, trust=["models"]), rows) == predictions(
+        described, rows
+    )
 
 
 def test_a_loaded_model_keeps_history_uid_and_params(described: TorchModel, tmp_path: Path) -> None:
     path = str(tmp_path / "model")
     described.save(path)
-    loaded = TorchModel.load(path)
+    loaded = TorchModel.load(path, trust=["models"])
     assert loaded.history == described.history
     assert len(loaded.history) == 2
     assert loaded.uid == described.uid
@@ -67,7 +78,7 @@ def test_a_loaded_model_keeps_history_uid_and_params(described: TorchModel, tmp_
 def test_a_file_uri_is_a_path_like_any_other(described: TorchModel, tmp_path: Path) -> None:
     uri = (tmp_path / "with space" / "model").as_uri()
     described.save(uri)
-    assert TorchModel.load(uri).history == described.history
+    assert TorchModel.load(uri, trust=["models"]).history == described.history
 
 
 def test_a_model_that_can_be_imported_is_saved_without_pickle(
@@ -131,8 +142,8 @@ def test_a_model_loads_without_java_and_gives_identical_outputs(
     script = (
         "import json, sys, torch, sparkdl\n"
         "from pyspark import SparkContext\n"
-        "module = sparkdl.load_module(sys.argv[1])\n"
-        "model = sparkdl.TorchModel.load(sys.argv[1])\n"
+        "module = sparkdl.load_module(sys.argv[1], trust=['models'])\n"
+        "model = sparkdl.TorchModel.load(sys.argv[1], trust=['models'])\n"
         "x = torch.tensor(json.loads(sys.argv[2]))\n"
         "print(json.dumps({'outputs': module(x).tolist(), 'again': model.module(x).tolist(),\n"
         "    'epochs': len(model.history), 'jvm': SparkContext._gateway is not None}))\n"
@@ -160,8 +171,30 @@ def test_a_pipeline_model_is_saved_and_loaded(rows: DataFrame, tmp_path: Path) -
     model = pipeline(Net).fit(columns(rows))
     path = str(tmp_path / "pipeline")
     model.write().overwrite().save(path)
-    loaded = PipelineModel.load(path)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"trust=\['models'\].*trusted_modules"):
+            PipelineModel.load(path)
+        with trusted_modules("models"):
+            loaded = PipelineModel.load(path)
     assert predictions(loaded, columns(rows)) == predictions(model, columns(rows))
+
+
+def test_a_stage_that_names_a_command_is_refused_in_a_pipeline_too(
+    described: TorchModel, tmp_path: Path
+) -> None:
+    PipelineModel([described]).save(str(tmp_path / "pipeline"))
+    (file,) = (tmp_path / "pipeline").rglob("module.json")
+    description = json.loads(file.read_text())
+    command = {
+        "partial": {"import": "os:system"},
+        "args": [f"touch {tmp_path}/touched"],
+        "kwargs": {},
+    }
+    file.write_text(json.dumps({**description, "model": {"recipe": command}}))
+    for _ in range(2):
+        with trusted_modules("models"), pytest.raises(ConfigError, match=r"trust=\['os'\]"):
+            PipelineModel.load(str(tmp_path / "pipeline"))
+    assert not (tmp_path / "touched").exists()
 
 
 def test_a_pickled_pipeline_model_loads_inside_trusted_pickles_only(
@@ -183,9 +216,30 @@ def test_a_saved_pipeline_is_loaded_and_fits_the_same_model(
     original = pipeline(Net)
     path = str(tmp_path / "pipeline")
     original.save(path)
-    refitted = Pipeline.load(path).fit(columns(rows))
+    with pytest.raises(ConfigError, match=r"trust=\['models'\].*trusted_modules"):
+        Pipeline.load(path)
+    with trusted_modules("models"):
+        refitted = Pipeline.load(path).fit(columns(rows))
     expected = predictions(original.fit(columns(rows)), columns(rows))
     assert predictions(refitted, columns(rows)) == expected
+
+
+def test_a_cross_validators_model_of_torchs_classes_loads_without_trust(
+    rows: DataFrame, tmp_path: Path
+) -> None:
+    stage = estimator(model=partial(nn.Linear, 4, 3), numWorkers=1)
+    validator = CrossValidator(
+        estimator=stage,
+        estimatorParamMaps=ParamGridBuilder().addGrid(stage.batchSize, [5, 20]).build(),
+        evaluator=MulticlassClassificationEvaluator(metricName="accuracy"),
+    )
+    best = stage.fit(rows)
+    path = str(tmp_path / "validated")
+    validator._copyValues(CrossValidatorModel(best, [0.5, 0.6])).save(path)
+    for _ in range(2):
+        loaded = CrossValidatorModel.load(path)
+        assert predictions(loaded.bestModel, rows) == predictions(best, rows)
+        assert isinstance(loaded.getEstimator().getLoss(), nn.CrossEntropyLoss)
 
 
 def columns(rows: DataFrame) -> DataFrame:
@@ -238,7 +292,9 @@ def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
     )
     path = str(tmp_path / "estimator")
     original.save(path)
-    loaded = TorchEstimator.load(path)
+    with pytest.raises(ConfigError, match=r"models:Net.*trust=\['models'\]"):
+        TorchEstimator.load(path)
+    loaded = TorchEstimator.load(path, trust=["models", "dataclasses"])
 
     assert not list((tmp_path / "estimator").rglob("*.pkl"))
     assert loaded.uid == original.uid
@@ -257,7 +313,7 @@ def test_an_estimator_with_a_local_loss_is_refused_without_trust(tmp_path: Path)
     path = str(tmp_path / "estimator")
     estimator(model=Net, loss=lambda outputs, targets: outputs.mean()).save(path)
     with pytest.raises(ConfigError, match=r"loss was saved as a pickle"):
-        TorchEstimator.load(path)
+        TorchEstimator.load(path, trust=["models", __name__])
     loaded = TorchEstimator.load(path, trust=True)
     assert loaded.getLoss()(torch.ones(3), None) == 1
 
@@ -275,7 +331,7 @@ def test_a_damaged_model_is_refused_by_the_name_of_the_file(
     else:
         damaged.write_bytes(damaged.read_bytes()[:40])
     with pytest.raises(SparkDLError) as caught:
-        TorchModel.load(str(directory))
+        TorchModel.load(str(directory), trust=["models"])
     assert file.split("/")[0] in str(caught.value)
     assert str(directory) in str(caught.value)
 

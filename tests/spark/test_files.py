@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from models import Net
+import torch
 from pyspark.sql import SparkSession
 from torch import nn
 
@@ -81,7 +81,9 @@ def test_a_path_with_nothing_there_is_named(remote: str) -> None:
 
 
 def test_an_estimator_is_saved_and_loaded_there(remote: str) -> None:
-    original = TorchEstimator(model=Net, loss=nn.CrossEntropyLoss(), optimizer=Net, epochs=4)
+    original = TorchEstimator(
+        model=nn.Identity, loss=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, epochs=4
+    )
     original.save(f"{remote}/estimator")
     loaded = TorchEstimator.load(f"{remote}/estimator")
     assert loaded.uid == original.uid

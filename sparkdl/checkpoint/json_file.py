@@ -1,0 +1,37 @@
+"""JSON files of a saved model: read whole or refused in words, whoever has written them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sparkdl.errors import ConfigError
+
+LARGEST_BYTES = 64 << 20
+"""Of a file; a thousand columns and ten thousand epochs take 3 MB."""
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object.
+
+    Raises:
+        ConfigError: it is missing, no plain file, too large, or not such an object.
+    """
+    try:
+        if not path.is_file():
+            raise ConfigError(f"{path} is missing, or not a plain file")
+        with path.open("rb") as file:
+            octets = file.read(LARGEST_BYTES + 1)
+        if len(octets) > LARGEST_BYTES:
+            raise ConfigError(f"{path} has more than {LARGEST_BYTES >> 20} MiB: it is damaged")
+        value = json.loads(octets)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is damaged: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is damaged: it is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is damaged: it holds no JSON object")
+    return value

@@ -1,0 +1,259 @@
+"""Whatever a saved model says, loading it without trust does nothing but build what torch has."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+from auditing import deeds
+from hostile import (
+    HOSTILE,
+    LINEAR,
+    RELU,
+    SEQUENTIAL,
+    Json,
+    bound,
+    made,
+    named,
+    saved_model,
+)
+from torch import nn
+
+from sparkdl import load_module, trusted_modules, trusted_pickles
+from sparkdl.checkpoint.module_files import SavedModule, write_module
+from sparkdl.checkpoint.recipe import DEEPEST, MODEL, load_recipe, save_recipe
+from sparkdl.errors import ConfigError
+
+
+def test_the_auditing_sees_what_a_trusted_recipe_does(tmp_path: Path) -> None:
+    touch = bound("os:system", f"touch {tmp_path / 'touched'}")
+    directory = saved_model(tmp_path / "model", touch)
+    with pytest.raises(ConfigError, match="int"), deeds() as done:
+        load_module(directory, trust=True)
+    assert [deed.split()[0] for deed in done] == ["os.system"]
+    assert (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize("path", HOSTILE)
+def test_a_hostile_name_is_refused_in_every_position(path: str, tmp_path: Path) -> None:
+    argument = f"touch {tmp_path / 'touched'}"
+    recipes = [
+        named(path),
+        made(path, command=argument),
+        made(path, args=argument, shell=True),
+        bound(path, argument),
+        made(SEQUENTIAL, args=made(path, command=argument)),
+        bound(SEQUENTIAL, {"list": [{"dict": {"a": {"tuple": [bound(path, argument)]}}}]}),
+        {"partial": bound(path, argument), "args": [], "kwargs": {}},
+        {"partial": made(path, command=argument), "args": [], "kwargs": {}},
+    ]
+    for recipe in recipes:
+        directory = saved_model(tmp_path / "model", recipe)
+        with pytest.raises(ConfigError, match=r"trust=\[|damaged"), deeds() as done:
+            load_module(directory)
+        assert done == []
+    assert not (tmp_path / "touched").exists()
+
+
+def test_a_module_beside_the_script_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"import \['planted'\].*trust=\['planted'\]"):
+            load_module(saved_model(tmp_path / "model", named("planted:Net")))
+    assert not (tmp_path / "imported").exists()
+    assert "planted" not in sys.modules
+
+
+def test_a_model_that_was_trusted_once_is_refused_again_without_trust(tmp_path: Path) -> None:
+    write_module(SavedModule(models.Net(), models.Net, (), "logits", 3, ()), tmp_path)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"trust=\['models'\]"):
+            load_module(tmp_path)
+        assert isinstance(load_module(tmp_path, trust=["models"]), models.Net)
+        with trusted_modules("models"):
+            assert isinstance(load_module(tmp_path), models.Net)
+        with trusted_pickles():
+            assert isinstance(load_module(tmp_path), models.Net)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "models:os.system",  # imported by it
+        "models:torch.load",
+        "models:nn.Module",
+        "models:time.sleep",
+        "models:Path",
+        "models:Net.__init__.__globals__",
+        "models:Net.forward.__globals__",
+        "models:Net.__class__",
+        "models:__builtins__",
+        "models:missing",
+        "models:",
+        "models.missing:Net",
+    ],
+)
+def test_of_a_trusted_module_only_what_it_defines_is_found(path: str, tmp_path: Path) -> None:
+    directory = saved_model(tmp_path / "model", bound(path))
+    with pytest.raises(ConfigError, match="cannot be imported here"), deeds() as done:
+        load_module(directory, trust=["models"])
+    assert [deed for deed in done if not deed.startswith("import ('models.")] == []
+
+
+def planted_package(directory: Path) -> None:
+    (directory / "planted_package" / "nets").mkdir(parents=True)
+    (directory / "planted_package" / "__init__.py").write_text("")
+    (directory / "planted_package" / "__main__.py").write_text("from torch.nn import Module")
+    (directory / "planted_package" / "nets" / "__init__.py").write_text(
+        "import torch\nclass Net(torch.nn.ReLU):\n    pass\n"
+    )
+    (directory / "planted_packages.py").write_text("from planted_package.nets import Net\n")
+
+
+def test_a_package_stands_for_its_modules_but_not_for_its_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted_package(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    trust = ["planted_package"]
+    for path, message in {
+        "planted_package.__main__:Module": r"trust=\['planted_package.__main__'\]",
+        "planted_packages:Net": r"trust=\['planted_packages'\]",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            load_module(saved_model(tmp_path / "model", named(path)), trust=trust)
+    directory = saved_model(tmp_path / "model", named("planted_package.nets:Net"))
+    assert type(load_module(directory, trust=trust)).__name__ == "Net"
+    directory = saved_model(tmp_path / "model", named("planted_packages:Net"))
+    with pytest.raises(ConfigError, match=r"Net is of planted_package\.nets, which trust"):
+        load_module(directory, trust=["planted_packages"])
+
+
+@pytest.mark.parametrize("trust", ["models", ["models:Net"], ["a/b.py"], [""], [3], None, 1])
+def test_trust_that_names_no_modules_is_refused(trust: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trust must be True, False or a list of modules"):
+        load_module(saved_model(tmp_path / "model", named(RELU)), trust=trust)
+
+
+def test_a_trusted_function_that_builds_no_module_is_refused(tmp_path: Path) -> None:
+    directory = saved_model(tmp_path / "model", bound("models:lines", "nowhere"))
+    with pytest.raises(ConfigError, match=r"what builds <class 'list'>, not an nn\.Module"):
+        load_module(directory, trust=["models"])
+
+
+@pytest.mark.parametrize("depth", [DEEPEST + 1, 300, 5_000, 100_000])
+def test_a_deeply_nested_recipe_is_refused_in_words(depth: int, tmp_path: Path) -> None:
+    directory = saved_model(tmp_path / "model", "here")
+    path = directory / "module.json"
+    deep = '{"list": [' * depth + "1" + "]}" * depth
+    path.write_text(path.read_text().replace('"here"', deep))
+    with pytest.raises(ConfigError, match=r"nested (more than 64 deep|too deeply)"):
+        load_module(directory)
+
+
+def test_what_is_saved_can_be_as_deep_as_what_is_loaded(tmp_path: Path) -> None:
+    for depth in (DEEPEST - 2, DEEPEST - 1, DEEPEST, DEEPEST + 1):
+        value: Any = nn.CrossEntropyLoss()
+        for _ in range(depth):
+            value = [value]
+        saved = json.loads(
+            json.dumps(save_recipe(partial(nn.Sequential, value), tmp_path, "model"))
+        )
+        if "pickle" not in saved["recipe"]:
+            load_recipe(saved, tmp_path, "model", place=MODEL, trust=False)
+    assert "pickle" in saved["recipe"]
+
+
+def test_a_list_that_holds_itself_is_pickled(tmp_path: Path) -> None:
+    value: list[Any] = []
+    value.append(value)
+    saved = save_recipe(partial(nn.Sequential, value), tmp_path, "model")
+    loaded = load_recipe(saved, tmp_path, "model", place=MODEL, trust=True)
+    assert loaded.args[0][0] is loaded.args[0]
+
+
+def evil_pickle(touched: Path) -> bytes:
+    return b"cposix\nsystem\n(Vtouch " + str(touched).encode() + b"\ntR."
+
+
+def link(path: Path, target: str) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("trust", [False, ["models"], True])
+@pytest.mark.parametrize(
+    "file",
+    ["../model.pkl", "{outside}/model.pkl", "sub/../../model.pkl", "other.pkl", "", ".", 3, None],
+)
+def test_a_pickle_elsewhere_is_never_loaded(file: Json, trust: Any, tmp_path: Path) -> None:
+    (tmp_path / "model.pkl").write_bytes(evil_pickle(tmp_path / "touched"))
+    recipe = {"pickle": file.format(outside=tmp_path) if isinstance(file, str) else file}
+    directory = saved_model(tmp_path / "model", recipe)
+    (directory / "other.pkl").write_bytes(evil_pickle(tmp_path / "touched"))
+    message = r"can only be in model\.pkl" if trust is True else "trust=True"
+    with pytest.raises(ConfigError, match=message):
+        load_module(directory, trust=trust)
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize("target", ["../model.pkl", "{outside}/model.pkl", "link", "model.pkl"])
+def test_a_pickle_that_is_a_link_out_of_the_directory_is_never_loaded(
+    target: str, tmp_path: Path
+) -> None:
+    (tmp_path / "model.pkl").write_bytes(evil_pickle(tmp_path / "touched"))
+    directory = saved_model(tmp_path / "model", {"pickle": "model.pkl"})
+    link(directory / "model.pkl", target.format(outside=tmp_path))
+    link(directory / "link", "../model.pkl")
+    with pytest.raises(ConfigError, match=r"is a link to|is missing"):
+        load_module(directory, trust=True)
+    assert not (tmp_path / "touched").exists()
+
+
+def test_a_directory_may_itself_be_reached_by_a_link(tmp_path: Path) -> None:
+    write_module(SavedModule(nn.Linear(2, 3), nn.Linear(2, 3), (), "logits", 3, ()), tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert isinstance(load_module(tmp_path / "link", trust=True), nn.Linear)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("file", ["module.json", "module.safetensors", "model.pkl"])
+@pytest.mark.parametrize("kind", ["device", "pipe", "directory"])
+def test_what_is_no_plain_file_is_not_read(file: str, kind: str, tmp_path: Path) -> None:
+    recipe = {"pickle": "model.pkl"} if file == "model.pkl" else named(RELU)
+    directory = saved_model(tmp_path / "model", recipe)
+    path = directory / file
+    path.unlink(missing_ok=True)
+    if kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    with pytest.raises(ConfigError, match=file):
+        load_module(directory, trust=True)
+
+
+def test_more_json_than_any_model_has_is_refused(tmp_path: Path) -> None:
+    directory = saved_model(tmp_path / "model", named(RELU))
+    with (directory / "module.json").open("ab") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigError, match=r"module\.json has more than 64 MiB"):
+        load_module(directory)
+
+
+@pytest.mark.parametrize("size", [10**9, 10**30, -1, 2**63])
+def test_a_layer_too_large_for_any_memory_is_refused(size: int, tmp_path: Path) -> None:
+    directory = saved_model(tmp_path / "model", bound(LINEAR, size, size))
+    with pytest.raises(ConfigError, match="model cannot be built as it was saved"):
+        load_module(directory)
