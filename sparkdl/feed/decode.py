@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from sparkdl.errors import DataError
 from sparkdl.feed.images import decode_images, decode_pixels
-from sparkdl.feed.linalg import decode_matrices, decode_vectors
+from sparkdl.feed.linalg import MAX_SIZE, decode_matrices, decode_vectors
 from sparkdl.feed.lists import Broken, binary_bytes, broken_where, lists_of, numpy_of
 from sparkdl.protocols import ColumnSpec
 
@@ -147,8 +147,7 @@ def flatten_nested(values: pa.Array, spec: ColumnSpec) -> tuple[pa.Array, Broken
             wrong[parents[lengths != length]] = True
         if not _nested(inner.type):
             break
-        if wrong.any():
-            parents = parents[numpy_of(pc.list_parent_indices(inner))]
+        parents = np.repeat(parents, np.maximum(lengths, 0))  # a null list has no elements
         inner = inner.flatten()
     broken = broken_where(wrong, f"is not an array of shape {spec.row_shape}")
     if broken is not None:
@@ -210,5 +209,6 @@ def _some(numbers: list[int]) -> str:
 def decoded_elements(values: pa.Array, spec: ColumnSpec) -> int:
     """Numbers a row of a column whose rows grow when decoded; 0 for one whose rows do not."""
     if spec.encoding == "vector" and len(values):
-        return pc.max(pc.struct_field(values, "size")).as_py() or 0
+        longest: int = pc.max(pc.struct_field(values, "size")).as_py() or 0
+        return min(longest, MAX_SIZE)
     return (spec.elements or 0) if spec.encoding in GROWING else 0

@@ -154,6 +154,7 @@ def test_sparks_images_become_rgb_channels_first(channels: int, mode: int) -> No
 PNG = encoded(np.zeros((2, 2, 3), np.uint8))
 SMALL = encoded(np.zeros((1, 2, 3), np.uint8))
 PIXELS = {"origin": "", "height": 2, "width": 2, "nChannels": 3, "mode": 16, "data": b"\0" * 12}
+MATRIX_ROW = as_matrix(np.array([[1.0, 0.0], [0.0, 2.0]]), sparse=True, transposed=False)
 BROKEN: dict[str, tuple[pa.Array, ColumnSpec, list[int], str]] = {
     "nested arrays": (
         pa.array([[[1, 2]], None, [[1, 2], [3]], [[1, 2]], []], pa.list_(pa.list_(pa.int64()))),
@@ -197,6 +198,58 @@ BROKEN: dict[str, tuple[pa.Array, ColumnSpec, list[int], str]] = {
         [1, 2],
         "width 3",
     ),
+    "nested arrays of which an inner one is too long": (
+        pa.array(
+            [[[1, 2], [3, 4]], [[1, 2], [3, 4, 5]], [[1], [2, 3]]], pa.list_(pa.list_(pa.int64()))
+        ),
+        ColumnSpec("x", torch.int64, (2, 2)),
+        [1, 2],
+        "not an array of shape (2, 2)",
+    ),
+    "vectors that say what they are not": (
+        pa.array(
+            [
+                as_vector(np.array([0.0, 5.0]), sparse=True),
+                {"type": 0, "size": 2, "indices": [2], "values": [1.0]},
+                {"type": 0, "size": 2, "indices": [-1], "values": [1.0]},
+                {"type": 0, "size": -2, "indices": [], "values": []},
+                {"type": 0, "size": 2, "indices": [0, 1], "values": [1.0]},
+                {"type": 0, "size": 2, "indices": None, "values": [1.0]},
+                {"type": 0, "size": 2, "indices": [0], "values": [None]},
+                {"type": 0, "size": (1 << 31) - 1, "indices": [], "values": []},
+                {"type": 7, "size": 2, "indices": [0], "values": [1.0]},
+                {"type": 1, "size": None, "indices": None, "values": None},
+                as_vector(np.array([3.0, 4.0]), sparse=False),
+            ],
+            VECTOR,
+        ),
+        ColumnSpec("x", torch.float32, (2,), "vector"),
+        [1, 2, 3, 4, 5, 6, 7, 8, 9],
+        "is no vector: its type is 0 (1 is dense, 0 sparse), its size 2",
+    ),
+    "matrices whose parts do not belong together": (
+        pa.array(
+            [
+                MATRIX_ROW,
+                {**MATRIX_ROW, "rowIndices": [0, 2]},
+                {**MATRIX_ROW, "rowIndices": [0, -1]},
+                {**MATRIX_ROW, "rowIndices": [0]},
+                {**MATRIX_ROW, "colPtrs": [0, 2]},
+                {**MATRIX_ROW, "colPtrs": [0, 2, 1]},
+                {**MATRIX_ROW, "colPtrs": [1, 1, 2]},
+                {**MATRIX_ROW, "colPtrs": [0, 1, 1 << 30]},
+                {**MATRIX_ROW, "colPtrs": None},
+                {**MATRIX_ROW, "values": [1.0, None]},
+                {**MATRIX_ROW, "type": 1},
+                {**MATRIX_ROW, "type": 2},
+                MATRIX_ROW,
+            ],
+            MATRIX,
+        ),
+        ColumnSpec("x", torch.float32, (2, 2), "matrix"),
+        list(range(1, 12)),
+        "do not belong together",
+    ),
     "a matrix of another shape": (
         pa.array(
             [
@@ -222,7 +275,7 @@ def test_broken_rows_are_counted_placed_and_explained(name: str) -> None:
         assert facts.places["nulls"] == (3, 100 + values.is_null().to_pylist().index(True))
         facts = look_at(decode(values.drop_null(), spec), spec)
     assert not facts.sound
-    with pytest.raises(DataError, match=r"column 'x' has \d rows of 9 that cannot") as caught:
+    with pytest.raises(DataError, match=r"column 'x' has \d+ rows of 9 that cannot") as caught:
         check_facts(DataFacts((9,), (facts,)), [spec])
     assert reason in str(caught.value)
 
