@@ -19,6 +19,8 @@ from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
 from sparkdl.errors import CheckpointError
 from sparkdl.randomness import random_state, set_random_state
 
+_MISFITS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+"""What torch, numpy and Python raise for a state that is not of their making."""
 _STATE = re.compile(r"state\.(\d+)\.(.*)", re.DOTALL)
 _GROUP = re.compile(r"group\.(\d+)\.(.*)", re.DOTALL)
 
@@ -84,7 +86,7 @@ def unpack_own_state(octets: bytes, optimizer: torch.optim.Optimizer, device: to
         for name, value in description["values"].items():
             _put(optimizer, name, value)
         set_random_state(tensors, device)
-    except (KeyError, IndexError, ValueError, TypeError) as error:
+    except _MISFITS as error:
         raise CheckpointError(f"a worker's saved state does not fit it: {error!r}") from error
 
 

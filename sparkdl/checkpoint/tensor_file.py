@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 import struct
 from collections.abc import Mapping
 from typing import Any, BinaryIO
@@ -93,7 +94,7 @@ def read_tensors(file: BinaryIO) -> tuple[dict[str, Tensor], dict[str, str]]:
         shape, dtype = entry["shape"], _DTYPES[entry["dtype"]]
         if start != offset or end - start != math.prod(shape) * dtype.itemsize:
             raise CheckpointError(f"tensor '{name}' has other bytes than its shape says")
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = _empty(name, shape, dtype)
         _read_into(file, _octets(tensor))
         tensors[name], offset = tensor, end
     if file.read(1):
@@ -113,14 +114,23 @@ def _read_header(file: BinaryIO) -> dict[str, Any]:
         header: dict[str, Any] = json.loads(text)
         for name, entry in header.items():
             if name == "__metadata__":
+                if not all(type(value) is str for value in entry.values()):
+                    raise ValueError(reprlib.repr({name: entry}))
                 continue
             start, end = entry["data_offsets"]
             sizes = [start, end, *entry["shape"]]
             if entry["dtype"] not in _DTYPES or not all(type(n) is int and n >= 0 for n in sizes):
-                raise ValueError(f"{name}: {entry}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(reprlib.repr({name: entry}))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"the header is damaged: {error!r}") from error
     return header
+
+
+def _empty(name: str, shape: list[int], dtype: torch.dtype) -> Tensor:
+    try:
+        return torch.empty(shape, dtype=dtype)
+    except (RuntimeError, TypeError) as error:  # too many dimensions, or too large ones
+        raise CheckpointError(f"tensor '{name}' has a shape that none can have: {error}") from error
 
 
 def _read_into(file: BinaryIO, target: memoryview) -> None:

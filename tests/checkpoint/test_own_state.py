@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
+import json
+import random
 from functools import partial
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from torch import nn
 
 from sparkdl.checkpoint.own_state import pack_own_state, unpack_own_state
+from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
 from sparkdl.errors import CheckpointError
 
 CPU = torch.device("cpu")
@@ -98,3 +102,28 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
     octets = pack_own_state(two, CPU, center_has_optimizer=False)
     with pytest.raises(CheckpointError, match="does not fit"):
         unpack_own_state(octets, torch.optim.SGD(network().parameters(), lr=0.1), CPU)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"values": [], "on_device": []}, []),
+        ({"values": {"group.0.lr": 1, "state.99.step": 2}, "on_device": []}, []),
+        (None, []),
+        ({"values": {}, "on_device": []}, [-1] * 625),
+        ({"values": {}, "on_device": []}, [1 << 40] * 625),
+    ],
+    ids=["a list", "no such parameter", "nothing", "negative words", "too large words"],
+)
+def test_a_state_that_no_worker_writes_is_refused(said: Any, words: list[int]) -> None:
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    octets = pack_own_state(optimizer, CPU, center_has_optimizer=False)
+    tensors, _ = read_tensors(io.BytesIO(octets))
+    if words:
+        tensors["random.python"] = torch.tensor(words)
+    file = io.BytesIO()
+    write_tensors(file, tensors, {"own": json.dumps(said)})
+    before = random.getstate()
+    with pytest.raises(CheckpointError, match="does not fit"):
+        unpack_own_state(file.getvalue(), optimizer, CPU)
+    random.setstate(before)

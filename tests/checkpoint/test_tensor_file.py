@@ -133,3 +133,19 @@ def test_no_memory_is_taken_for_a_tensor_that_the_header_makes_up() -> None:
 def test_a_dtype_that_the_format_lacks_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"'a' is torch\.complex64"):
         written({"a": torch.zeros(2, dtype=torch.complex64)})
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 100_000,
+        b'{"__metadata__":{"epoch":3}}',
+        b'{"__metadata__":5}',
+        b'{"a":{"dtype":"F32","shape":[4611686018427387904,4,0],"data_offsets":[0,0]}}',
+        b'{"a":{"dtype":"F32","shape":[1180591620717411303424,0],"data_offsets":[0,0]}}',
+    ],
+    ids=["deep", "metadata of numbers", "no metadata", "too large", "far too large"],
+)
+def test_a_header_that_no_writer_writes_is_damaged(header: bytes) -> None:
+    with pytest.raises(CheckpointError):
+        read_tensors(io.BytesIO(len(header).to_bytes(8, "little") + header))
