@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 import socket
 from typing import Any, cast
 
@@ -48,6 +49,8 @@ _COLUMN_TYPES: _Types = {
     "places": (dict,),
 }
 _PLACE_TYPES = [int, int]
+_INTEGERS = range(-(1 << 63), 1 << 64)
+"""Those that 64 bits hold. JSON has larger ones, which no float does: adding them up would fail."""
 _FAILURE_TYPES: _Types = {
     "message": (str,),
     "non_finite": (bool,),
@@ -107,9 +110,10 @@ def read_join(header: dict[str, Any]) -> tuple[int, str, int, int]:
     """
     rank, host = header.get("join"), header.get("host")
     attempt, task = header.get("attempt", 0), header.get("task", rank)
-    numbers = all(type(each) is int for each in (rank, attempt, task))
+    numbers = all(type(each) is int and each in _INTEGERS for each in (rank, attempt, task))
     if not numbers or not isinstance(host, str):
-        raise TrainingError(f"an exchange starts with a rank and a host, not with {header}")
+        shown = _quoted(header)
+        raise TrainingError(f"an exchange starts with a rank and a host, not with {shown}")
     return cast(int, rank), host, attempt, cast(int, task)
 
 
@@ -123,7 +127,8 @@ def read_shard(header: dict[str, Any], rank: int) -> ShardFacts:
     columns = [_checked(column, _COLUMN_TYPES, rank) for column in fields["columns"]]
     counts = [column[name] for column in columns for name in COUNTS]
     if min([fields["rows"], fields["held_out"], *counts]) < 0:
-        raise TrainingError(f"rank {rank} counted less than nothing in its rows: {fields}")
+        shown = _quoted(fields)
+        raise TrainingError(f"rank {rank} counted less than nothing in its rows: {shown}")
     for column in columns:
         column["places"] = {k: _place(place, rank) for k, place in column["places"].items()}
     facts = tuple(ColumnFacts(**column) for column in columns)
@@ -152,7 +157,7 @@ def read_own_state(header: dict[str, Any], rank: int, limit: int) -> int:
     """
     size = header.get("own_state")
     if type(size) is not int or not 0 <= size <= limit:
-        raise TrainingError(f"rank {rank} sent {header} where its own state was due")
+        raise TrainingError(f"rank {rank} sent {_quoted(header)} where its own state was due")
     return size
 
 
@@ -191,8 +196,13 @@ def raise_reported_failure(header: dict[str, Any]) -> None:
 
 
 def _place(place: Any, rank: int) -> Place:
-    if not isinstance(place, list) or [type(number) for number in place] != _PLACE_TYPES:
-        raise TrainingError(f"rank {rank} sent {place!r} where a partition and a row belong")
+    if (
+        not isinstance(place, list)
+        or [type(number) for number in place] != _PLACE_TYPES
+        or not all(number in _INTEGERS for number in place)
+    ):
+        shown = _quoted(place)
+        raise TrainingError(f"rank {rank} sent {shown} where a partition and a row belong")
     return place[0], place[1]
 
 
@@ -201,7 +211,15 @@ def _checked(fields: Any, types: _Types, rank: int | None) -> dict[str, Any]:
         not isinstance(fields, dict)
         or fields.keys() != types.keys()
         or not all(type(fields[name]) in types[name] for name in types)
+        or not all(n in _INTEGERS for n in fields.values() if type(n) is int)
     ):
         sender = "a worker" if rank is None else f"rank {rank}"
-        raise TrainingError(f"{sender} sent a header that no worker sends: {fields!r}")
+        raise TrainingError(f"{sender} sent a header that no worker sends: {_quoted(fields)}")
     return fields
+
+
+def _quoted(value: Any) -> str:
+    """What was sent, in part if it is long: the message goes to every worker and into the log."""
+    brief = reprlib.Repr()
+    brief.maxdict, brief.maxstring, brief.maxother = 20, 80, 80
+    return brief.repr(value)
