@@ -1,0 +1,37 @@
+"""What is sent to the ports and lies in the files of the project, made wrong: one target a file.
+
+``fuzz.py`` is the command. A target makes one input from a seed and has it read; ``loop.py`` is
+what all of them share, ``shards.py`` spreads the inputs over processes that may be ended.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from fuzzing.loop import Target
+
+TARGETS = {
+    "handshake": "fuzzing.handshake:Handshake",
+    "trainings": "fuzzing.trainings:Trainings",
+    "averager": "fuzzing.averager:AveragerTarget",
+    "board": "fuzzing.board:BoardTarget",
+    "console": "fuzzing.console:ConsoleTarget",
+    "stacks": "fuzzing.console:StacksTarget",
+    "reshuffle": "fuzzing.reshuffle:ReshuffleTarget",
+    "recipe": "fuzzing.recipe:RecipeTarget",
+    "model": "fuzzing.model:ModelTarget",
+    "manifest": "fuzzing.checkpoint:ManifestTarget",
+    "checkpoint": "fuzzing.checkpoint:CheckpointTarget",
+    "state": "fuzzing.checkpoint:StateTarget",
+    "tensors": "fuzzing.tensors:TensorsTarget",
+    "columns": "fuzzing.columns:ColumnsTarget",
+    "images": "fuzzing.images:ImagesTarget",
+}
+"""Where each target's class is; imported only when it is run."""
+
+
+def target_of(name: str) -> Target:
+    """The target of a name."""
+    module, _, kind = TARGETS[name].partition(":")
+    target: Target = getattr(importlib.import_module(module), kind)()
+    return target

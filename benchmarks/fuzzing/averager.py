@@ -1,0 +1,239 @@
+"""What one or two workers tell the averager, from joining to leaving."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuzzing.calling import Call, Message, Place, any_way, conversation
+from fuzzing.loop import Fault, Target, require_threads_gone
+from sparkdl.averager.attendance import NewRows
+from sparkdl.averager.codec import BFloat16Changes, FullPrecision
+from sparkdl.averager.members import Tolerance
+from sparkdl.averager.saving import CheckpointPlan
+from sparkdl.averager.server import Averager
+from sparkdl.checkpoint.storage import CheckpointStore
+from sparkdl.errors import SparkDLError, TrainingError
+from sparkdl.events import ValidationReport, WindowReport
+from sparkdl.feed.facts import ColumnFacts, DataFacts, ShardFacts, check_facts
+from sparkdl.protocols import ColumnSpec, Segment
+
+LAYOUT = (
+    Segment("parameters", torch.float32, 5),
+    Segment("buffers", torch.int64, 2),
+    Segment("optimizer", torch.float32, 3),
+)
+COLUMNS = (ColumnSpec("x", torch.float32), ColumnSpec("k", torch.int64, (2,)))
+SHARD = ShardFacts(
+    3,
+    (
+        ColumnFacts(smallest=0.5, largest=2, places={"smallest": (0, 1)}),
+        ColumnFacts(shortest=2, longest=2, smallest=0, largest=9, places={"shortest": (0, 0)}),
+    ),
+    held_out=1,
+)
+WRONG_DEADLINE_S = 0.2
+"""Some who send what is wrong are rightly waited for."""
+RIGHT_DEADLINE_S = 15.0
+STATE_BYTES = 12
+
+
+class AveragerTarget(Target):
+    """A whole run whose workers have the token, and whose messages are wrong in some place.
+
+    Whatever they send, the run has to end in an error of ours or as it should, at once and with a
+    finite center.
+    """
+
+    name = "averager"
+    reads = (
+        "averager/connection.py",
+        "averager/headers.py",
+        "averager/session.py",
+        "averager/server.py",
+        "averager/attendance.py",
+        "averager/rounds.py",
+        "averager/shards.py",
+        "averager/tally.py",
+        "averager/saving.py",
+        "averager/members.py",
+        "events.py",
+    )
+
+    def __enter__(self) -> AveragerTarget:
+        self._pool = ThreadPoolExecutor(1)
+        self._folder = Path(tempfile.mkdtemp(prefix="fuzzing-", dir=_memory()))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+        shutil.rmtree(self._folder)
+
+    def attempt(self, draw: random.Random) -> bool:
+        """One run."""
+        workers = draw.choice([1, 1, 1, 2])
+        saves = workers == 1 and draw.random() < 0.15
+        codec = draw.choice([FullPrecision, FullPrecision, BFloat16Changes])()
+        steps = _steps(draw)
+        said = [
+            conversation(draw, _messages(steps, rank, codec.name, saves=saves))
+            for rank in range(workers)
+        ]
+        known = [draw.random() > 0.05 for _ in said]
+        proved, good = all(known), all(known) and not any(wrong for _, wrong in said)
+        with ExitStack() as stack:
+            averager = stack.enter_context(
+                Averager(
+                    LAYOUT,
+                    [torch.ones(s.numel, dtype=s.center_dtype) for s in LAYOUT],
+                    workers,
+                    codec,
+                    deadline_s=RIGHT_DEADLINE_S if good else WRONG_DEADLINE_S,
+                    plan=self._plan() if saves else None,
+                    tolerance=Tolerance(draw.choice([0] * 9 + [2])),
+                    tls=draw.random() < 0.1,
+                )
+            )
+            place = Place(*averager.address.host_and_port, *_secrets(averager))
+            driver = self._pool.submit(_drive, averager)
+            lines = [stack.enter_context(Call(place, any_way(draw))) for _ in range(workers)]
+            for line, (octets, _), knows in zip(lines, said, known, strict=True):
+                line.send(line.proof(line.hello(), None if knows else "wrong") + octets)
+            for line in lines:
+                line.answer()
+            error = self._outcome(averager, driver)
+            if not all(bool(torch.isfinite(segment).all()) for segment in averager.center):
+                raise Fault("the center has values that are not finite")
+        require_threads_gone()
+        if error is None and not proved:
+            raise Fault("a run was finished by someone without the token")
+        if error is not None and good:
+            raise Fault("a run in which nothing was wrong failed", repr(error))
+        if error is not None:
+            raise error
+        return True
+
+    def _plan(self) -> CheckpointPlan:
+        store = CheckpointStore(str(self._folder / "checkpoints"), keep_last=1)
+        return CheckpointPlan(store=store, every=1, every_rounds=1, last_epoch=2, config={})
+
+    @staticmethod
+    def _outcome(averager: Averager, driver: Future[SparkDLError | None]) -> SparkDLError | None:
+        with suppress(TimeoutError):
+            driver.result(timeout=0.01)
+        averager.fail(TrainingError("over"))  # dropped if the run has ended
+        error = driver.result(timeout=15)
+        if error is not None and "the averager's thread for" in str(error):
+            raise Fault(str(error).partition("thread for ")[2]) from error
+        return error
+
+
+def _drive(averager: Averager) -> SparkDLError | None:
+    """Be the driver of a run; returns the error that it ends with."""
+    try:
+        for event in averager.events():
+            if isinstance(event, DataFacts):
+                check_facts(event, COLUMNS)
+                averager.start()
+            elif isinstance(event, NewRows):
+                check_facts(DataFacts.of([event.shard]), COLUMNS)
+                averager.approve(event.rank)
+            else:
+                f"{event} {averager.history} {averager.progress.as_json()}"
+    except SparkDLError as error:
+        averager.fail(error)
+        return error
+    return None
+
+
+def _secrets(averager: Averager) -> tuple[str, str | None]:
+    return averager.address.token, averager.address.fingerprint
+
+
+def _memory() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def _steps(draw: random.Random) -> dict[str, Any]:
+    """What the workers of a run do in each epoch, the same for all of them."""
+    return {
+        "streams": draw.random() < 0.2,
+        "gathers": draw.random() < 0.3,
+        "validates": draw.random() < 0.3,
+        "windows": [draw.choice([1, 2, 3]) for _ in range(draw.choice([1, 2]))],
+        "keeps": draw.random() < 0.5,
+        "reads": draw.random() < 0.3,
+        "stands_for": draw.choice([None, None, None, 2]),
+        "weightless": draw.random() < 0.1,
+        "takes_reply": draw.random() < 0.8,
+    }
+
+
+def _messages(steps: dict[str, Any], rank: int, codec: str, *, saves: bool) -> list[Message]:
+    """All that a worker sends, if nothing is wrong with it."""
+    messages: list[Message] = [{"join": rank, "host": "h", "attempt": 0, "task": rank}]
+    messages += [{"reading": 5}] * steps["reads"]
+    messages += [_shard(complete=not steps["streams"])]
+    own_state: list[Message] = [{"own_state": STATE_BYTES}, bytes(STATE_BYTES)] if saves else []
+    step, all_read = 0, not steps["streams"]
+    for epoch, windows in enumerate(steps["windows"], 1):
+        messages += [{"gather": {"a": [1, None, "b"]}}] * steps["gathers"]
+        for number in range(1, windows + 1):
+            step += 1
+            if step == 2 and not all_read:
+                messages += [{"reading": 6}, _shard(complete=True)]
+                all_read = True
+            examples = 0 if steps["weightless"] and number > 1 else 2
+            report = WindowReport(
+                rank=rank,
+                epoch=epoch,
+                step=step,
+                examples=examples,
+                loss_sum=0.5,
+                last=number == windows,
+                step_of_epoch=number,
+                stands_for=steps["stands_for"],
+            )
+            kept = bytes(STATE_BYTES) if steps["keeps"] else b""
+            messages += [
+                {
+                    "window": asdict(report),
+                    "takes_reply": steps["takes_reply"],
+                    "own_state": len(kept),
+                },
+                *([kept] if kept else []),
+                *(_values(codec) if report.weight else []),
+                *own_state,
+            ]
+        if not all_read:
+            messages += [_shard(complete=True)]
+            all_read = True
+        if steps["streams"] and epoch == 1:
+            messages += [{"rows": True}]
+        if steps["validates"]:
+            held_out = ValidationReport(rank=rank, epoch=epoch, examples=2, loss_sum=1.0, weight=2)
+            messages += [{"validation": asdict(held_out)}]
+    return [*messages, {"finish": True}]
+
+
+def _shard(*, complete: bool) -> Message:
+    return {"shard": asdict(replace(SHARD, complete=complete))}
+
+
+def _values(codec: str) -> list[bytes]:
+    """A contribution: each segment in one chunk."""
+    narrow = torch.bfloat16 if codec == "bfloat16" else None
+    sent = []
+    for segment in LAYOUT:
+        dtype = narrow if narrow is not None and segment.averaged else segment.dtype
+        ones = torch.ones(segment.numel, dtype=dtype)
+        sent.append(ones.view(torch.uint8).numpy().tobytes())
+    return sent

@@ -1,0 +1,83 @@
+"""What the workers of ``sparkdl.run`` tell the board, and what the driver then shows of it."""
+
+from __future__ import annotations
+
+import io
+import queue
+import random
+from contextlib import ExitStack, redirect_stdout
+
+from fuzzing.calling import Call, Message, Place, any_way, conversation
+from fuzzing.loop import Fault, Target, require_threads_gone
+from sparkdl.spark.board import Board, Lines, Report
+from sparkdl.spark.console import show
+from sparkdl.spark.function_run import _show_report
+
+
+class BoardTarget(Target):
+    """A whole run of one or two workers; it has to be finished or failed when they have left."""
+
+    name = "board"
+    reads = ("spark/board.py", "spark/stacks.py", "spark/console.py", "averager/connection.py")
+
+    def attempt(self, draw: random.Random) -> bool:
+        """One run."""
+        workers = draw.choice([1, 1, 2])
+        wrong, proved = False, True
+        with ExitStack() as stack:
+            board = stack.enter_context(
+                Board(workers, "127.0.0.1", "127.0.0.1", tls=draw.random() < 0.1)
+            )
+            address = board.address
+            place = Place("127.0.0.1", address.port, address.token, address.fingerprint)
+            lines = [stack.enter_context(Call(place, any_way(draw))) for _ in range(workers)]
+            steps = [draw.choice(["gather", "lines", "report", "stacks"]) for _ in range(3)]
+            fails = draw.random() < 0.1
+            for rank, line in enumerate(lines):
+                octets, changed = conversation(draw, _messages(steps, rank, fails=fails))
+                known = draw.random() > 0.05
+                wrong, proved = wrong or changed or fails, proved and known
+                line.send(line.proof(line.hello(), None if known else "wrong") + octets)
+                if not known:
+                    line.answer()
+            if not proved:
+                # Those who wait for one that never came.
+                stack.close()
+            for line in lines if proved else []:
+                line.answer()
+            failure, finished = board.failure, board.finished
+            _show(board)
+        require_threads_gone()
+        if proved and failure is None and not finished:
+            raise Fault("a run is neither finished nor failed, though its workers have left")
+        if proved and not wrong and not finished:
+            raise Fault("a run in which nothing was wrong failed", repr(failure))
+        if failure is not None:
+            raise failure
+        return finished
+
+
+def _messages(steps: list[str], rank: int, *, fails: bool) -> list[Message]:
+    told: dict[str, Message] = {
+        "gather": {"gather": {"host": "h", "port": 5}},
+        "lines": {"lines": ["one", "two"], "left_out": 0},
+        "report": {"report": {"loss": 0.5, "step": 3}},
+        "stacks": {"stacks": "thread MainThread, most recent call last:\n  File ..."},
+    }
+    failure: Message = {"failure": {"message": "m", "traceback": "t", "of_data": False}}
+    leaves: Message = failure if fails else {"finish": True}
+    return [{"join": rank, "host": "h", "pid": 1}, *(told[step] for step in steps), leaves]
+
+
+def _show(board: Board) -> None:
+    """What the driver does with what was reported."""
+    with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")):
+        while True:
+            try:
+                event = board.events.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(event, Lines):
+                show(event.rank, event.lines, event.left_out)
+            elif isinstance(event, Report):
+                _show_report(event.rank, event.metrics)

@@ -1,0 +1,179 @@
+"""Calling the project's ports by hand: bytes over TCP, a local socket or TLS, and what they mean.
+
+Written anew from the descriptions in ``connection.py`` and ``local.py``, so that what is read at
+the other end is not read by the same code here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import random
+import socket
+import ssl
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fuzzing.loop import Fault, stacks
+from fuzzing.mutation import (
+    as_text,
+    mutated,
+    mutated_bytes,
+    mutated_order,
+    number_of_changes,
+)
+from sparkdl.averager import local
+
+PATIENCE_S = 5.0
+"""Seconds that a port has to answer or to hang up."""
+HELLO_BYTES = 40
+"""A word of 8 and a challenge of 32."""
+HEADER, VALUES = 1, 2
+Message = Mapping[str, Any] | bytes
+"""What is a header, and what are values."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a port is, and what opens it."""
+
+    host: str
+    port: int
+    token: str
+    fingerprint: str | None
+
+
+class Call:
+    """One connection to a port; a context manager.
+
+    Args:
+        place: where the port is.
+        over: ``tcp`` or ``local``; a port that encrypts is spoken to under TLS in any case.
+        bare: whether to leave TLS out all the same.
+    """
+
+    def __init__(self, place: Place, over: str = "tcp", *, bare: bool = False) -> None:
+        self._token = place.token
+        address = place.host, place.port
+        if over == "local" and place.fingerprint is None:
+            self.line: Any = local.connect(address, place.token, None, PATIENCE_S)
+        else:
+            self.line = socket.create_connection(address, timeout=PATIENCE_S)
+        self.line.settimeout(PATIENCE_S)
+        if place.fingerprint is not None and not bare:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            self.line = context.wrap_socket(self.line)
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.line.close()
+
+    def hello(self) -> bytes:
+        """What the port says first; shorter if it hangs up."""
+        octets = b""
+        with contextlib.suppress(ConnectionError):
+            while len(octets) < HELLO_BYTES and (more := self.line.recv(HELLO_BYTES)):
+                octets += more
+        return octets
+
+    def proof(self, hello: bytes, token: str | None = None) -> bytes:
+        """What shows that this end knows the token, and a challenge of its own."""
+        key = (self._token if token is None else token).encode()
+        return hmac.digest(key, b"worker" + hello[-32:], hashlib.sha256) + bytes(32)
+
+    def send(self, octets: bytes) -> None:
+        """Send bytes; the other end may have hung up."""
+        with contextlib.suppress(OSError):
+            self.line.sendall(octets)
+
+    def answer(self, at_most: int = 1 << 20) -> bytes:
+        """End the sending, and take what comes until the other end hangs up.
+
+        Raises:
+            Fault: it neither sent anything nor hung up for ``PATIENCE_S``.
+        """
+        with contextlib.suppress(OSError):
+            # Not the encrypted socket's own, which would forget the keys.
+            socket.socket.shutdown(self.line, socket.SHUT_WR)
+        octets = bytearray()
+        try:
+            while (more := self.line.recv(1 << 16)) and len(octets) < at_most:
+                octets += more
+        except TimeoutError:
+            raise Fault("a port neither answered nor hung up", stacks()) from None
+        except OSError:
+            pass  # it hung up on what it had not read
+        return bytes(octets)
+
+
+def any_way(draw: random.Random) -> str:
+    """One of the ways to a port without encryption."""
+    return draw.choice(["tcp", "local"])
+
+
+def framed(message: Message) -> bytes:
+    """A message as it travels."""
+    if isinstance(message, bytes):
+        return struct.pack("!BI", VALUES, len(message)) + message
+    octets = as_text(message).encode()
+    return struct.pack("!BI", HEADER, len(octets)) + octets
+
+
+def misframed(draw: random.Random, message: Message) -> bytes:
+    """A message of another kind or length than it says."""
+    octets = framed(message)
+    kind, length = struct.unpack("!BI", octets[:5])
+    kind = draw.choice([HEADER, VALUES, 0, 3, 255])
+    length = draw.choice(
+        [length, 0, 1, length + 1, max(0, length - 1), 16 << 20, (16 << 20) + 1, (1 << 32) - 1]
+    )
+    return struct.pack("!BI", kind, length) + octets[5:]
+
+
+def conversation(draw: random.Random, messages: Sequence[Message]) -> tuple[bytes, bool]:
+    """What a worker sends after its proof, made wrong.
+
+    Args:
+        draw: the source of chance.
+        messages: as a worker sends them.
+
+    Returns:
+        The bytes, and whether anything is wrong with them.
+    """
+    changes = number_of_changes(draw)
+    changed: list[Message | bytearray] = list(messages)
+    for _ in range(changes):
+        kind = draw.randrange(10)
+        at = draw.randrange(len(changed)) if changed else 0
+        message = changed[at] if changed else b""
+        if kind <= 1:
+            changed = mutated_order(draw, changed)
+        elif isinstance(message, bytearray):  # of bytes that are none of a message
+            message += draw.randbytes(3)
+        elif kind == 2:
+            changed[at:at] = [draw.choice([b"", bytes(4), bytes(1000), {}, {"waiting": True}])]
+        elif kind == 3 and changed:
+            changed[at] = bytearray(misframed(draw, message))
+        elif kind == 4 and changed:
+            changed[at] = bytearray(mutated_bytes(draw, framed(message)))
+        elif isinstance(message, bytes) and changed:
+            changed[at] = mutated_bytes(draw, message)
+        elif changed:
+            times = draw.choice([1, 1, 1, 2])
+            wrong = mutated(draw, dict(message), times)  # type: ignore[arg-type]
+            changed[at] = wrong if isinstance(wrong, dict) else bytearray(_as_header(wrong))
+    octets = b"".join(bytes(m) if isinstance(m, bytearray) else framed(m) for m in changed)
+    if changes and draw.random() < 0.05:
+        octets = mutated_bytes(draw, octets, draw.choice([1, 5, 50]))
+    return octets, bool(changes)
+
+
+def _as_header(value: Any) -> bytes:
+    octets = as_text(value).encode()
+    return struct.pack("!BI", HEADER, len(octets)) + octets

@@ -1,0 +1,209 @@
+"""Checkpoints: the manifest, what it describes, the tensors beside it, and users' own states."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import random
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fuzzing.averager import _memory
+from fuzzing.loop import Fault, Target
+from fuzzing.mutation import ODD, as_text, mutated, mutated_bytes, number_of_changes
+from fuzzing.tensors import mutated_file
+from sparkdl.averager.progress import Progress
+from sparkdl.averager.saving import CENTER, Resumed, own_state_file
+from sparkdl.checkpoint.state_files import STATE_FILE, load_checkpoint, save_state
+from sparkdl.checkpoint.storage import MANIFEST, CheckpointStore
+from sparkdl.checkpoint.tensor_file import write_tensors
+from sparkdl.events import EpochSummary, WindowReport
+
+MANIFEST_ODD = [
+    *ODD,
+    *("/dev/zero", "/dev/stdin", "../secret", "..", CENTER, f"x/../{CENTER}", "nowhere/at/all"),
+    *(
+        {"bytes": 0, "sha256": hashlib.sha256().hexdigest()},
+        {"sha256": "0" * 64},
+        {"bytes": 1 << 62},
+    ),
+]
+REPORT = WindowReport(
+    rank=0, epoch=2, step=5, examples=2, loss_sum=0.5, last=False, step_of_epoch=1
+)
+SUMMARY = EpochSummary(epoch=1, loss=0.5, examples=3, rounds=2, seconds=1.5)
+
+
+class _Stored(Target):
+    """A directory of one checkpoint that is written anew for every input."""
+
+    deadline_s = 5.0
+
+    def __enter__(self) -> _Stored:
+        self._folder = Path(tempfile.mkdtemp(prefix="fuzzing-", dir=_memory()))
+        self._path = self._folder / "checkpoints"
+        (self._folder / "secret").write_text("nobody's business")
+        self._write()
+        (self._directory,) = self._path.iterdir()
+        self._files = {file.name: file.read_bytes() for file in self._directory.iterdir()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._folder)
+
+    def _write(self) -> None:
+        store = CheckpointStore(str(self._path), keep_last=2)
+        pending = store.begin()
+        with pending.create(CENTER) as file:
+            write_tensors(file, {"0.parameters": torch.ones(5), "1.buffers": torch.arange(2)})
+        with pending.create(own_state_file(0)) as file:
+            file.write(bytes(12))
+        progress = Progress(
+            epoch=2,
+            rounds=1,
+            positions=Progress.start(2).positions,
+            reports=(REPORT,),
+            history=(SUMMARY,),
+        )
+        data = {"shard_rows": [3, 4], "columns": [], "held_out": 0, "weight": 0.0}
+        pending.publish({"config": {"seed": 1}, "data": data, "progress": progress.as_json()})
+
+    def _put(self, files: dict[str, bytes]) -> None:
+        shutil.rmtree(self._path)
+        self._directory.mkdir(parents=True)
+        for name, octets in files.items():
+            (self._directory / name).write_bytes(octets)
+
+    def _manifest(self) -> dict[str, Any]:
+        manifest: dict[str, Any] = json.loads(self._files[MANIFEST])["manifest"]
+        return manifest
+
+
+def _sealed(manifest: Any) -> bytes:
+    """A manifest with the checksum that belongs to it."""
+    text = as_text(manifest)
+    try:
+        plain = json.dumps(json.loads(text), sort_keys=True)
+    except (ValueError, RecursionError):
+        plain = text
+    digest = hashlib.sha256(plain.encode()).hexdigest()
+    return f'{{"sha256": "{digest}", "manifest": {text}}}'.encode()
+
+
+class ManifestTarget(_Stored):
+    """What a manifest says; whoever can write there can make its checksum right."""
+
+    name = "manifest"
+    reads = ("checkpoint/storage.py", "averager/progress.py")
+
+    def attempt(self, draw: random.Random) -> bool:
+        """One manifest, and everything that is then done with the checkpoint."""
+        changes, files = number_of_changes(draw), dict(self._files)
+        kind = draw.randrange(10)
+        if kind <= 6:
+            files[MANIFEST] = _sealed(mutated(draw, self._manifest(), changes, MANIFEST_ODD))
+        elif kind == 7:
+            outer = json.loads(files[MANIFEST])
+            files[MANIFEST] = as_text(mutated(draw, outer, changes)).encode()
+        elif kind == 8:
+            files[MANIFEST] = mutated_bytes(draw, files[MANIFEST], changes)
+        else:
+            name = draw.choice(list(files))
+            files[name] = mutated_bytes(draw, files[name], changes)
+        self._put(files)
+        self._beside(draw)
+        store = CheckpointStore(str(self._path), keep_last=draw.choice([1, 2]))
+        saved = store.newest()
+        if saved is not None:
+            for name in ("../secret", "/dev/zero", f"x/../{CENTER}"):
+                if saved.has(name):
+                    raise Fault("a checkpoint has a file outside its directory")
+            resumed = Resumed.of(saved)
+            resumed.read_center()
+            if resumed.own_state_bytes(0):
+                with resumed.open_own_state(0) as file:
+                    file.read(100)
+        store.prune()
+        return saved is not None
+
+    def _beside(self, draw: random.Random) -> None:
+        """What else may lie in the directory."""
+        if draw.random() < 0.1:
+            name = draw.choice(["checkpoint-000009", "checkpoint-99999999999999999999", "x"])
+            path = self._path / name
+            path.mkdir() if draw.random() < 0.5 else path.write_text("a plain file")
+
+
+class CheckpointTarget(_Stored):
+    """A checkpoint that is whole by its checksums, and wrong in what it holds."""
+
+    name = "checkpoint"
+    reads = ("averager/saving.py", "averager/progress.py", "checkpoint/storage.py")
+
+    def attempt(self, draw: random.Random) -> bool:
+        """One checkpoint."""
+        changes, files, manifest = number_of_changes(draw), dict(self._files), self._manifest()
+        if draw.random() < 0.5:
+            files[CENTER] = mutated_file(draw, files[CENTER], changes)
+        else:
+            manifest["description"] = mutated(draw, manifest["description"], changes)
+        octets = files[CENTER]
+        sha256 = hashlib.sha256(octets).hexdigest()
+        manifest["files"][CENTER] = {"bytes": len(octets), "sha256": sha256}
+        files[MANIFEST] = _sealed(manifest)
+        self._put(files)
+        saved = CheckpointStore(str(self._path), keep_last=2).newest()
+        if saved is None:
+            return False
+        resumed = Resumed.of(saved)
+        resumed.read_center()
+        json.dumps(dataclasses.asdict(resumed.progress))
+        return True
+
+
+class StateTarget(_Stored):
+    """What ``save_checkpoint`` wrote for a user's own loop: a file of torch's."""
+
+    name = "state"
+    reads = ("checkpoint/state_files.py", "checkpoint/storage.py")
+
+    def _write(self) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        state = {"model": model, "optimizer": optimizer, "epoch": 3, "names": ["a", None]}
+        save_state(str(self._path), state, keep_last=2)
+
+    def attempt(self, draw: random.Random) -> bool:
+        """One state."""
+        octets = _mutated_archive(draw, self._files[STATE_FILE], number_of_changes(draw))
+        manifest = self._manifest()
+        sha256 = hashlib.sha256(octets).hexdigest()
+        manifest["files"][STATE_FILE] = {"bytes": len(octets), "sha256": sha256}
+        if draw.random() < 0.1:
+            manifest = mutated(draw, manifest, 1, MANIFEST_ODD)
+        self._put({STATE_FILE: octets, MANIFEST: _sealed(manifest)})
+        return load_checkpoint(str(self._path)) is not None
+
+
+def _mutated_archive(draw: random.Random, octets: bytes, changes: int) -> bytes:
+    """A zip archive with the bytes of a member changed, its checksums right, or with its own."""
+    import zipfile
+
+    if draw.random() < 0.3:
+        return mutated_bytes(draw, octets, changes)
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(octets)) as before, zipfile.ZipFile(made, "w") as after:
+        wrong = draw.choice([n for n in before.namelist() if "data" in n or draw.random() < 0.2])
+        for name in before.namelist():
+            member = before.read(name)
+            if name == wrong:
+                member = mutated_bytes(draw, member, changes)
+            after.writestr(name, member)
+    return made.getvalue()

@@ -1,0 +1,109 @@
+"""Those who do not know the token, or do not get as far as to prove it."""
+
+from __future__ import annotations
+
+import hmac
+import random
+import secrets
+
+from fuzzing.calling import HELLO_BYTES, Call, Place, any_way, framed
+from fuzzing.loop import Fault, Target, require_threads_gone
+from fuzzing.mutation import mutated_bytes
+from sparkdl.averager.connection import Connection
+from sparkdl.averager.port import Port
+
+SERVED = b"served"
+LEGACY_HELLO = bytes.fromhex(
+    "160301002f0100002b0303" + "00" * 32 + "00" + "0002" + "1301" + "0100" + "0000"
+)
+"""The beginning of a TLS handshake, as far as it can be written without a library."""
+
+
+class Handshake(Target):
+    """Most callers have to be sent away with nothing; who proves the token has to be served."""
+
+    name = "handshake"
+    reads = (
+        "averager/port.py",
+        "averager/connection.py",
+        "averager/local.py",
+        "averager/tls.py",
+    )
+
+    def attempt(self, draw: random.Random) -> bool:
+        """One port and one caller."""
+        token = secrets.token_urlsafe(32)
+        encrypted = draw.random() < 0.25
+        port = Port("127.0.0.1", token, _serve, encrypted=encrypted)
+        try:
+            place = Place("127.0.0.1", port.number, token, port.fingerprint)
+            known, answer = call(draw, place)
+            if known != answer.endswith(framed({"served": True})) or (answer and not known):
+                raise Fault(f"{'no' if known else 'an'} answer of {len(answer)} bytes to a caller")
+        finally:
+            port.close()
+        require_threads_gone()
+        return known
+
+
+def _serve(connection: Connection) -> None:
+    connection.send_header({"served": True})
+
+
+def call(draw: random.Random, place: Place) -> tuple[bool, bytes]:
+    """Call a port without knowing its token, or hardly so.
+
+    Args:
+        draw: the source of chance.
+        place: where the port is, and its token.
+
+    Returns:
+        Whether the caller has proved the token all the same, for one in twelve does; and what came
+        back after the port's first word.
+    """
+    kind = draw.randrange(12)
+    if place.fingerprint is not None and kind <= 4:
+        return False, _without_encryption(draw, place)
+    with Call(place, any_way(draw)) as line:
+        heard = line.hello()
+        # In one of ten calls it is not listened to.
+        hello = heard if draw.random() < 0.9 else bytes(HELLO_BYTES)
+        right = line.proof(hello)
+        said = {
+            0: lambda: draw.randbytes(draw.choice([0, 1, 63, 64, 65, 300, 5000])),
+            1: lambda: bytes(draw.choice([1, 32, 64, 100])),
+            2: lambda: hello * draw.choice([1, 2, 10]),
+            3: lambda: line.proof(hello, draw.choice(["", "wrong", place.token[:-1]])),
+            4: lambda: right[: draw.randrange(64)],
+            5: lambda: line.proof(mutated_bytes(draw, hello)),
+            6: lambda: _flipped(draw, right),
+            7: lambda: hmac.digest(place.token.encode(), b"averager" + hello[8:], "sha256") * 2,
+            8: lambda: b"GET / HTTP/1.1\r\n\r\n" + draw.randbytes(64),
+            9: lambda: framed({"join": 0, "host": "h"}) * draw.choice([1, 10]),
+            10: lambda: right[32:] + right[:32],
+            11: lambda: right,
+        }[kind]()
+        proved = len(said) >= 64 and said[:32] == line.proof(hello)[:32]
+        # To a challenge that was never heard nobody knows the answer.
+        if kind in (0, 1, 2, 8, 9) or hello == bytes(HELLO_BYTES):
+            proved = False
+        if draw.random() < 0.2:
+            at = draw.randrange(len(said) + 1)
+            line.send(said[:at])
+            said = said[at:]
+        line.send(said)
+        return proved, line.answer()
+
+
+def _flipped(draw: random.Random, proof: bytes) -> bytes:
+    at = draw.randrange(32)
+    return proof[:at] + bytes([proof[at] ^ 1 << draw.randrange(8)]) + proof[at + 1 :]
+
+
+def _without_encryption(draw: random.Random, place: Place) -> bytes:
+    """Speak to a port that encrypts in the clear, or in what looks like TLS."""
+    with Call(place, bare=True) as line:
+        said = draw.choice([LEGACY_HELLO, draw.randbytes(200), b"", LEGACY_HELLO[:20], bytes(5)])
+        line.send(mutated_bytes(draw, said, draw.choice([0, 1, 3])))
+        # What TLS itself says of a broken handshake is no answer of the project's.
+        return line.answer().removeprefix(b"\x15\x03")[:0]

@@ -1,0 +1,321 @@
+"""The loop around every target: an input a number, and what may come of it.
+
+Each input follows from the target's name, a seed and its number alone, so that one that failed is
+made again without those before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import logging
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from sparkdl.errors import SparkDLError
+
+MAX_GROWTH_MB = 256.0
+"""Memory that one input may take, at its worst moment."""
+MAX_HANGS = 5
+"""Inputs that hang before a shard gives up: each takes the whole deadline."""
+LEAVING_S = 10.0
+"""Seconds for the threads that served an input to end."""
+
+
+class Target(ABC):
+    """Something that reads what others have sent or written; a context manager.
+
+    Attributes:
+        name: as in ``TARGETS``.
+        reads: the files below ``sparkdl/`` that do the reading, of which coverage is reported.
+        deadline_s: the longest that one input may take, in seconds.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    deadline_s: float = 20.0
+
+    def __enter__(self) -> Target:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    @abstractmethod
+    def attempt(self, draw: random.Random) -> bool:
+        """Make one input and have it read.
+
+        Args:
+            draw: the only source of chance.
+
+        Returns:
+            Whether it was read as if nothing were wrong with it.
+
+        Raises:
+            SparkDLError: it was refused, as it should be.
+            Fault: something is otherwise than it has to be. Any other exception is a fault too.
+        """
+
+
+class Fault(Exception):
+    """What was read has had an effect that it must not have.
+
+    Args:
+        what: the effect, the same for every input that has it.
+        why: what else is known.
+    """
+
+    def __init__(self, what: str, why: object = "") -> None:
+        super().__init__(what)
+        if why:
+            self.add_note(str(why))
+
+
+class Hung(BaseException):
+    """An input took longer than its deadline; no ``except Exception`` holds it up."""
+
+
+@dataclass
+class Finding:
+    """Inputs that failed in one way.
+
+    Attributes:
+        index: the first of them.
+        times: how many there were.
+        text: what happened, with the traceback.
+    """
+
+    index: int
+    times: int
+    text: str
+
+
+@dataclass
+class Tally:
+    """What came of the inputs of one shard.
+
+    Attributes:
+        tried: inputs that were read.
+        accepted: of these, how many were read as if nothing were wrong with them.
+        findings: by cause.
+        early_mb: resident memory when a fifth of the inputs was done.
+        late_mb: at the end.
+        seconds: in all.
+    """
+
+    tried: int = 0
+    accepted: int = 0
+    findings: dict[str, Finding] = field(default_factory=dict)
+    early_mb: float = 0.0
+    late_mb: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def growth(self) -> float:
+        """Memory late over early; 0 where nothing was measured."""
+        return self.late_mb / self.early_mb if self.early_mb else 0.0
+
+    def note(self, cause: str, index: int, text: str) -> None:
+        """Count a failed input."""
+        finding = self.findings.setdefault(cause, Finding(index, 0, text))
+        finding.times += 1
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``from_json``."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Tally:
+        """What ``as_json`` returned."""
+        findings = {cause: Finding(**each) for cause, each in fields.pop("findings").items()}
+        return cls(findings=findings, **fields)
+
+    def add(self, other: Tally) -> None:
+        """Take in another shard's."""
+        self.tried += other.tried
+        self.accepted += other.accepted
+        if other.growth > self.growth:
+            self.early_mb, self.late_mb = other.early_mb, other.late_mb
+        self.seconds = max(self.seconds, other.seconds)
+        for cause, finding in other.findings.items():
+            if cause in self.findings:
+                mine = self.findings[cause]
+                mine.times += finding.times
+                if finding.index < mine.index:
+                    mine.index, mine.text = finding.index, finding.text
+            else:
+                self.findings[cause] = finding
+
+
+def run(
+    target: Target,
+    seed: int,
+    indices: Iterable[int],
+    *,
+    on_input: Callable[[int], None] = lambda index: None,
+    limited: bool = True,
+) -> Tally:
+    """Have a target, which is entered already, read its inputs.
+
+    Args:
+        target: what reads.
+        seed: of the run.
+        indices: the numbers of the inputs.
+        on_input: called before each with its number.
+        limited: whether to interrupt an input at its deadline; only in the main thread, and where
+            nobody else uses the process's timer.
+    """
+    tally, numbers = Tally(), list(indices)
+    started, hangs = time.monotonic(), 0
+    with _thread_errors() as errors, _logged_to_nobody():
+        for index in numbers:
+            on_input(index)
+            before = _peak_mb(from_now=True)
+            draw = random.Random(f"{target.name}/{seed}/{index}")
+            try:
+                with _deadline(target.deadline_s if limited else 0.0):
+                    tally.accepted += target.attempt(draw)
+            except SparkDLError:
+                pass
+            except Hung as hung:
+                tally.note(*_described(hung, index))
+                hangs += 1
+            except Exception as error:
+                tally.note(*_described(error, index))
+            tally.tried += 1
+            for error in errors:
+                tally.note(*_described(error, index, "a thread of its own: "))
+            errors.clear()
+            grown = _peak_mb() - before
+            if grown > MAX_GROWTH_MB and tally.tried > 1:  # the first has what is imported late
+                tally.note("memory", index, f"the process grew by {grown:.0f} MB")
+            if tally.tried == max(1, len(numbers) // 5):
+                tally.early_mb = resident_mb()
+            if hangs == MAX_HANGS:
+                tally.note("too many inputs hang", index, "the rest of the shard was not tried")
+                break
+    tally.late_mb = resident_mb()
+    tally.seconds = time.monotonic() - started
+    return tally
+
+
+def stacks() -> str:
+    """Where every thread is."""
+    told, frames = [], sys._current_frames()
+    for thread in threading.enumerate():
+        if thread.ident in frames:
+            lines = traceback.format_stack(frames[thread.ident], limit=8)
+            told.append(f"thread {thread.name}:\n{''.join(lines)}")
+    return "\n".join(told)
+
+
+def resident_mb() -> float:
+    """Memory of this process that is resident, after what is garbage was collected."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def require_threads_gone() -> None:
+    """Check that no thread of the project's is left of what was just closed.
+
+    Raises:
+        Fault: one is.
+    """
+    until = time.monotonic() + LEAVING_S
+    while left := [t.name for t in threading.enumerate() if t.name.startswith("sparkdl")]:
+        if time.monotonic() > until:
+            raise Fault(f"threads are left: {sorted(set(left))}", stacks())
+        time.sleep(0.001)
+
+
+def _peak_mb(*, from_now: bool = False) -> float:
+    """The most memory that was resident, ever or since this was last called with ``from_now``."""
+    if from_now:
+        with contextlib.suppress(OSError):  # where that cannot be forgotten, less is found
+            Path("/proc/self/clear_refs").write_text("5")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _described(error: BaseException, index: int, where: str = "") -> tuple[str, int, str]:
+    """Cause, number of the input, and the whole traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if f"{os.sep}sparkdl{os.sep}" in frame.filename]
+    place = ""
+    if ours:
+        file = ours[-1].filename.rpartition(f"{os.sep}sparkdl{os.sep}")[2]
+        place = f" in {file}, {ours[-1].name}"
+    detail = f": {error}" if isinstance(error, Fault) else ""
+    text = "".join(traceback.format_exception(error))[-12_000:]
+    return f"{where}{type(error).__name__}{detail[:120]}{place}", index, text
+
+
+@contextlib.contextmanager
+def _thread_errors() -> Iterator[list[BaseException]]:
+    """Collect what ends threads with a traceback."""
+    errors: list[BaseException] = []
+
+    def collect(told: threading.ExceptHookArgs) -> None:
+        if told.exc_value is not None:
+            errors.append(told.exc_value)
+
+    before, threading.excepthook = threading.excepthook, collect
+    try:
+        yield errors
+    finally:
+        threading.excepthook = before
+
+
+class _Nowhere(io.TextIOBase):
+    """Takes text that has to be text, and forgets it."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+@contextlib.contextmanager
+def _logged_to_nobody() -> Iterator[None]:
+    """Have what is logged put into words, but not shown."""
+    handler, logger = logging.StreamHandler(_Nowhere()), logging.getLogger("sparkdl")
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Interrupt the main thread after a time; not at all for 0."""
+    if not seconds:
+        yield
+        return
+
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        raise Hung(stacks())
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,70 @@
+"""One process of a run: every so manieth input of a target, with coverage of what reads it.
+
+    python -m fuzzing.shard TARGET SEED FIRST STEP END PROGRESS RESULT COVERAGE
+
+The number of the input that is being read stands in the file PROGRESS, so that whoever started
+this knows which one killed it. RESULT gets the tally when all is done.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import resource
+import struct
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+MAX_MEMORY_BYTES = 6 << 30
+"""Of private memory, threads' stacks included; beyond it the process is refused any."""
+NUMBER = struct.Struct("q")
+
+
+def main() -> None:
+    name, *numbers, progress, result, coverage_file = sys.argv[1:]
+    seed, first, step, end = map(int, numbers)
+    faulthandler.enable()
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    coverage = _begun_coverage(coverage_file)
+    # Only now, so that what is executed at the import counts as covered.
+    import torch
+
+    from fuzzing import target_of
+    from fuzzing.loop import run
+
+    torch.set_num_threads(1)
+    with open(progress, "r+b") as file:
+        shared = mmap.mmap(file.fileno(), NUMBER.size)
+    with target_of(name) as target:
+        tally = run(
+            target,
+            seed,
+            range(first, end, step),
+            on_input=lambda index: NUMBER.pack_into(shared, 0, index),
+        )
+    if coverage is not None:
+        coverage.stop()
+        coverage.save()
+    Path(result).write_text(json.dumps(tally.as_json()))
+
+
+def _begun_coverage(data_file: str) -> Any:
+    """Coverage of the project's own lines, begun; None without a file to keep it in."""
+    if not data_file:
+        return None
+    import coverage
+
+    found = find_spec("sparkdl")
+    assert found is not None
+    assert found.origin is not None
+    folder = Path(found.origin).parent
+    begun = coverage.Coverage(data_file=data_file, include=[f"{folder}/*"], config_file=False)
+    begun.start()
+    return begun
+
+
+if __name__ == "__main__":
+    main()
