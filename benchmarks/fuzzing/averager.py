@@ -16,7 +16,7 @@ import torch
 from fuzzing.calling import Call, Message, Place, any_way, conversation
 from fuzzing.loop import Fault, Target, require_threads_gone
 from sparkdl.averager.attendance import NewRows
-from sparkdl.averager.codec import BFloat16Changes, FullPrecision
+from sparkdl.averager.codec import BFloat16Changes, Codec, FullPrecision
 from sparkdl.averager.members import Tolerance
 from sparkdl.averager.saving import CheckpointPlan
 from sparkdl.averager.server import Averager
@@ -81,7 +81,7 @@ class AveragerTarget(Target):
         """One run."""
         workers = draw.choice([1, 1, 1, 2])
         saves = workers == 1 and draw.random() < 0.15
-        codec = draw.choice([FullPrecision, FullPrecision, BFloat16Changes])()
+        codec: Codec = BFloat16Changes() if draw.random() < 0.3 else FullPrecision()
         steps = _steps(draw)
         said = [
             conversation(draw, _messages(steps, rank, codec.name, saves=saves))

@@ -34,6 +34,7 @@ HELLO_BYTES = 40
 HEADER, VALUES = 1, 2
 Message = Mapping[str, Any] | bytes
 """What is a header, and what are values."""
+_ADDED: list[Message] = [b"", bytes(4), bytes(1000), {}, {"waiting": True}]
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def conversation(draw: random.Random, messages: Sequence[Message]) -> tuple[byte
         elif isinstance(message, bytearray):  # of bytes that are none of a message
             message += draw.randbytes(3)
         elif kind == 2:
-            changed[at:at] = [draw.choice([b"", bytes(4), bytes(1000), {}, {"waiting": True}])]
+            changed[at:at] = [draw.choice(_ADDED)]
         elif kind == 3 and changed:
             changed[at] = bytearray(misframed(draw, message))
         elif kind == 4 and changed:

@@ -19,7 +19,7 @@ class ConsoleTarget(Target):
     """Lines have to be shown as far as they are right, and a worker beside them all the same."""
 
     name = "console"
-    reads = ("spark/console.py", "spark/stacks.py", "averager/connection.py")
+    reads: tuple[str, ...] = ("spark/console.py", "spark/stacks.py", "averager/connection.py")
 
     def __enter__(self) -> ConsoleTarget:
         self._pool = ThreadPoolExecutor(1)

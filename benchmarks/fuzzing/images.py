@@ -88,7 +88,7 @@ class ImagesTarget(Target):
             **{"origin": "a", "height": 2, "width": 2, "nChannels": 3, "mode": 16},
             "data": bytes(range(12)),
         }
-        odd = {
+        odd: dict[str, list[Any]] = {
             "data": [b"", bytes(11), bytes(13), None, bytes(1000)],
             "origin": [None, "é"],
         }

@@ -196,8 +196,8 @@ def run(
             except Exception as error:
                 tally.note(*_described(error, index))
             tally.tried += 1
-            for error in errors:
-                tally.note(*_described(error, index, "a thread of its own: "))
+            for ended_with in errors:
+                tally.note(*_described(ended_with, index, "a thread of its own: "))
             errors.clear()
             grown = _peak_mb() - before
             if grown > MAX_GROWTH_MB and tally.tried > 1:  # the first has what is imported late

@@ -14,15 +14,11 @@ from torch import nn
 
 from fuzzing.loop import Target
 from fuzzing.mutation import as_text, mutated, mutated_bytes, number_of_changes
-from fuzzing.recipe import RECIPE_ODD, Canary
+from fuzzing.recipe import METADATA, RECIPE_ODD, Canary
 from fuzzing.tensors import mutated_file
-from sparkdl.checkpoint.module_files import (
-    DESCRIPTION,
-    WEIGHTS,
-    SavedModule,
-    load_module,
-    write_module,
-)
+from sparkdl import TorchModel
+from sparkdl.checkpoint.module_files import DESCRIPTION, WEIGHTS, SavedModule, load_module
+from sparkdl.estimator.persistence import ModelWriter
 from sparkdl.events import EpochSummary
 from sparkdl.protocols import ColumnSpec
 
@@ -33,13 +29,12 @@ class ModelTarget(Target):
     """A directory as ``TorchModel.save`` writes it, loaded without trust."""
 
     name = "model"
-    reads = ("checkpoint/module_files.py", "checkpoint/recipe.py")
+    reads = ("checkpoint/module_files.py", "checkpoint/recipe.py", "estimator/persistence.py")
     deadline_s = 5.0
 
     def __enter__(self) -> ModelTarget:
         self._canary = Canary().__enter__()
         self._folder = self._canary.folder / "saved"
-        self._folder.mkdir()
         saved = SavedModule(
             module=nn.Linear(4, 2),
             builder=functools.partial(nn.Linear, 4, 2),
@@ -48,8 +43,9 @@ class ModelTarget(Target):
             output_width=2,
             history=(SUMMARY, SUMMARY),
         )
-        write_module(saved, self._folder)
+        ModelWriter(TorchModel._from_saved(saved), saved).save(str(self._folder))
         self._description: dict[str, Any] = json.loads((self._folder / DESCRIPTION).read_text())
+        self._metadata: dict[str, Any] = json.loads((self._folder / METADATA).read_text())
         self._weights = (self._folder / WEIGHTS).read_bytes()
         return self
 
@@ -60,7 +56,10 @@ class ModelTarget(Target):
         """One directory."""
         changes, kind = number_of_changes(draw), draw.randrange(10)
         text, weights = json.dumps(self._description).encode(), self._weights
-        if kind <= 5:
+        metadata = self._metadata
+        if kind == 0:
+            metadata = mutated(draw, metadata, changes)
+        elif kind <= 5:
             wrong = mutated(draw, self._description, changes, RECIPE_ODD)
             text = as_text(wrong).encode("utf-8", "surrogatepass")
         elif kind == 6:
@@ -69,8 +68,12 @@ class ModelTarget(Target):
             weights = mutated_file(draw, weights, changes)
         for name, octets in ((DESCRIPTION, text), (WEIGHTS, weights)):
             _put(self._folder / name, octets, missing=draw.random() < 0.01, draw=draw)
+        (self._folder / METADATA).write_text(as_text(metadata))
         try:
-            load_module(self._folder)
+            if kind % 2:
+                load_module(self._folder)
+            else:
+                TorchModel.load(str(self._folder))
         finally:
             self._canary.require_silence()
         return True

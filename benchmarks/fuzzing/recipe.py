@@ -1,8 +1,10 @@
-"""Recipes of objects: whatever they name, nothing may run that the caller has not named."""
+"""Saved estimators: whatever their recipes name, nothing may run that the caller has not."""
 
 from __future__ import annotations
 
 import functools
+import json
+import os
 import pickle
 import random
 import shutil
@@ -16,9 +18,11 @@ from torch import nn
 
 from fuzzing.loop import Fault, Target
 from fuzzing.mutation import ODD, as_text, mutated, number_of_changes
-from sparkdl.checkpoint.recipe import load_recipe, save_recipe
+from sparkdl import TorchEstimator
+from sparkdl.estimator.persistence import OBJECTS
 from sparkdl.strategies import ParameterAveraging
 
+METADATA = "metadata/part-00000"
 CANARY = "fuzzing_canary"
 """A module that notes that it was imported, called or unpickled."""
 SOURCE = """
@@ -76,8 +80,6 @@ class Canary:
         Raises:
             Fault: something has.
         """
-        import os
-
         sung = os.environ.pop("FUZZING_SUNG", "")
         sys.modules.pop(CANARY, None)
         if sung:
@@ -85,51 +87,56 @@ class Canary:
 
 
 class RecipeTarget(Target):
-    """One recipe, of a model, an optimizer, a loss or a strategy."""
+    """A directory as ``TorchEstimator.save`` writes it, loaded without trust, or with it.
+
+    With trust everything may run that the recipes name, but no file outside the directory.
+    """
 
     name = "recipe"
-    reads = ("checkpoint/recipe.py",)
+    reads = ("checkpoint/recipe.py", "estimator/persistence.py")
     deadline_s = 5.0
 
     def __enter__(self) -> RecipeTarget:
         self._canary = Canary().__enter__()
         self._folder = self._canary.folder / "saved"
-        self._folder.mkdir()
-        (self._folder / "model.pkl").write_bytes(pickle.dumps(5))
+        estimator = TorchEstimator(
+            model=functools.partial(nn.Linear, 4, 2),
+            loss=nn.CrossEntropyLoss(label_smoothing=0.1),
+            optimizer=functools.partial(torch.optim.Adam, betas=(0.9, 0.99)),
+            scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2),
+            strategy=ParameterAveraging(period=5),
+        )
+        estimator.save(str(self._folder))
+        (self._folder / "model.pkl").write_bytes(pickle.dumps(nn.Linear))
         (self._canary.folder / "outside.pkl").write_bytes(self._canary.pickled())
-        values: list[Any] = [
-            functools.partial(nn.Linear, 4, 2),
-            nn.CrossEntropyLoss(label_smoothing=0.1),
-            functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-            functools.partial(torch.optim.Adam, betas=(0.9, 0.99)),
-            nn.ReLU,
-            ParameterAveraging(period=5),
-        ]
-        self._recipes = [save_recipe(value, self._folder, "model") for value in values]
-        self._recipes += [{"recipe": {"pickle": "model.pkl"}}]
+        self._objects: dict[str, Any] = json.loads((self._folder / OBJECTS).read_text())
+        self._metadata: dict[str, Any] = json.loads((self._folder / METADATA).read_text())
         return self
 
     def __exit__(self, *_: object) -> None:
         self._canary.__exit__()
 
     def attempt(self, draw: random.Random) -> bool:
-        """One recipe; the files are trusted now and then, but only those of the directory."""
-        saved = mutated(draw, draw.choice(self._recipes), number_of_changes(draw), RECIPE_ODD)
-        trusted = "pickle" in str(saved) and draw.random() < 0.3
+        """One directory."""
+        changes, objects, metadata = number_of_changes(draw), self._objects, self._metadata
+        kind, trust = draw.randrange(10), False
+        if kind == 0:
+            metadata = mutated(draw, metadata, changes)
+        elif kind == 1:
+            outside = draw.choice(["../outside.pkl", str(self._canary.folder / "outside.pkl")])
+            name = draw.choice(list(objects))
+            recipe = {"pickle": draw.choice(["model.pkl", outside, outside, "x/../../outside.pkl"])}
+            objects, trust = {**objects, name: {"recipe": recipe}}, True
+        else:
+            # In one of them, lest the first that is wrong hides the others.
+            name = draw.choice(list(objects))
+            objects = {**objects, name: mutated(draw, objects[name], changes, RECIPE_ODD)}
+            if draw.random() < 0.1:
+                objects = mutated(draw, objects, 1, RECIPE_ODD)
+        (self._folder / OBJECTS).write_text(as_text(objects))
+        (self._folder / METADATA).write_text(as_text(metadata))
         try:
-            saved = _parsed(saved)
-            load_recipe(saved, self._folder, "model", trust=trusted)
+            TorchEstimator.load(str(self._folder), trust=trust)
         finally:
-            if not trusted or "outside" in str(saved):
-                self._canary.require_silence()
+            self._canary.require_silence()
         return True
-
-
-def _parsed(saved: Any) -> Any:
-    """As a file would have it, or unread where that is no JSON."""
-    import json
-
-    try:
-        return json.loads(as_text(saved))
-    except (ValueError, RecursionError):
-        return saved

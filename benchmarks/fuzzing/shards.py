@@ -168,7 +168,12 @@ class _Shard:
 def _environment() -> Mapping[str, str]:
     before = os.environ.get("PYTHONPATH", "")
     roots = [str(FOLDER.parent), str(FOLDER.parent.parent), before]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, roots)), "OMP_NUM_THREADS": "1"}
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, roots)),
+        "OMP_NUM_THREADS": "1",
+        # Many short threads with heaps of their own would look like a leak for long.
+        "MALLOC_ARENA_MAX": "1",
+    }
 
 
 def _add_coverage(outcome: Outcome, reads: tuple[str, ...], folder: Path) -> None:
