@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -22,8 +24,9 @@ from fuzzing.mutation import as_text, mutated, mutated_bytes, mutated_order
 
 from sparkdl.errors import TrainingError
 
+FUZZ = Path(__file__).parent.parent / "benchmarks" / "fuzz.py"
 SEED = 7
-INPUTS = {"handshake": 150, "trainings": 60, "averager": 60, "tensors": 300, "columns": 300}
+INPUTS = {"handshake": 150, "trainings": 60, "tensors": 300, "columns": 300}
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -121,3 +124,14 @@ def test_mutations_leave_what_they_change_as_it_was_and_are_of_every_kind() -> N
     assert len({mutated_bytes(draw, octets) for _ in range(100)}) > 60
     orders = {tuple(mutated_order(draw, [1, 2, 3])) for _ in range(100)}
     assert {(2, 3), (1, 1, 2, 3), (2, 1, 3), ()} <= orders
+
+
+def test_the_command_shares_the_inputs_among_processes_and_ends_in_a_line_of_json() -> None:
+    command = [sys.executable, str(FUZZ), "tensors", "--inputs", "41"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert "tensors: 41 inputs in" in done.stdout
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line["benchmark"] == "fuzz"
+    assert line["detail"]["found"] == {"tensors": 0}
+    assert line["detail"]["claims"][0]["met"]

@@ -48,7 +48,7 @@ def main() -> None:
     if coverage is not None:
         coverage.stop()
         coverage.save()
-    Path(result).write_text(json.dumps(tally.as_json()))
+    Path(result).write_text(json.dumps({"reads": target.reads, "tally": tally.as_json()}))
 
 
 def _begun_coverage(data_file: str) -> Any:

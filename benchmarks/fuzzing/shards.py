@@ -10,18 +10,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from fuzzing import target_of
 from fuzzing.loop import Tally
 from fuzzing.shard import NUMBER
 
 FOLDER = Path(__file__).resolve().parent
 STARTING_S = 120.0
-"""Seconds for a process to import what it needs."""
+"""Seconds for a process to import what it needs, and to end."""
+STUCK_S = 60.0
+"""Seconds after which an input is no more waited for; more than any target's own deadline."""
 MAX_DEATHS = 5
 """Processes that may die before a shard is given up."""
 
@@ -51,7 +52,7 @@ def spread(name: str, seed: int, inputs: int, processes: int, *, with_coverage: 
         processes: by how many to share them.
         with_coverage: whether to see which lines are executed; it takes a third longer.
     """
-    target = target_of(name)
+    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fuzzing-") as scratch:
         folder = Path(scratch)
         shards = [
@@ -60,13 +61,15 @@ def spread(name: str, seed: int, inputs: int, processes: int, *, with_coverage: 
         ]
         waiting = list(shards)
         while waiting:
-            waiting = [shard for shard in waiting if not shard.look(target.deadline_s)]
+            waiting = [shard for shard in waiting if not shard.look()]
             time.sleep(0.1)
         outcome = Outcome(Tally())
         for shard in shards:
             outcome.tally.add(shard.tally)
+        outcome.tally.seconds = time.monotonic() - started
         if with_coverage:
-            _add_coverage(outcome, target.reads, folder)
+            reads = max((shard.reads for shard in shards), key=len)
+            _add_coverage(outcome, reads, folder)
     return outcome
 
 
@@ -85,6 +88,7 @@ class _Shard:
         with_coverage: bool,
     ) -> None:
         self.tally = Tally()
+        self.reads: list[str] = []
         self._key = (name, str(seed))
         self._step, self._end = step, end
         self._folder = folder
@@ -94,10 +98,10 @@ class _Shard:
         self._done = False
         self._start(first)
 
-    def look(self, deadline_s: float) -> bool:
+    def look(self) -> bool:
         """See how the process is doing; returns whether the shard is done."""
         if not self._done and self._process.poll() is None:
-            self._end_if_stuck(deadline_s)
+            self._end_if_stuck()
         elif not self._done:
             self._done = self._take_result()
         return self._done
@@ -105,13 +109,15 @@ class _Shard:
     def _take_result(self) -> bool:
         """Take what the process that has ended found; returns whether nothing is left to do."""
         if self._result.exists():
-            self.tally.add(Tally.from_json(json.loads(self._result.read_text())))
+            told = json.loads(self._result.read_text())
+            self.reads = told["reads"]
+            self.tally.add(Tally.from_json(told["tally"]))
             return True
-        told = self._errors.read_text(errors="replace")[-6_000:]
+        last_words = self._errors.read_text(errors="replace")[-6_000:]
         index = self._index()
         if index < 0:
-            raise RuntimeError(f"the shard of {self._key[0]} did not start:\n{told}")
-        self.tally.note(self._how_it_ended(), index, told)
+            raise RuntimeError(f"the shard of {self._key[0]} did not start:\n{last_words}")
+        self.tally.note(self._how_it_ended(), index, last_words)
         self.tally.tried += 1 + (index - self._first) // self._step
         self._deaths += 1
         if self._deaths == MAX_DEATHS:
@@ -147,13 +153,13 @@ class _Shard:
         (index,) = NUMBER.unpack(self._progress.read_bytes())
         return int(index)
 
-    def _end_if_stuck(self, deadline_s: float) -> None:
+    def _end_if_stuck(self) -> None:
         index, now = self._index(), time.monotonic()
         if index != self._seen:
             self._seen, self._moved = index, now
         # It interrupts itself at the deadline, unless native code does not let it.
-        limit = STARTING_S if index < 0 or index + self._step >= self._end else 3 * deadline_s
-        if now - self._moved > max(limit, STARTING_S / 2):
+        ends = index < 0 or index + self._step >= self._end
+        if now - self._moved > (STARTING_S if ends else STUCK_S):
             self._stuck, self._moved = True, now
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGABRT)  # which has the stacks written
@@ -176,7 +182,7 @@ def _environment() -> Mapping[str, str]:
     }
 
 
-def _add_coverage(outcome: Outcome, reads: tuple[str, ...], folder: Path) -> None:
+def _add_coverage(outcome: Outcome, reads: Sequence[str], folder: Path) -> None:
     import coverage
 
     found = find_spec("sparkdl")
