@@ -142,9 +142,11 @@ def _wrong_matrices(
 
 def _outside(indices: pa.Array, lengths: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """In which rows an index is null, negative or not below the row's size."""
-    row_of = _rows_of(lengths)
-    flat = numpy_of(indices.flatten().fill_null(-1))
     wrong = np.zeros(len(lengths), dtype=bool)
+    flat = numpy_of(indices.flatten().fill_null(-1))
+    if not len(flat) or (flat.min() >= 0 and flat.max() < sizes[lengths > 0].min()):
+        return wrong
+    row_of = _rows_of(lengths)
     wrong[row_of[(flat < 0) | (flat >= sizes[row_of])]] = True
     return wrong
 
