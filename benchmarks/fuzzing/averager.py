@@ -40,7 +40,7 @@ SHARD = ShardFacts(
     ),
     held_out=1,
 )
-WRONG_DEADLINE_S = 0.2
+WRONG_DEADLINE_S = 0.1
 """Some who send what is wrong are rightly waited for."""
 RIGHT_DEADLINE_S = 15.0
 STATE_BYTES = 12

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fuzzing.loop import Fault, stacks
+from fuzzing.loop import Stuck, stacks
 from fuzzing.mutation import (
     as_text,
     mutated,
@@ -97,7 +97,7 @@ class Call:
         """End the sending, and take what comes until the other end hangs up.
 
         Raises:
-            Fault: it neither sent anything nor hung up for ``PATIENCE_S``.
+            Stuck: it neither sent anything nor hung up for ``PATIENCE_S``.
         """
         with contextlib.suppress(OSError):
             # Not the encrypted socket's own, which would forget the keys.
@@ -107,7 +107,7 @@ class Call:
             while (more := self.line.recv(1 << 16)) and len(octets) < at_most:
                 octets += more
         except TimeoutError:
-            raise Fault("a port neither answered nor hung up", stacks()) from None
+            raise Stuck("a port neither answered nor hung up", stacks()) from None
         except OSError:
             pass  # it hung up on what it had not read
         return bytes(octets)

@@ -29,8 +29,8 @@ from sparkdl.errors import SparkDLError
 
 MAX_GROWTH_MB = 256.0
 """Memory that one input may take, at its worst moment."""
-MAX_HANGS = 5
-"""Inputs that hang before a shard gives up: each takes the whole deadline."""
+MAX_HANGS = 20
+"""Inputs that hang before a shard gives up: each takes its whole deadline."""
 LEAVING_S = 10.0
 """Seconds for the threads that served an input to end."""
 
@@ -82,6 +82,10 @@ class Fault(Exception):
         super().__init__(what)
         if why:
             self.add_note(str(why))
+
+
+class Stuck(Fault):
+    """Somebody who should have answered by now has not."""
 
 
 class Hung(BaseException):
@@ -195,6 +199,7 @@ def run(
                 hangs += 1
             except Exception as error:
                 tally.note(*_described(error, index))
+                hangs += isinstance(error, Stuck)
             tally.tried += 1
             for ended_with in errors:
                 tally.note(*_described(ended_with, index, "a thread of its own: "))
