@@ -167,7 +167,10 @@ class Checkpoints(Attendance):
     def _check_saving(self) -> None:
         saving = self._saving
         if saving is not None and time.monotonic() - saving.started > self.deadline_s:
+            why = "Is the storage of checkpointPath slow or gone?"
+            if saving.awaited:
+                why = f"It still waits for the own state of {self._members.name(saving.awaited)}"
             raise DeadlineError(
                 f"the checkpoint of epoch {saving.epoch} was not written within "
-                f"{self.deadline_s:g} s. Is the storage of checkpointPath slow or gone?"
+                f"{self.deadline_s:g} s. {why}"
             )

@@ -309,8 +309,10 @@ class Rounds(Checkpoints):
         self._arrived, self._complete = set(), set()
         if not self._pending:
             self._end_epoch()
-        self._admit()
+        # Before those are let in who come back: what they know is not of this commit, and nobody
+        # asks them for it.
         self._save_if_due()
+        self._admit()
         self._members.hear(self._everyone)
         self._condition.notify_all()
 

@@ -1,0 +1,135 @@
+"""Workers at an averager, each a client over a connection of its own; what they call runs aside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from toys import drive
+
+from sparkdl.averager import Averager, AveragerClient
+from sparkdl.averager.attendance import Event
+from sparkdl.averager.codec import Codec, FullPrecision
+from sparkdl.averager.members import Tolerance
+from sparkdl.events import WindowReport
+from sparkdl.feed.facts import ShardFacts
+from sparkdl.protocols import Segment
+
+LAYOUT = (Segment("parameters", torch.float32, 3),)
+WAIT_S = 20.0
+"""The longest that a test waits for anything."""
+
+
+def window(rank: int, step: int = 1, **fields: Any) -> WindowReport:
+    """A window of two rows, which ends with a step of the first epoch."""
+    given = {"epoch": 1, "step_of_epoch": step, "examples": 2, "loss_sum": 1.0, "last": False}
+    return WindowReport(rank=rank, step=step, **{**given, **fields})
+
+
+class Crew:
+    """The workers of one averager, whose center is three numbers.
+
+    Attributes:
+        averager: theirs.
+        outcome: of the driver, which lets them start and then waits for the end of the run.
+    """
+
+    def __init__(self, averager: Averager, codec: Codec, deadline_s: float) -> None:
+        self.averager = averager
+        self._codec = codec
+        self._deadline_s = deadline_s
+        self._clients: dict[int, AveragerClient] = {}
+        self._left: list[AveragerClient] = []
+        self._pool = ThreadPoolExecutor(16)
+        self.outcome: Future[list[Event]] = self._pool.submit(drive, averager)
+
+    def join(self, rank: int, **options: Any) -> Future[Any]:
+        """A worker joins, for the first time or again, and waits for the center."""
+        client = AveragerClient(
+            self.averager.address, rank, self._codec, deadline_s=self._deadline_s, **options
+        )
+        if rank in self._clients:
+            self._left.append(self._clients[rank])
+        self._clients[rank] = client
+        return self.call(client.start, ShardFacts(2, ()), [torch.zeros(3)], LAYOUT)
+
+    def exchange(self, report: WindowReport, value: float = 1.0) -> Future[list[float]]:
+        """A worker contributes ``value`` three times; returns what it has afterwards."""
+        return self.call(self._exchange, report, value)
+
+    def client(self, rank: int) -> AveragerClient:
+        """The worker's end."""
+        return self._clients[rank]
+
+    def lose(self, rank: int) -> None:
+        """The worker's connection breaks, and the averager has noticed."""
+        before = len(self.averager.losses)
+        self._clients[rank].__exit__(None, None, None)
+        assert eventually(lambda: len(self.averager.losses) > before)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Call in a thread of its own."""
+        return self._pool.submit(function, *arguments)
+
+    def close(self) -> None:
+        """Leave without a word, once the averager is closed."""
+        for client in [*self._clients.values(), *self._left]:
+            client.__exit__(None, None, None)
+        self._pool.shutdown()
+
+    def _exchange(self, report: WindowReport, value: float) -> list[float]:
+        state = torch.full((3,), value)
+        self._clients[report.rank].exchange([state], report)
+        values: list[float] = state.tolist()
+        return values
+
+
+@contextmanager
+def crew(
+    world_size: int,
+    *,
+    codec: Codec | None = None,
+    deadline_s: float = 10.0,
+    max_failures: int = 5,
+    options: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Iterator[Crew]:
+    """Workers that have started, and hold a center of zeros.
+
+    Args:
+        world_size: how many.
+        codec: how values travel.
+        deadline_s: the averager's and the workers'.
+        max_failures: losses that the run survives.
+        options: more arguments of the workers' clients.
+        settings: more arguments of the averager.
+    """
+    codec = codec or FullPrecision()
+    with ExitStack() as stack:
+        averager = Averager(
+            LAYOUT,
+            [torch.zeros(3)],
+            world_size,
+            codec,
+            deadline_s=deadline_s,
+            tolerance=Tolerance(max_failures),
+            **settings,
+        )
+        workers = Crew(averager, codec, deadline_s)
+        stack.callback(workers.close)
+        stack.enter_context(averager)
+        for started in [workers.join(rank, **(options or {})) for rank in range(world_size)]:
+            started.result(WAIT_S)
+        yield workers
+
+
+def eventually(question: Callable[[], bool]) -> bool:
+    """Whether something becomes true."""
+    deadline = time.monotonic() + WAIT_S
+    while not question() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return question()
