@@ -18,6 +18,9 @@ from sparkdl.averager.wire import Chunk
 from sparkdl.errors import DeadlineError, StoppedError
 from sparkdl.protocols import Layout
 
+WAITS = 8
+"""The parts of which a wait for another rank consists."""
+
 Receive = Callable[[Tensor], None]
 """Writes the next chunk of a contribution into a tensor of its length and of the dtype that
 travels."""
@@ -173,10 +176,14 @@ class _Turn:
             self._condition.notify_all()
 
     def wait_past(self, index: int, deadline_s: float) -> bool:
+        done = False
         with self._condition:
-            done = self._condition.wait_for(
-                lambda: self._stopped or self.skipped or self._added > index, timeout=deadline_s
-            )
+            # Time in which this process stood still ends one of the waits, not all of them.
+            for _ in range(WAITS):
+                done = done or self._condition.wait_for(
+                    lambda: self._stopped or self.skipped or self._added > index,
+                    timeout=deadline_s / WAITS,
+                )
             if self._stopped:
                 raise StoppedError("the round was stopped")
             return done

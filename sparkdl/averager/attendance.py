@@ -13,7 +13,7 @@ joined as: whose place was taken meanwhile can do nothing in the name of its suc
 ends the run: it is raised in every thread that waits here, and in the driver's.
 
 A rank is overdue when someone waits for it and nothing was heard of it for longer than it is
-granted. Whoever waits notices, and so does the driver's thread, which looks at regular intervals.
+granted. Whoever waits notices, and so does the driver's thread; both look at regular intervals.
 """
 
 from __future__ import annotations
@@ -276,6 +276,11 @@ class Attendance(ABC):
             return list(self._members.dropped)
 
     @property
+    def look_s(self) -> float:
+        """How often ``check_deadline`` has to be called, in seconds between two calls."""
+        return self._members.look_s
+
+    @property
     def anyone_joined(self) -> bool:
         """Whether a worker has ever joined."""
         with self._condition:
@@ -318,6 +323,7 @@ class Attendance(ABC):
         with self._condition:
             if self.failure is not None:
                 return
+            self._members.look()
             self._check_saving()
             silent = self._members.overdue(self._waited_for())
             present = silent & self._members.there
@@ -383,10 +389,12 @@ class Attendance(ABC):
         until = time.monotonic() + at_most_s
         while True:
             due = self._members.next_due(self._waited_for())
+            left = min(due, until) - time.monotonic()
             met = self._condition.wait_for(
                 lambda: self.failure is not None or member.gone or condition(),
-                timeout=max(0.01, min(due, until) - time.monotonic()),
+                timeout=max(0.01, min(left, self._members.look_s)),
             )
+            self._members.look()
             self._require(member)
             if met or time.monotonic() >= until:
                 return met

@@ -53,6 +53,7 @@ class Checkpoints(Attendance):
         self._tally = tally
         self._plan = plan
         self._saving: Saving | None = None
+        self._paused_before_saving_s = 0.0
         self._writer: threading.Thread | None = None
         # In the same place for every checkpoint, lest the memory be in many pieces.
         self._copy: list[Tensor] = []
@@ -138,6 +139,7 @@ class Checkpoints(Attendance):
         if self._save_asked or self._plan.due_within(self._tally.round - self._saved_round):
             self._save_asked = False
             self._saved_round = self._tally.round
+            self._paused_before_saving_s = self._members.paused_s
             self._saving = self._new_saving(
                 self._plan, self._copy_of_center(), frozenset(self._admitted)
             )
@@ -166,7 +168,10 @@ class Checkpoints(Attendance):
 
     def _check_saving(self) -> None:
         saving = self._saving
-        if saving is not None and time.monotonic() - saving.started > self.deadline_s:
+        if saving is None:
+            return
+        paused_s = self._members.paused_s - self._paused_before_saving_s
+        if time.monotonic() - saving.started - paused_s > self.deadline_s:
             why = "Is the storage of checkpointPath slow or gone?"
             if saving.awaited:
                 why = f"It still waits for the own state of {self._members.name(saving.awaited)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -9,10 +10,16 @@ from dataclasses import dataclass
 
 from sparkdl.errors import StoppedError, TrainingError, WorkerLostError
 
+logger = logging.getLogger(__name__)
+
 STRAGGLER_S = 15.0
 """Seconds of silence that a worker is granted in any case, before it is dropped from a round."""
 STRAGGLER_WINDOWS = 5.0
 """Longest windows of the run so far that it is granted."""
+LOOK_S = 1.0
+"""Seconds between two looks at the clock, and at who is overdue by it."""
+MISSED_LOOKS = 3
+"""After that long without one, in such intervals, this process itself has stood still."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +76,17 @@ class Members:
         world_size: how many there are to be.
         deadline_s: the longest that one may be silent or away while it is waited for, in seconds.
         tolerance: what the run survives.
+
+    Attributes:
+        look_s: ``look`` has to be called so often, in seconds between two calls.
+        paused_s: how long this process has stood still so far, in seconds.
     """
 
     def __init__(self, world_size: int, deadline_s: float, tolerance: Tolerance) -> None:
         self.everyone = frozenset(range(world_size))
+        self.look_s = min(LOOK_S, deadline_s / 4)
+        self.paused_s = 0.0
+        self._looked = time.monotonic()
         self.tolerance = tolerance
         self.losses: list[str] = []
         self._lost: Counter[tuple[int, int, int]] = Counter()
@@ -164,8 +178,23 @@ class Members:
         """Take note that workers are alive, or that nothing has to be expected of them yet."""
         self._heard |= dict.fromkeys(ranks, time.monotonic())
 
+    def look(self) -> None:
+        """Take note that somebody looks at the clock.
+
+        If nobody could for long, this process was stopped, swapped out or busy with its memory.
+        What the workers sent meanwhile has yet to be read: nobody is overdue until it was silent
+        anew.
+        """
+        now = time.monotonic()
+        passed, self._looked = now - self._looked, now
+        if passed > MISSED_LOOKS * self.look_s:
+            logger.info("nothing ran in the driver for %.1f s: it waits anew for everyone", passed)
+            self.paused_s += passed
+            self.hear(self.everyone)
+
     def measure_window(self, rank: int) -> None:
         """Take note that a rank has finished a window, since it was last heard of."""
+        self.look()
         if rank in self._reading:
             return
         self._longest_window = max(self._longest_window, time.monotonic() - self._heard[rank])

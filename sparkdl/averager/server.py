@@ -174,7 +174,7 @@ class Averager:
             CollectiveError: the exchange among the workers broke.
             DeadlineError: a worker that was waited for was silent for ``deadline_s``.
         """
-        interval_s = min(1.0, self._rounds.deadline_s / 4)
+        interval_s = self._rounds.look_s
         check_at = time.monotonic() + interval_s
         while True:
             if time.monotonic() >= check_at:

@@ -312,11 +312,16 @@ class TestStart:
     def test_the_driver_notices_a_silent_reader_on_its_own(self) -> None:
         rounds = make_rounds(1, deadline_s=0.2)
         rounds.join(0, "host-0")
-        time.sleep(0.25)
+
+        def look_often() -> None:
+            for _ in range(200):
+                time.sleep(rounds.look_s)
+                rounds.check_deadline()
+
         with pytest.raises(
             DeadlineError, match="rank 0 on host-0 did not receive more of its rows"
         ):
-            rounds.check_deadline()
+            look_often()
 
     def test_of_several_that_are_late_those_that_did_not_start_are_named(self) -> None:
         rounds = make_rounds(3, deadline_s=0.2)
