@@ -305,6 +305,11 @@ def _train_from(
             else:
                 batches = feed.arriving(averager.show_rows)
             strategy.train_epoch(run, batches)
+            if averager.closed_epoch != epoch:
+                raise TrainingError(
+                    f"{type(strategy).__name__} has ended the epoch without exchanging a window "
+                    "with last=True, for which the other workers would wait for ever"
+                )
             if job.feed.streams(epoch):
                 averager.ask_for_rows()
             if job.schema.validation is not None:

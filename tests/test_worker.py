@@ -37,11 +37,47 @@ from sparkdl.errors import (
     WorkerError,
     WorkerLostError,
 )
+from sparkdl.protocols import Batch
 from sparkdl.strategies import ParameterAveraging
+from sparkdl.strategies.base import Run
 from sparkdl.testing import run_world
 from sparkdl.worker import Place, report_failure, train
 
 pytestmark = pytest.mark.usefixtures("nobody_stays")
+
+
+class ForgetsItsLastWindow(ParameterAveraging):
+    """On rank 1, in the second epoch."""
+
+    def end_epoch(self, run: Run) -> None:
+        if (run.rank, run.epoch) != (1, 2):
+            super().end_epoch(run)
+
+
+@pytest.mark.parametrize("epochs", [2, 3])
+def test_a_strategy_that_forgets_its_last_window_is_told_so(epochs: int) -> None:
+    job = make_job(mlp(), strategy=ForgetsItsLastWindow(period=2), epochs=epochs, deadline_s=60.0)
+    started = time.monotonic()
+    with pytest.raises(
+        WorkerError, match="rank 1, epoch 2, step 6: ForgetsItsLastWindow has ended"
+    ):
+        run_world(job, classification([12, 12]).shards())
+    assert time.monotonic() - started < 30
+
+
+class ClosesItsEpochTwice(ParameterAveraging):
+    """Where it ends with a whole period, ``after_step`` has closed the window already."""
+
+    def after_step(self, run: Run, batch: Batch) -> None:
+        run.averager.exchange(self._state(run), run.close_window(last=batch.last))
+
+
+def test_a_strategy_that_closes_its_epoch_twice_is_told_so() -> None:
+    job = make_job(mlp(), strategy=ClosesItsEpochTwice(), epochs=2, deadline_s=60.0)
+    with pytest.raises(
+        TrainingError, match=r"window of epoch 1, but the run is in epoch 2\. A stra"
+    ):
+        run_world(job, classification([12, 12]).shards())
 
 
 def test_an_error_in_the_model_names_rank_epoch_and_step_and_shows_the_workers_traceback() -> None:
@@ -317,6 +353,7 @@ class NoAverager:
     mean_weight = 1.0
     shard_rows = (1,)
     gather = None
+    closed_epoch = 1
 
     def start(self, *_: object) -> Position:
         return Position()

@@ -219,10 +219,12 @@ class Attendance(ABC):
         Raises:
             DeadlineError: a rank stayed away.
             StoppedError: the run failed elsewhere.
+            TrainingError: a rank has left for good.
         """
         rank = member.rank
         with self._condition:
             self._require(member)
+            self._require_everyone(rank, "takes part in what the workers exchange among themselves")
             self.hear(rank)
             number = self._gathered[rank]
             self._gathered[rank] += 1
@@ -433,6 +435,18 @@ class Attendance(ABC):
         """
         self._raise_if_failed()
         self._members.require(member)
+
+    def _require_everyone(self, rank: int, what: str) -> None:
+        """Check that nobody has left for good whom a rank would wait for.
+
+        Raises:
+            TrainingError: somebody has.
+        """
+        if self._finished:
+            raise TrainingError(
+                f"{self._members.name([rank])} {what}, but {self._members.name(self._finished)} "
+                "left the run before: each worker has to train as many epochs as the others"
+            )
 
     def _raise_if_failed(self) -> None:
         if self.failure is not None:

@@ -59,6 +59,9 @@ class AveragerClient:
         kept_state: called for every contribution; what the averager keeps of this worker, should
             all start again from that commit. None for nothing.
 
+    Attributes:
+        closed_epoch: the last epoch of which this worker has exchanged its last window; 0 if none.
+
     Raises:
         DisconnectedError: the averager cannot be reached, not even in ``deadline_s``.
         StoppedError: it is another job's.
@@ -77,6 +80,7 @@ class AveragerClient:
         kept_state: Callable[[], bytes] | None = None,
     ) -> None:
         self.rank = rank
+        self.closed_epoch = 0
         self._codec = codec
         self._base: list[Tensor] = []
         self._chunk_bytes = 0
@@ -228,7 +232,7 @@ class AveragerClient:
             except _Again:
                 # Before the first chunk of the reply, so that the state is what it was.
                 logger.info("rank %d contributes once more: another worker was lost", self.rank)
-        self._send_own_state_if_due()
+        self._committed(window)
 
     def hand_over(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in a round whose outcome is known; see ``protocols.CenterExchange``."""
@@ -237,7 +241,7 @@ class AveragerClient:
         self._contribute(state, layout, plan_chunks(layout, self._chunk_bytes), window, False)
         while "committed" not in (header := self._line.receive_header()):
             self._note_checkpoint(header)
-        self._send_own_state_if_due()
+        self._committed(window)
 
     def gather(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Exchange something small with every other worker; all have to call this equally often.
@@ -300,7 +304,10 @@ class AveragerClient:
             if reply is not target:
                 self._codec.decode(reply, target, base, segment)
 
-    def _send_own_state_if_due(self) -> None:
+    def _committed(self, window: WindowReport) -> None:
+        """A round has happened; if it becomes a checkpoint, this worker's state belongs to it."""
+        if window.last:
+            self.closed_epoch = window.epoch
         if self._checkpoint_due:
             self._checkpoint_due = False
             self._send_own_state()

@@ -31,6 +31,10 @@ from sparkdl.errors import StoppedError, TrainingError
 from sparkdl.events import EpochSummary, ValidationReport, WindowReport
 from sparkdl.protocols import Layout
 
+ONE_LAST_WINDOW = (
+    "A strategy has to exchange exactly one window with last=True in each epoch, on every rank"
+)
+
 
 class StartOverError(Exception):
     """A member of the round was lost: the same contribution is needed once more."""
@@ -190,6 +194,22 @@ class Rounds(Checkpoints):
                 self._wait(lambda ended=number: self._tally.round > ended, member)  # type: ignore[misc]
                 number = self._tally.round
 
+    def finish(self, member: Member) -> None:
+        """Leave the run for good, after the last epoch and its checkpoint.
+
+        Raises:
+            TrainingError: an epoch is under way, or an exchange among the workers, in which the
+                others would wait for this one for ever.
+        """
+        with self._condition:
+            if self._gathers or self._arrived or self._tally.epoch_is_under_way:
+                self._require(member)
+                what = f"in epoch {self._tally.epoch}, which is not over. {ONE_LAST_WINDOW}"
+                if self._gathers:
+                    what = "while others wait for it in what the workers exchange among themselves"
+                raise TrainingError(f"{self._members.name([member.rank])} has left the run {what}")
+        super().finish(member)
+
     def release(self, member: Member) -> None:
         """Say that a reply was sent; the next round's sums may then overwrite it."""
         with self._condition:
@@ -206,6 +226,12 @@ class Rounds(Checkpoints):
             self._members.measure_window(rank)
             self.hear(rank)
             self._wait_to_enter(report, member)
+            self._require_everyone(rank, f"contributed a window of epoch {report.epoch}")
+            if report.epoch != self._tally.epoch:
+                raise TrainingError(
+                    f"{self._members.name([rank])} contributed a window of epoch {report.epoch}, "
+                    f"but the run is in epoch {self._tally.epoch}. {ONE_LAST_WINDOW}"
+                )
             if rank not in self._active or rank in self._arrived:
                 raise TrainingError(
                     f"rank {rank} contributed out of turn in epoch {report.epoch}, "

@@ -56,6 +56,11 @@ class Tally:
         """Whether nothing was committed since an epoch has ended."""
         return self.epoch > 1 and self.round == self._first_round
 
+    @property
+    def epoch_is_under_way(self) -> bool:
+        """Whether this run has committed a round of the epoch."""
+        return self.round > max(self._first_round, 0)
+
     def commit(self, windows: Iterable[WindowReport], kept: Mapping[int, bytes]) -> None:
         """Count a round and its windows: now they have happened.
 
