@@ -43,6 +43,14 @@ class Codec(Protocol):
             The new center, and the tensors to reply with; the buffers given are reused.
         """
 
+    def unchanged(self, center: list[Tensor], scratch: list[Tensor]) -> list[Tensor]:
+        """Averager: the tensors to reply with when nobody contributed, so that the center stays.
+
+        Args:
+            center: it, a tensor a segment.
+            scratch: as many tensors of the same kind; may be overwritten and returned.
+        """
+
 
 class FullPrecision:
     """Every value travels in the replica's own dtype."""
@@ -65,6 +73,10 @@ class FullPrecision:
     def commit(self, center: list[Tensor], mean: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The mean is the center."""
         return mean, mean
+
+    def unchanged(self, center: list[Tensor], scratch: list[Tensor]) -> list[Tensor]:
+        """The center itself."""
+        return center
 
 
 class BFloat16Changes:
@@ -100,6 +112,15 @@ class BFloat16Changes:
             else:
                 middle.copy_(change)
         return center, mean
+
+    def unchanged(self, center: list[Tensor], scratch: list[Tensor]) -> list[Tensor]:
+        """A change of nothing; integers as they are."""
+        for middle, change in zip(center, scratch, strict=True):
+            if middle.is_floating_point():
+                change.zero_()
+            else:
+                change.copy_(middle)
+        return scratch
 
 
 CODECS: dict[str, type[FullPrecision] | type[BFloat16Changes]] = {

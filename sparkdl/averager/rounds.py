@@ -329,6 +329,8 @@ class Rounds(Checkpoints):
             old = self.center
             self.center, self._reply = self._codec.commit(self.center, self._spare)
             self._spare = old if self.center is self._spare else self._spare
+        else:
+            self._reply = self._codec.unchanged(self.center, self._spare)
         self._count_windows()
         self._accumulator = None
         self._readers = self._arrived & self._active

@@ -93,16 +93,18 @@ def crew(
     world_size: int,
     *,
     codec: Codec | None = None,
+    center: float = 0.0,
     deadline_s: float = 10.0,
     max_failures: int = 5,
     options: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Iterator[Crew]:
-    """Workers that have started, and hold a center of zeros.
+    """Workers that have started, and hold the center.
 
     Args:
         world_size: how many.
         codec: how values travel.
+        center: each of its numbers.
         deadline_s: the averager's and the workers'.
         max_failures: losses that the run survives.
         options: more arguments of the workers' clients.
@@ -112,7 +114,7 @@ def crew(
     with ExitStack() as stack:
         averager = Averager(
             LAYOUT,
-            [torch.zeros(3)],
+            [torch.full((3,), center)],
             world_size,
             codec,
             deadline_s=deadline_s,

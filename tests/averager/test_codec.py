@@ -88,3 +88,14 @@ def test_full_precision_makes_the_mean_the_center_without_a_copy() -> None:
     new_center, reply = FullPrecision().commit(center, mean)
     assert new_center[0] is mean[0]
     assert reply[0] is mean[0]
+
+
+@pytest.mark.parametrize("codec", [FullPrecision(), BFloat16Changes()], ids=lambda c: c.name)
+def test_a_reply_that_nothing_changed_changes_nothing(codec: Codec) -> None:
+    center = [torch.tensor([1.5, -2.0]), torch.tensor([7])]
+    reply = codec.unchanged(center, [torch.tensor([9.0, 9.0]), torch.tensor([9])])
+    for segment, middle, answer in zip((FLOATS, INTEGERS), center, reply, strict=True):
+        base, values = middle.clone(), torch.full_like(middle, 100)
+        codec.decode(answer.to(codec.wire_dtype(segment)), values, base, segment)
+        assert torch.equal(values, middle)
+        assert torch.equal(base, middle)

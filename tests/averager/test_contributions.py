@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
+import pytest
 import torch
+from crew import WAIT_S, crew
+from crew import window as crew_window
 from torch import Tensor
 
 from sparkdl.averager.client import AveragerClient
-from sparkdl.averager.codec import FullPrecision
+from sparkdl.averager.codec import BFloat16Changes, Codec, FullPrecision
 from sparkdl.averager.server import Averager
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts, ShardFacts
@@ -85,3 +88,20 @@ def test_examples_and_losses_are_counted_where_they_happened() -> None:
         summary = next(events)
         assert isinstance(summary, EpochSummary)
         assert (summary.examples, summary.loss) == (5, 0.6)
+
+
+@pytest.mark.parametrize("codec", [FullPrecision(), BFloat16Changes()], ids=lambda c: c.name)
+def test_rounds_without_any_weight_change_nothing(codec: Codec) -> None:
+    def exchanged(step: int, value: float, **fields: object) -> list[list[float]]:
+        rounds = [
+            workers.exchange(crew_window(rank, step, **fields), value)  # type: ignore[arg-type]
+            for rank in range(2)
+        ]
+        return [reply.result(WAIT_S) for reply in rounds]
+
+    with crew(2, codec=codec, center=1.0) as workers:
+        assert exchanged(1, 7.0, examples=0) == [[1.0] * 3] * 2
+        assert exchanged(2, 3.0) == [[3.0] * 3] * 2
+        assert exchanged(3, 7.0, examples=0) == [[3.0] * 3] * 2
+        assert exchanged(4, 7.0, stands_for=0) == [[3.0] * 3] * 2
+        assert exchanged(5, 4.0, last=True) == [[4.0] * 3] * 2
