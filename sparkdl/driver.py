@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from sparkdl.averager.attendance import Event, NewRows
+from sparkdl.averager.kept import KeptState
 from sparkdl.averager.members import Tolerance, too_many_losses
 from sparkdl.averager.progress import Progress
 from sparkdl.averager.saving import CheckpointPlan, Resumed
@@ -158,7 +159,7 @@ def run(
         center = center if resumed is None else resumed.read_center()
 
     def open_averager(
-        center: list[Tensor], progress: Progress | None, kept: Mapping[int, bytes]
+        center: list[Tensor], progress: Progress | None, kept: Mapping[int, KeptState]
     ) -> Averager:
         return Averager(
             layout,

@@ -131,6 +131,29 @@ def test_a_worker_killed_in_the_middle_costs_the_steps_since_the_last_commit_and
     assert_told_once(events, data, epochs=3)
 
 
+class EightBit(torch.optim.SGD):
+    """Keeps 2 MiB of whole numbers, which decide how far each step goes."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            codes = state.setdefault("codes", torch.zeros(1 << 19, dtype=torch.uint8))
+            codes += 1
+            parameter.grad.mul_(codes[-1] / 100)
+        super().step(closure)
+
+
+def test_whole_numbers_of_an_optimizer_come_back_however_many(tmp_path: Path) -> None:
+    """As those of 8-bit optimizers; the driver keeps them beside the center's fractions."""
+    strategy = GradientAllReduce(commit_every=3)
+    settings: dict[str, Any] = {"optimizer": partial(EightBit, lr=0.5), "epochs": 2}
+    calm = misbehaving(tmp_path / "calm", strategy, times=0, **settings)
+    whole = run_world(calm, classification(SIZES).shards(), ranks_as="processes")
+    job = misbehaving(tmp_path / "wild", strategy, after=10, **settings)
+    outcome = run_world(job, classification(SIZES).shards(), ranks_as="processes")
+    assert same_bits(outcome, whole)
+
+
 class Noise(nn.Module):
     """Draws from torch, from numpy and from Python."""
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from sparkdl.averager.accumulator import Accumulator, Receive
 from sparkdl.averager.checkpoints import Checkpoints
 from sparkdl.averager.codec import Codec
+from sparkdl.averager.kept import KeptState
 from sparkdl.averager.members import Member, Tolerance
 from sparkdl.averager.progress import Position, Progress
 from sparkdl.averager.saving import CheckpointPlan
@@ -64,7 +65,7 @@ class Rounds(Checkpoints):
         deadline_s: float,
         *,
         progress: Progress | None = None,
-        kept: Mapping[int, bytes] | None = None,
+        kept: Mapping[int, KeptState] | None = None,
         plan: CheckpointPlan | None = None,
         tolerance: Tolerance | None = None,
     ) -> None:
@@ -88,7 +89,7 @@ class Rounds(Checkpoints):
         self._complete: set[int] = set()
         self._adding: set[Member] = set()
         self._windows: list[WindowReport] = []
-        self._kept: dict[int, bytes] = {}
+        self._kept: dict[int, KeptState] = {}
         self._restarts = 0
 
     def validated(self, report: ValidationReport) -> None:
@@ -103,13 +104,13 @@ class Rounds(Checkpoints):
         with self._condition:
             return self._tally.positions[rank]
 
-    def kept_state(self, rank: int) -> bytes | None:
+    def kept_state(self, rank: int) -> KeptState | None:
         """What is kept of a rank since its last committed window; None if that sent nothing."""
         with self._condition:
             return self._tally.kept.get(rank)
 
     @property
-    def kept(self) -> dict[int, bytes]:
+    def kept(self) -> dict[int, KeptState]:
         """What is kept of each rank."""
         with self._condition:
             return dict(self._tally.kept)
@@ -144,7 +145,7 @@ class Rounds(Checkpoints):
         receive: Receive,
         scratch: Tensor,
         on_progress: Callable[[], None] = lambda: None,
-        kept: bytes = b"",
+        kept: KeptState | None = None,
     ) -> list[Tensor]:
         """Add one worker's contribution and wait for the outcome.
 
@@ -155,7 +156,8 @@ class Rounds(Checkpoints):
             scratch: ``chunk_bytes`` bytes to receive into, kept from round to round by the caller.
             on_progress: called for each round that ends while the outcome is still to come, which
                 happens to ranks that are done with the epoch.
-            kept: what is to be kept of the worker, should all start again from this round.
+            kept: what is to be kept of the worker, should all start again from this round; None for
+                nothing.
 
         Returns:
             What to send, a tensor a segment: the epoch's final center after the last window, else
@@ -173,7 +175,7 @@ class Rounds(Checkpoints):
             self._raise_if_started_over(restarts)
             epoch, number = self._tally.epoch, self._tally.round
             self._windows.append(report)
-            if kept:
+            if kept is not None:
                 self._kept[report.rank] = kept
             self._complete.add(report.rank)
             # Who waited for its turn to add could not be heard of.

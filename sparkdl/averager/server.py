@@ -16,6 +16,7 @@ from sparkdl.averager.attendance import Event
 from sparkdl.averager.codec import Codec
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.averager.headers import raise_reported_failure, read_join
+from sparkdl.averager.kept import KeptState
 from sparkdl.averager.members import FencedError, Member, Tolerance
 from sparkdl.averager.port import Port
 from sparkdl.averager.progress import Progress
@@ -64,7 +65,7 @@ class Averager:
         plan: CheckpointPlan | None = None,
         resumed: Resumed | None = None,
         progress: Progress | None = None,
-        kept: Mapping[int, bytes] | None = None,
+        kept: Mapping[int, KeptState] | None = None,
         tolerance: Tolerance | None = None,
         tls: bool = False,
     ) -> None:
@@ -117,7 +118,7 @@ class Averager:
         return self._rounds.progress
 
     @property
-    def kept(self) -> dict[int, bytes]:
+    def kept(self) -> dict[int, KeptState]:
         """What is kept of each rank, to start it again from ``progress``."""
         return self._rounds.kept
 

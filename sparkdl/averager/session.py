@@ -52,7 +52,8 @@ reason}.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -66,6 +67,7 @@ from sparkdl.averager.headers import (
     read_validation,
     read_window,
 )
+from sparkdl.averager.kept import KeptState
 from sparkdl.averager.members import Member
 from sparkdl.averager.progress import Position
 from sparkdl.averager.rounds import Rounds, StartOverError
@@ -75,9 +77,7 @@ from sparkdl.feed.facts import ShardFacts
 
 _WAITING = {"waiting": True}
 MAX_OWN_STATE_BYTES = 1 << 40
-"""It goes to the checkpoint's storage block by block, so this bounds no memory."""
-MAX_KEPT_BYTES = 1 << 20
-"""Of what the driver keeps of one worker: random number generators and an optimizer's counters."""
+"""It goes to the checkpoint's storage block by block, or to a file, so this bounds no memory."""
 
 
 class Session:
@@ -151,7 +151,7 @@ class Session:
         position, kept = rounds.position(rank), rounds.kept_state(rank)
         own_state_bytes, from_checkpoint = None, False
         if kept is not None:
-            own_state_bytes = len(kept)
+            own_state_bytes = kept.size
         elif resumed is not None and position == resumed.progress.positions[rank]:
             own_state_bytes, from_checkpoint = resumed.own_state_bytes(rank), True
         elif rounds.begun:
@@ -168,20 +168,24 @@ class Session:
         self._send(rounds.center, kinds={"parameters", "buffers"})
         if own_state_bytes is not None:
             self._send(rounds.center, kinds={"optimizer"})
-        if kept:
-            self._connection.send_values(torch.frombuffer(bytearray(kept), dtype=torch.uint8))
+        if kept is not None:
+            self._send_blocks(kept.blocks(rounds.chunk_bytes))
         if resumed is not None and from_checkpoint and own_state_bytes:
             with resumed.open_own_state(rank) as file:
-                while block := bytearray(file.read(rounds.chunk_bytes)):
-                    self._connection.send_values(torch.frombuffer(block, dtype=torch.uint8))
+                self._send_blocks(iter(partial(file.read, rounds.chunk_bytes), b""))
         rounds.release(self._member)
+
+    def _send_blocks(self, blocks: Iterable[bytes]) -> None:
+        for block in blocks:
+            self._connection.send_values(torch.frombuffer(bytearray(block), dtype=torch.uint8))
+            self._rounds.hear(self._rank)
 
     def _serve_round(self, header: dict[str, object]) -> None:
         report = read_window(header, self._rank)
         size = 0
         if "own_state" in header:
-            size = read_own_state(header, self._rank, MAX_KEPT_BYTES)
-        kept = b"".join(bytes(block) for block in self._blocks(size))
+            size = read_own_state(header, self._rank, MAX_OWN_STATE_BYTES)
+        kept = KeptState(self._blocks(size)) if size else None
         try:
             reply = self._rounds.contribute(
                 self._member,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
+from sparkdl.averager.kept import KeptState
 from sparkdl.averager.progress import Position, Progress
 from sparkdl.events import (
     EpochSummary,
@@ -31,7 +32,7 @@ class Tally:
             and center the worker goes on exactly as it would have.
     """
 
-    def __init__(self, progress: Progress, kept: Mapping[int, bytes]) -> None:
+    def __init__(self, progress: Progress, kept: Mapping[int, KeptState]) -> None:
         self.round = 0
         self.epoch = progress.epoch
         self.positions = list(progress.positions)
@@ -61,7 +62,7 @@ class Tally:
         """Whether this run has committed a round of the epoch."""
         return self.round > max(self._first_round, 0)
 
-    def commit(self, windows: Iterable[WindowReport], kept: Mapping[int, bytes]) -> None:
+    def commit(self, windows: Iterable[WindowReport], kept: Mapping[int, KeptState]) -> None:
         """Count a round and its windows: now they have happened.
 
         Args:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from sparkdl.averager.kept import KeptState
 from sparkdl.averager.tally import Tally
 from sparkdl.driver import build_replica, initial_center
 from sparkdl.events import WindowReport
@@ -32,7 +33,9 @@ def recorded_commits() -> Iterator[Commits]:
     commits: Commits = []
     commit = Tally.commit
 
-    def recording(self: Tally, windows: Iterable[WindowReport], kept: Mapping[int, bytes]) -> None:
+    def recording(
+        self: Tally, windows: Iterable[WindowReport], kept: Mapping[int, KeptState]
+    ) -> None:
         windows = list(windows)
         commits.append(windows)
         commit(self, windows, kept)
