@@ -22,6 +22,7 @@ from torch import Tensor
 from sparkdl.averager.accumulator import Accumulator, Receive
 from sparkdl.averager.checkpoints import Checkpoints
 from sparkdl.averager.codec import Codec
+from sparkdl.averager.finite import require_finite
 from sparkdl.averager.kept import KeptState
 from sparkdl.averager.members import Member, Tolerance
 from sparkdl.averager.progress import Position, Progress
@@ -164,6 +165,7 @@ class Rounds(Checkpoints):
             the codec's reply. ``release`` it once sent.
 
         Raises:
+            NonFiniteError: it holds NaN or infinity, which are not added.
             StartOverError: another worker was lost; contribute the same once more.
             DeadlineError: a rank that is waited for was silent too long.
             StoppedError: the run failed elsewhere, or the worker's place was taken.
@@ -282,6 +284,7 @@ class Rounds(Checkpoints):
         def counted(into: Tensor) -> None:
             nonlocal received
             receive(into)
+            require_finite(into, report)
             received += 1
 
         try:

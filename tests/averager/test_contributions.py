@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -12,9 +13,11 @@ from crew import WAIT_S, crew
 from crew import window as crew_window
 from torch import Tensor
 
+from sparkdl.averager import client
 from sparkdl.averager.client import AveragerClient
 from sparkdl.averager.codec import BFloat16Changes, Codec, FullPrecision
 from sparkdl.averager.server import Averager
+from sparkdl.errors import NonFiniteError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts, ShardFacts
 from sparkdl.protocols import Segment
@@ -105,3 +108,21 @@ def test_rounds_without_any_weight_change_nothing(codec: Codec) -> None:
         assert exchanged(3, 7.0, examples=0) == [[3.0] * 3] * 2
         assert exchanged(4, 7.0, stands_for=0) == [[3.0] * 3] * 2
         assert exchanged(5, 4.0, last=True) == [[4.0] * 3] * 2
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("codec", [FullPrecision(), BFloat16Changes()], ids=lambda c: c.name)
+def test_what_is_not_finite_never_reaches_the_center_and_is_said_whose_it_is(
+    codec: Codec, rank: int, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker looks at what it sends; one that does not know how to still has the token."""
+    monkeypatch.setattr(client, "require_finite", lambda values, report: None)
+    with crew(2, codec=codec, center=1.0) as workers:
+        workers.exchange(crew_window(rank, 4), bad)
+        workers.exchange(crew_window(1 - rank, 4), 2.0)
+        error = workers.outcome.exception(WAIT_S)
+        assert isinstance(error, NonFiniteError)
+        assert (error.rank, error.epoch, error.step) == (rank, 1, 4)
+        assert f"rank {rank} has 3 NaN or infinite values" in str(error)
+        assert workers.averager.center[0].tolist() == [1.0] * 3
