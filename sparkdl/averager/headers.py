@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import reprlib
 import socket
 from typing import Any, cast
 
-from sparkdl.errors import CollectiveError, NonFiniteError, TrainingError, WorkerError
+from sparkdl.averager.connection import MAX_HEADER_BYTES
+from sparkdl.errors import CollectiveError, DataError, NonFiniteError, TrainingError, WorkerError
 from sparkdl.events import ValidationReport, WindowReport
-from sparkdl.feed.facts import COUNTS, ColumnFacts, Place, ShardFacts
+from sparkdl.feed.facts import COUNTS, ColumnFacts, DataFacts, Place, ShardFacts
 
 _Types = dict[str, tuple[type, ...]]
 
@@ -51,6 +53,8 @@ _COLUMN_TYPES: _Types = {
 _PLACE_TYPES = [int, int]
 _INTEGERS = range(-(1 << 63), 1 << 64)
 """Those that 64 bits hold. JSON has larger ones, which no float does: adding them up would fail."""
+SAFE_COLUMNS = 1000
+"""Facts about so many fit into a header, whatever they are."""
 _FAILURE_TYPES: _Types = {
     "message": (str,),
     "non_finite": (bool,),
@@ -92,8 +96,41 @@ def window_header(
 
 
 def shard_header(shard: ShardFacts) -> dict[str, Any]:
-    """What a worker sends once it has read its rows."""
-    return {"shard": dataclasses.asdict(shard)}
+    """What a worker sends once it has read its rows.
+
+    Raises:
+        DataError: they have more columns than a header holds.
+    """
+    header = {"shard": dataclasses.asdict(shard)}
+    columns = len(shard.columns)
+    if columns > SAFE_COLUMNS and (size := len(json.dumps(header))) > MAX_HEADER_BYTES:
+        raise DataError(
+            f"what was found in {columns} columns takes {size} bytes, and a worker can tell the "
+            f"driver {MAX_HEADER_BYTES}, which is enough for about "
+            f"{columns * MAX_HEADER_BYTES // size}. Put columns that belong together into one "
+            "array column first, for example with F.array(...) or VectorAssembler"
+        )
+    return header
+
+
+def facts_header(facts: DataFacts) -> dict[str, Any]:
+    """What a worker is told of the rows of all: as much as one worker tells, however many."""
+    everything = ShardFacts(
+        facts.rows, facts.columns, facts.held_out, facts.weight, complete=facts.complete
+    )
+    return {"shard_rows": list(facts.shard_rows), **shard_header(everything)}
+
+
+def read_facts(header: dict[str, Any]) -> DataFacts:
+    """The rows of all workers.
+
+    Raises:
+        TrainingError: the header is not of them.
+    """
+    everything, rows = read_shard(header, None), header.get("shard_rows")
+    if not isinstance(rows, list) or not all(type(count) is int and count >= 0 for count in rows):
+        raise TrainingError(f"the driver sent {rows!r} where the workers' rows belong")
+    return DataFacts(tuple(rows), everything.columns, everything.held_out, everything.weight)
 
 
 def join_header(rank: int, attempt: int, task: int | None) -> dict[str, Any]:
@@ -117,7 +154,7 @@ def read_join(header: dict[str, Any]) -> tuple[int, str, int, int]:
     return cast(int, rank), host, attempt, cast(int, task)
 
 
-def read_shard(header: dict[str, Any], rank: int) -> ShardFacts:
+def read_shard(header: dict[str, Any], rank: int | None) -> ShardFacts:
     """What a worker found in its rows.
 
     Raises:
@@ -134,6 +171,23 @@ def read_shard(header: dict[str, Any], rank: int) -> ShardFacts:
     facts = tuple(ColumnFacts(**column) for column in columns)
     weight = float(fields["weight"])
     return ShardFacts(fields["rows"], facts, fields["held_out"], weight, fields["complete"])
+
+
+def read_gather(header: dict[str, Any], rank: int, world_size: int) -> Any:
+    """What a worker wants all others to know.
+
+    Raises:
+        TrainingError: it is so much that what all want would be more than a header holds.
+    """
+    size = len(json.dumps(header["gather"]))
+    share = (MAX_HEADER_BYTES - len('{"gathered": []}')) // world_size - len(", ")
+    if size > share:
+        raise TrainingError(
+            f"rank {rank} wants all {world_size} workers to know {size} bytes, and of so many each "
+            f"may tell {share}, because everyone is sent what all have told. Use fewer workers, or "
+            "fewer columns: put those that belong together into one array column"
+        )
+    return header["gather"]
 
 
 def read_window(header: dict[str, Any], rank: int) -> WindowReport:
@@ -195,7 +249,7 @@ def raise_reported_failure(header: dict[str, Any]) -> None:
     raise kind(fields.pop("message"), **fields)
 
 
-def _place(place: Any, rank: int) -> Place:
+def _place(place: Any, rank: int | None) -> Place:
     if (
         not isinstance(place, list)
         or [type(number) for number in place] != _PLACE_TYPES

@@ -62,6 +62,7 @@ from sparkdl.averager.codec import Codec
 from sparkdl.averager.connection import Connection
 from sparkdl.averager.headers import (
     raise_reported_failure,
+    read_gather,
     read_own_state,
     read_shard,
     read_validation,
@@ -114,7 +115,8 @@ class Session:
         self._send_start()
         while not (header := self._next()).get("finish"):
             if "gather" in header:
-                gathered = rounds.gather(member, header["gather"], self._say_waiting)
+                value = read_gather(header, self._rank, rounds.world_size)
+                gathered = rounds.gather(member, value, self._say_waiting)
                 self._connection.send_header({"gathered": gathered})
             elif "reading" in header:
                 rounds.still_reading(member)

@@ -17,6 +17,7 @@ class Shards:
         self._world_size = world_size
         self._found: dict[int, ShardFacts] = {}
         self._told: DataFacts | None = None
+        self._facts: DataFacts | None = None
 
     @property
     def ranks(self) -> set[int]:
@@ -26,7 +27,11 @@ class Shards:
     @property
     def facts(self) -> DataFacts:
         """What all found together; once every rank has found something."""
-        return DataFacts.of([self._found[rank] for rank in range(self._world_size)])
+        if (
+            self._facts is None
+        ):  # each worker asks for it, and it takes as long as there are of them
+            self._facts = DataFacts.of([self._found[rank] for rank in range(self._world_size)])
+        return self._facts
 
     def note(self, rank: int, shard: ShardFacts) -> DataFacts | None:
         """Take note of what a rank has found.
@@ -51,6 +56,7 @@ class Shards:
                 return None  # it has come back, and reads again what is known
             _require_same(rank, before, shard)
         self._found[rank] = shard
+        self._facts = None
         if len(self._found) < self._world_size:
             return None
         facts = self.facts

@@ -4,6 +4,8 @@
     {"join": rank, "host": ...} ------>
     {"gather": object}          ------> wait for all ranks
                                 <------ {"gathered": [object of rank 0, ...]}
+    {"shard": what its rows are} -----> wait for all ranks
+                                <------ {"gathered": [what the rows of all are together]}
     {"lines": [...], "left_out": n} --> shown in the driver
     {"report": {name: number}}  ------> handed to the caller
                                 <------ {"stacks": true}, at any time; see ``stacks.py``
@@ -30,6 +32,13 @@ from types import TracebackType
 from typing import Any
 
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
+from sparkdl.averager.headers import (
+    facts_header,
+    read_facts,
+    read_gather,
+    read_shard,
+    shard_header,
+)
 from sparkdl.averager.port import Port
 from sparkdl.averager.reaching import introduced, reach
 from sparkdl.errors import (
@@ -40,6 +49,7 @@ from sparkdl.errors import (
     WorkerError,
     WorkerLostError,
 )
+from sparkdl.feed.facts import DataFacts, ShardFacts
 from sparkdl.spark.stacks import Stacks, describe_threads
 
 JOIN_S = 120.0
@@ -167,7 +177,10 @@ class Board:
 
     def _answer(self, rank: int, header: Mapping[str, Any], connection: Connection) -> None:
         if "gather" in header:
-            self._gather(rank, header["gather"], connection)
+            value = read_gather(dict(header), rank, self.world_size)
+            self._gather(rank, value, connection)
+        elif "shard" in header:
+            self._gather(rank, read_shard(dict(header), rank), connection)
         elif "lines" in header:
             lines = tuple(map(str, header["lines"]))
             self.events.put(Lines(rank, lines, int(header["left_out"])))
@@ -199,10 +212,20 @@ class Board:
             if len(self._giving) < self.world_size:
                 return
             given, self._giving = self._giving, {}
-        gathered = [given[each][0] for each in sorted(given)]
+        gathered = _together([given[each][0] for each in sorted(given)])
         for _, other in given.values():
             with contextlib.suppress(ConnectionLostError):  # its own thread will say so
                 other.send_header({"gathered": gathered})
+
+
+def _together(values: list[Any]) -> list[Any]:
+    """What every rank is told of what all have given: of their rows, only the sum of the facts."""
+    shards = [value for value in values if isinstance(value, ShardFacts)]
+    if not shards:
+        return values
+    if len(shards) < len(values) or len({len(shard.columns) for shard in shards}) > 1:
+        raise TrainingError("the ranks did not all tell what they found in the same columns")
+    return [facts_header(DataFacts.of(shards))]
 
 
 class BoardClient:
@@ -242,7 +265,20 @@ class BoardClient:
         Raises:
             StoppedError: the run ended.
         """
-        self._send({"gather": value})
+        return self._exchange({"gather": value})
+
+    def gather_facts(self, shard: ShardFacts) -> DataFacts:
+        """Say what this worker has found in its rows, and learn what all have together.
+
+        Raises:
+            DataError: it is more than can be said.
+            StoppedError: the run ended.
+        """
+        (facts,) = self._exchange(shard_header(shard))
+        return read_facts(facts)
+
+    def _exchange(self, header: dict[str, Any]) -> list[Any]:
+        self._send(header)
         answer = self._gathered.get()
         if isinstance(answer, StoppedError):
             raise answer

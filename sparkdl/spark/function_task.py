@@ -23,7 +23,6 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from sparkdl.averager.headers import read_shard, shard_header
 from sparkdl.collective import Network
 from sparkdl.collective.group import (
     ROLL_CALL_S,
@@ -35,7 +34,7 @@ from sparkdl.collective.rendezvous import Meeting, interface_settings, meet
 from sparkdl.eager import defer_compiler
 from sparkdl.errors import DataError, DisconnectedError, StoppedError
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.facts import DataFacts, check_facts
+from sparkdl.feed.facts import check_facts
 from sparkdl.feed.feed import Feed, FeedOptions
 from sparkdl.spark.assignment import Assignment
 from sparkdl.spark.board import JOIN_S, BoardAddress, BoardClient
@@ -185,8 +184,7 @@ def _rows(
         device=device,
         options=feeding.options,
     ) as feed:
-        shards = board.gather(shard_header(feed.fill(batches)))
-        facts = DataFacts.of([read_shard(shard, sender) for sender, shard in enumerate(shards)])
+        facts = board.gather_facts(feed.fill(batches))
         check_facts(facts, feeding.schema.columns)
         feed.settle([column.longest for column in facts.columns])
         yield FedRows(feed, facts.shard_rows)

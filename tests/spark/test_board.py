@@ -11,7 +11,9 @@ from dataclasses import replace
 
 import pytest
 
+from sparkdl.averager import connection, headers
 from sparkdl.errors import StoppedError, TrainingError, WorkerError, WorkerLostError
+from sparkdl.feed.facts import ColumnFacts, DataFacts, ShardFacts
 from sparkdl.spark.board import Board, BoardClient, Lines
 
 
@@ -48,6 +50,58 @@ def test_what_is_gathered_arrives_in_the_order_of_the_ranks_any_number_of_times(
         time.sleep(0.01)
     assert board.finished
     assert board.failure is None
+
+
+def test_the_facts_about_all_rows_take_no_more_than_those_of_one_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many workers there are: 63 with 1,000 columns each were too many for a header."""
+    for module in (connection, headers):
+        monkeypatch.setattr(module, "MAX_HEADER_BYTES", 40_000)
+    shards = [
+        ShardFacts(
+            10 + rank,
+            tuple(ColumnFacts(nulls=rank, smallest=float(rank), largest=9.0) for _ in range(100)),
+            held_out=1,
+            weight=0.5,
+        )
+        for rank in range(8)
+    ]
+
+    def take_part(rank: int) -> DataFacts:
+        with BoardClient(opened.address, rank) as client:
+            facts = client.gather_facts(shards[rank])
+            client.finish()
+            return facts
+
+    with Board(8, "127.0.0.1", "127.0.0.1") as opened, ThreadPoolExecutor(8) as pool:
+        told = list(pool.map(take_part, range(8)))
+    assert told == [DataFacts.of(shards)] * 8
+
+
+def test_more_than_all_may_tell_each_other_is_refused_in_words(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(headers, "MAX_HEADER_BYTES", 1000)
+    with BoardClient(board.address, 1) as client, pytest.raises(StoppedError):
+        client.gather({"text": "x" * 500})
+    assert "rank 1 wants all 2 workers to know 512 bytes, and of so many each may tell 490" in str(
+        failure_of(board)
+    )
+
+
+def test_facts_and_other_things_are_not_gathered_together(board: Board) -> None:
+    with (
+        BoardClient(board.address, 0) as first,
+        BoardClient(board.address, 1) as second,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        other = pool.submit(first.gather, {})
+        facts = pool.submit(second.gather_facts, ShardFacts(3, ()))
+        assert "did not all tell what they found" in str(failure_of(board))
+        board.__exit__(None, None, None)
+        assert isinstance(other.exception(10), StoppedError)
+        assert isinstance(facts.exception(10), StoppedError)
 
 
 def test_lines_arrive_with_their_rank(board: Board) -> None:
