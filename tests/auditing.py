@@ -25,7 +25,7 @@ _watching: dict[int, list[str]] = {}
 def deeds() -> Iterator[list[str]]:
     """What this thread does inside the block: imports, calls of the system, files written, ...
 
-    Reading a file is none, and neither is what torch imports of itself.
+    Reading a file is none, and neither is what torch and pyspark import of themselves.
     """
     _hook_once()
     found: list[str] = []
@@ -44,7 +44,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _is_reading(event: str, arguments: tuple[Any, ...]) -> bool:
     if event == "import":
-        return arguments[0].partition(".")[0] == "torch"
+        return arguments[0].partition(".")[0] in ("torch", "pyspark", "pyspark_connect")
     changes = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
     return event == "open" and not arguments[2] & changes
 
