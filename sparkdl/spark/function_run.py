@@ -28,7 +28,7 @@ from sparkdl.spark.encryption import (
     keeps_rows_in_memory,
     require_no_plaintext,
 )
-from sparkdl.spark.function_task import OUTPUT_DDL, Call, Feeding, Script
+from sparkdl.spark.function_task import OUTPUT_DDL, Call, Feeding
 from sparkdl.spark.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.launcher import (
     JOB_END_S,
@@ -42,6 +42,7 @@ from sparkdl.spark.network import network_of
 from sparkdl.spark.partitions import known_partitions
 from sparkdl.spark.run_jobs import RunJobs
 from sparkdl.spark.scratch import STORE_PLACES
+from sparkdl.spark.script import Script
 from sparkdl.spark.session import require_classic_session
 from sparkdl.spark.slots import (
     choose_num_workers,
@@ -317,4 +318,4 @@ def _function(
             f"a script takes no arguments by name, but was given {', '.join(sorted(kwargs))}. "
             "Pass them as text, for example '--lr=0.1'"
         )
-    return Script(str(path.resolve()), path.read_text())
+    return Script(str(path.resolve()), path.read_bytes())

@@ -5,17 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import runpy
 import socket
-import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -42,6 +38,7 @@ from sparkdl.spark.devices import choose_device
 from sparkdl.spark.function_worker import FedRows, FunctionWorker, working_as
 from sparkdl.spark.output import Output
 from sparkdl.spark.scratch import row_directory
+from sparkdl.spark.script import Script, run_script
 from sparkdl.spark.stacks import write_threads_on_signal
 
 logger = logging.getLogger(__name__)
@@ -52,16 +49,6 @@ OUTPUT_SCHEMA = pa.schema(
 OUTPUT_DDL = "rank bigint, result binary"
 STORE_TIMEOUT = timedelta(minutes=30)
 """torch's own default for how long a rank waits for the others to form a group."""
-
-
-@dataclass(frozen=True)
-class Script:
-    """A Python file to run as ``__main__``."""
-
-    path: str
-    """Where it is on the driver, and perhaps on the executors."""
-    text: str
-    """What it says, for executors that do not have it."""
 
 
 @dataclass(frozen=True)
@@ -280,25 +267,6 @@ def _groups_held(held: list[Any]) -> Iterator[None]:
 
 def _call(call: Call) -> Any:
     if isinstance(call.function, Script):
-        _run_script(call.function, [str(argument) for argument in call.args])
+        run_script(call.function, [str(argument) for argument in call.args])
         return None
     return call.function(*call.args, **call.kwargs)
-
-
-def _run_script(script: Script, arguments: list[str]) -> None:
-    before = sys.argv, list(sys.path)
-    with ExitStack() as stack:
-        path = Path(script.path)
-        if not path.is_file():
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sparkdl-")))
-            path = folder / path.name
-            path.write_text(script.text)
-        sys.argv = [str(path), *arguments]
-        sys.path.insert(0, str(path.parent))
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except SystemExit as leaving:
-            if leaving.code not in (None, 0):
-                raise
-        finally:
-            sys.argv, sys.path[:] = before

@@ -1,0 +1,73 @@
+"""A user's script on a worker: what runs there is what was sent, whatever lies at its path."""
+
+from __future__ import annotations
+
+import logging
+import runpy
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A Python file to run as ``__main__``."""
+
+    path: str
+    """Where it is on the driver, and perhaps on the executors."""
+    source: bytes
+    """What it says on the driver."""
+
+
+def run_script(script: Script, arguments: Sequence[str]) -> None:
+    """Run a script in its place if it is there as it was sent, else in a directory of its own.
+
+    Args:
+        script: what to run.
+        arguments: its ``sys.argv`` behind the path.
+
+    Raises:
+        SystemExit: it left with a code other than 0.
+    """
+    before = sys.argv, list(sys.path)
+    with ExitStack() as stack:
+        path = Path(script.path)
+        if not _is_in_place(script):
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sparkdl-")))
+            path = folder / path.name
+            path.write_bytes(script.source)
+        sys.argv = [str(path), *arguments]
+        sys.path.insert(0, str(path.parent))
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as leaving:
+            if leaving.code not in (None, 0):
+                raise
+        finally:
+            sys.argv, sys.path[:] = before
+
+
+def _is_in_place(script: Script) -> bool:
+    path = Path(script.path)
+    try:
+        if not path.is_file():
+            return False
+        # By its size first: what lies there may be large.
+        if path.stat().st_size == len(script.source) and path.read_bytes() == script.source:
+            return True
+    except OSError as error:  # a home directory that only its owner may enter, for example
+        logger.warning("%s on %s cannot be read: %s", path, socket.gethostname(), error)
+        return False
+    logger.warning(
+        "%s on %s differs from the driver's, whose text runs instead, without the modules beside "
+        "it. Ship those with spark.submit.pyFiles, or bring that host's copy up to date",
+        path,
+        socket.gethostname(),
+    )
+    return False
