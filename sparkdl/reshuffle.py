@@ -8,10 +8,12 @@ place that the plan gives it: the order of the rows is the same in every run.
 
 from __future__ import annotations
 
+import contextlib
+import reprlib
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -49,7 +51,7 @@ class Reshuffle:
 
     rank: int
     network: Network
-    token: str
+    token: str = field(repr=False)
     gather: Gather
     specs: tuple[ColumnSpec, ...]
     seed: int
@@ -124,7 +126,11 @@ class Reshuffle:
                 for chunk in chunks:
                     for values in chunk:
                         connection.send_values(values.view(-1))
-                connection.receive_header()  # says that all have been written
+                answer = connection.receive_header()
+                if "written" not in answer:
+                    raise TrainingError(
+                        f"rank {peer} refused the rows of rank {self.rank}: {answer.get('refused')}"
+                    )
             finally:
                 connection.close()
         except SilenceError as error:
@@ -148,6 +154,7 @@ class _Arrivals:
         self._condition = threading.Condition()
         self._places: dict[int, tuple[int, int]] | None = None
         self._missing: set[int] = set()
+        self._not_begun: set[int] = set()
         self._error: SparkDLError | None = None
         self._heard = time.monotonic()
 
@@ -156,6 +163,7 @@ class _Arrivals:
         ends = np.cumsum(rows)
         with self._condition:
             self._missing = {peer for peer, count in enumerate(rows) if count and peer != rank}
+            self._not_begun = set(self._missing)
             self._places = {
                 peer: (int(end - count), int(count))
                 for peer, (end, count) in enumerate(zip(ends, rows, strict=True))
@@ -180,7 +188,7 @@ class _Arrivals:
                     lambda: self._places is not None, timeout=self._deadline_s
                 ):
                     return
-            rank = int(connection.receive_header()["rows_of"])
+            rank = self._begin(connection.receive_header().get("rows_of"))
             self._take_in(rank, connection)
             connection.send_header({"written": True})
             # Only then, because the port is closed once nothing is missing.
@@ -191,6 +199,8 @@ class _Arrivals:
             self._fail(WorkerLostError(f"rank {rank} went away while it sent rows: {error}"))
         except SparkDLError as error:
             self._fail(error)
+            with contextlib.suppress(ConnectionLostError, SilenceError):  # then it knows already
+                connection.send_header({"refused": str(error)})
         except Exception as error:  # a full disk, or a mistake of ours, must not leave it waiting
             self._fail(TrainingError(f"rows of rank {rank} could not be taken in: {error!r}"))
 
@@ -208,10 +218,20 @@ class _Arrivals:
             if self._error is not None:
                 raise self._error
 
-    def _take_in(self, rank: int, connection: Connection) -> None:
+    def _begin(self, rank: object) -> int:
+        """Let one connection write the rows of a rank."""
         with self._condition:
-            if rank not in self._missing:
-                raise TrainingError(f"rank {rank} sent rows that nobody expected")
+            if type(rank) is not int or rank not in self._missing:
+                raise TrainingError(f"rank {reprlib.repr(rank)} sent rows that nobody expected")
+            if rank not in self._not_begun:
+                raise TrainingError(
+                    f"rank {rank} sent its rows over a second connection: somebody else has the "
+                    "job's token and speaks for it, or it sent them twice"
+                )
+            self._not_begun.remove(rank)
+            return rank
+
+    def _take_in(self, rank: int, connection: Connection) -> None:
         assert self._places is not None
         first, left = self._places[rank]
         while left:

@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from toys import Data, classification, enough_rows, make_job, mlp, relative_error
 
+from sparkdl.averager.connection import Connection
+from sparkdl.averager.port import Port
 from sparkdl.collective import Network
 from sparkdl.driver import Outcome
 from sparkdl.errors import DeadlineError, SparkDLError, TrainingError, WorkerLostError
@@ -28,7 +30,7 @@ from sparkdl.feed.feed import FeedOptions
 from sparkdl.feed.shuffle import exchange_plan
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
-from sparkdl.reshuffle import Reshuffle
+from sparkdl.reshuffle import Reshuffle, _Arrivals
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import batches_of, run_world
 
@@ -373,6 +375,63 @@ def test_a_stranger_in_a_workers_place_gets_no_rows(tmp_path: Path) -> None:
         refuse(tmp_path, pretend(port), TrainingError, "rank 1 does not know the job's token")
         thread.join(10)
     assert taken == []
+
+
+def impostors(tmp_path: Path, *sent: Any) -> tuple[PartitionStore, Any, list[Connection]]:
+    """A worker that is to get two rows of rank 1, and connections on which these were said."""
+    store = PartitionStore(tmp_path)
+    store.create((ColumnSpec("id", torch.int64),), 2)
+    arrivals = _Arrivals(store, 5.0)
+    arrivals.expect(np.array([0, 2]), 0)
+    connections = []
+    for header in sent:
+        mine, theirs = socket.socketpair()
+        served = (Connection(theirs, 5.0),)
+        threading.Thread(target=arrivals.serve, args=served, daemon=True).start()
+        connections.append(Connection(mine, 5.0))
+        connections[-1].send_header(header)
+    return store, arrivals, connections
+
+
+def test_a_second_connection_of_one_rank_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    def send(connection: Connection, value: int) -> dict[str, Any]:
+        # The one that is refused hears it whatever it sends.
+        connection.send_values(torch.full((2,), value).view(torch.uint8))
+        return connection.receive_header()
+
+    store, arrivals, (first, second) = impostors(tmp_path, {"rows_of": 1}, {"rows_of": 1})
+    answers = [send(second, 7), send(first, 1)]
+    (refused,) = (answer for answer in answers if "refused" in answer)
+    assert "rank 1 sent its rows over a second connection" in refused["refused"]
+    assert store.slice(0, 2)[0].tolist() == ([7, 7] if "written" in answers[0] else [1, 1])
+    with pytest.raises(TrainingError, match="rank 1 sent its rows over a second connection"):
+        arrivals.wait()
+
+
+@pytest.mark.parametrize(
+    "rows_of", [None, "1", True, 1.0, 7, -1, 0, [1] * 100_000], ids=lambda v: repr(v)[:9]
+)
+def test_rows_of_nobody_are_refused_in_words(tmp_path: Path, rows_of: Any) -> None:
+    _, arrivals, (only,) = impostors(tmp_path, {"rows_of": rows_of})
+    assert "sent rows that nobody expected" in only.receive_header()["refused"]
+    with pytest.raises(TrainingError, match="sent rows that nobody expected") as caught:
+        arrivals.wait()
+    assert len(str(caught.value)) < 200
+
+
+def test_who_is_refused_says_so_instead_of_going_on(tmp_path: Path) -> None:
+    def refuse_rows(connection: Connection) -> None:
+        connection.receive_header()
+        connection.send_header({"refused": "there is one already"})
+        connection.close_after(5.0)  # reads what it is sent, as one that had begun would
+
+    port = Port("127.0.0.1", "secret", refuse_rows)
+    ids = torch.arange(5)
+    try:
+        with pytest.raises(TrainingError, match="refused the rows of rank 0: there is one already"):
+            dealer(0, pretend(port.number))(filled(tmp_path, ids), ids, PartitionStore(tmp_path), 2)
+    finally:
+        port.close()
 
 
 def test_a_silent_worker_costs_no_more_than_the_deadline(tmp_path: Path) -> None:

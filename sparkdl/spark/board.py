@@ -20,13 +20,15 @@ function may be silent; a worker whose process ends without a word breaks its co
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
+import reprlib
 import secrets
 import socket
 import threading
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -41,16 +43,21 @@ from sparkdl.averager.headers import (
 )
 from sparkdl.averager.port import Port
 from sparkdl.averager.reaching import introduced, reach
-from sparkdl.errors import (
-    DataError,
-    SparkDLError,
-    StoppedError,
-    TrainingError,
-    WorkerError,
-    WorkerLostError,
-)
+from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerLostError
 from sparkdl.feed.facts import DataFacts, ShardFacts
+from sparkdl.spark.board_headers import (
+    Lines,
+    Report,
+    read_failure,
+    read_join,
+    read_lines,
+    read_report,
+    read_stacks,
+    unreadable,
+)
 from sparkdl.spark.stacks import Stacks, describe_threads
+
+logger = logging.getLogger(__name__)
 
 JOIN_S = 120.0
 """Seconds for all workers to start, once there are slots for them."""
@@ -64,26 +71,8 @@ class BoardAddress:
 
     host: str
     port: int
-    token: str
+    token: str = field(repr=False)
     fingerprint: str | None = None
-
-
-@dataclass(frozen=True)
-class Lines:
-    """What a rank has printed since it was last heard."""
-
-    rank: int
-    lines: tuple[str, ...]
-    left_out: int
-    """Lines before the next that were too many to send."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """Numbers that a rank's function has reported."""
-
-    rank: int
-    metrics: dict[str, float]
 
 
 class Board:
@@ -148,7 +137,7 @@ class Board:
         rank = -1
         try:
             joined = connection.receive_header()
-            rank = self._join(joined)
+            rank = self._join(*read_join(joined))
             with self.stacks.of(rank, joined, connection):
                 while not (header := connection.receive_header()).get("finish"):
                     self._answer(rank, header, connection)
@@ -164,11 +153,10 @@ class Board:
                     "needs more spark.executor.memoryOverhead"
                 )
             )
+        except Exception as error:  # nobody may wait for a rank to which nobody listens any more
+            self.fail(TrainingError(f"what rank {rank} sent could not be handled: {error!r}"))
 
-    def _join(self, header: Mapping[str, Any]) -> int:
-        rank, host = header.get("join"), header.get("host")
-        if type(rank) is not int or not isinstance(host, str):
-            raise TrainingError(f"a worker joins with a rank and a host, not with {header}")
+    def _join(self, rank: int, host: str) -> int:
         with self._lock:
             if rank not in self.missing:
                 raise TrainingError(f"rank {rank} on {host} is none of this run, or joined before")
@@ -181,33 +169,32 @@ class Board:
             self._gather(rank, value, connection)
         elif "shard" in header:
             self._gather(rank, read_shard(dict(header), rank), connection)
-        elif "lines" in header:
-            lines = tuple(map(str, header["lines"]))
-            self.events.put(Lines(rank, lines, int(header["left_out"])))
-        elif "report" in header:
-            metrics = {str(name): float(value) for name, value in header["report"].items()}
-            self.events.put(Report(rank, metrics))
-        elif "stacks" in header:
-            self.stacks.note(rank, str(header["stacks"]))
         elif "failure" in header:
-            told = header["failure"]
-            if told["of_data"]:
-                raise DataError(str(told["message"]))
-            raise WorkerError(
-                str(told["message"]),
-                rank=rank,
-                epoch=0,
-                step=0,
-                worker_traceback=str(told["traceback"]),
-            )
+            raise read_failure(rank, header)
+        elif header.keys() & {"lines", "report", "stacks"}:
+            self._show(rank, header)
         else:
-            raise TrainingError(f"rank {rank} sent a header that no worker sends: {header}")
+            raise unreadable(rank, header)
+
+    def _show(self, rank: int, header: Mapping[str, Any]) -> None:
+        """Take what is only to be seen: the run can do without it."""
+        try:
+            if "lines" in header:
+                self.events.put(read_lines(rank, header))
+            elif "report" in header:
+                self.events.put(read_report(rank, header))
+            else:
+                self.stacks.note(rank, read_stacks(rank, header))
+        except TrainingError as error:
+            logger.warning("%s; it is left out", error)
 
     def _gather(self, rank: int, value: Any, connection: Connection) -> None:
         """Take what a rank gives; the last one has everybody told."""
         with self._lock:
             if self.failure is not None:
                 raise StoppedError(f"the run ended: {self.failure}")
+            if rank in self._giving:
+                raise TrainingError(f"rank {rank} gave a second object before it had the first's")
             self._giving[rank] = value, connection
             if len(self._giving) < self.world_size:
                 return
@@ -331,8 +318,10 @@ class BoardClient:
                 header = self._connection.receive_header()
                 if "stacks" in header:
                     self._send({"stacks": describe_threads()})
+                elif isinstance(gathered := header.get("gathered"), list):
+                    self._gathered.put(gathered)
                 else:
-                    self._gathered.put(list(header["gathered"]))
+                    raise TrainingError(f"it sent what no driver sends: {reprlib.repr(header)}")
         except (ConnectionLostError, SilenceError, TrainingError) as error:
             told = StoppedError(f"rank {self._rank} was stopped by the driver: {error}")
             self._gathered.put(told)

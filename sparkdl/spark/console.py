@@ -15,8 +15,9 @@ from pyspark.sql import SparkSession
 
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.averager.port import Port
-from sparkdl.errors import StoppedError, TrainingError
+from sparkdl.errors import StoppedError
 from sparkdl.spark.board import BoardAddress, BoardClient
+from sparkdl.spark.board_headers import read_join, read_lines, read_stacks
 from sparkdl.spark.output import Output
 from sparkdl.spark.stacks import Stacks
 
@@ -33,8 +34,11 @@ def show(rank: int, lines: Sequence[str], left_out: int) -> None:
     shown = [f"[rank {rank}] {line}\n" for line in lines]
     if left_out:
         shown.append(f"[rank {rank}] ({left_out} lines left out; the executor's log has them)\n")
+    encoding = sys.stdout.encoding or "utf-8"
+    # What the driver cannot show, an accent under LANG=C for example, must not end the run.
+    text = "".join(shown).encode(encoding, "backslashreplace").decode(encoding)
     with _showing:
-        sys.stdout.write("".join(shown))
+        sys.stdout.write(text)
         sys.stdout.flush()
 
 
@@ -87,18 +91,21 @@ class Console:
     def _serve(self, connection: Connection) -> None:
         try:
             joined = connection.receive_header()
-            rank = int(joined["join"])
+            rank, _ = read_join(joined)
             with self.stacks.of(rank, joined, connection):
                 while not (header := connection.receive_header()).get("finish"):
                     self._take(rank, header)
-        except (ConnectionLostError, SilenceError, TrainingError, KeyError, ValueError) as error:
+        except (ConnectionLostError, SilenceError) as error:
             logger.debug("what a worker prints is not shown any more: %s", error)
+        except Exception as error:  # a mistake of the worker's, or a driver that cannot show it
+            logger.warning("what a worker prints is not shown any more: %s", error)
 
     def _take(self, rank: int, header: Mapping[str, Any]) -> None:
         if "stacks" in header:
-            self.stacks.note(rank, str(header["stacks"]))
+            self.stacks.note(rank, read_stacks(rank, header))
         else:
-            self._on_lines(rank, list(map(str, header["lines"])), int(header["left_out"]))
+            told = read_lines(rank, header)
+            self._on_lines(rank, told.lines, told.left_out)
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from sparkdl.errors import ConfigError, DataError, DeadlineError, SparkDLError, 
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import NO_ROWS
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.spark.board import JOIN_S, Board, Lines, Report
+from sparkdl.spark.board import JOIN_S, Board
+from sparkdl.spark.board_headers import Lines, Report
 from sparkdl.spark.columns import input_column
 from sparkdl.spark.console import driver_hosts, echoes, show
 from sparkdl.spark.converters import in_bytes, one_of, optional_whole, whole

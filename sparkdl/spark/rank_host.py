@@ -60,7 +60,7 @@ class RankCall:
 
     rank: int
     entry: str
-    arguments: tuple[Any, ...]
+    arguments: tuple[Any, ...] = field(repr=False)  # the job's token is among them
     environment: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -8,13 +8,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from sparkdl.averager import connection, headers
-from sparkdl.errors import StoppedError, TrainingError, WorkerError, WorkerLostError
+from sparkdl.averager.connection import Connection
+from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerError, WorkerLostError
 from sparkdl.feed.facts import ColumnFacts, DataFacts, ShardFacts
-from sparkdl.spark.board import Board, BoardClient, Lines
+from sparkdl.spark.board import Board, BoardClient
+from sparkdl.spark.board_headers import Lines
 
 
 @pytest.fixture
@@ -23,7 +26,7 @@ def board() -> Iterator[Board]:
         yield opened
 
 
-def failure_of(board: Board, within_s: float = 10.0) -> Exception:
+def failure_of(board: Board, within_s: float = 10.0) -> SparkDLError:
     deadline = time.monotonic() + within_s
     while board.failure is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -165,3 +168,139 @@ def test_nobody_gets_in_without_the_token(board: Board) -> None:
         time.sleep(0.2)
     assert board.missing == [0, 1]
     assert board.failure is None
+
+
+class Intruder:
+    """Rank 1, which knows the token and speaks the protocol badly; a context manager."""
+
+    def __init__(self, board: Board, **join: Any) -> None:
+        address = board.address
+        connected = socket.create_connection((address.host, address.port), timeout=10)
+        self.connection = Connection(connected, 10)
+        assert self.connection.introduce(address.token)
+        self.connection.send_header(join or {"join": 1, "host": "here"})
+
+    def __enter__(self) -> Connection:
+        return self.connection
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+
+
+@pytest.fixture
+def no_thread_dies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    died: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    yield
+    assert died == []
+
+
+UNSEEN: dict[str, dict[str, Any]] = {
+    "lines-no-list": {"lines": 3, "left_out": 0},
+    "lines-an-object": {"lines": {"a": 1}, "left_out": 0},
+    "lines-of-numbers": {"lines": [1], "left_out": 0},
+    "lines-without-count": {"lines": ["a"]},
+    "count-is-text": {"lines": ["a"], "left_out": "x"},
+    "count-is-negative": {"lines": ["a"], "left_out": -1},
+    "count-is-a-boolean": {"lines": ["a"], "left_out": True},
+    "report-no-object": {"report": 3},
+    "report-is-null": {"report": None},
+    "report-of-text": {"report": {"loss": "low"}},
+    "report-of-null": {"report": {"loss": None}},
+    "report-of-a-huge-number": {"report": {"loss": 10**400}},
+    "stacks-is-null": {"stacks": None},
+}
+
+
+@pytest.mark.usefixtures("no_thread_dies")
+@pytest.mark.parametrize("name", UNSEEN)
+def test_output_that_cannot_be_read_is_left_out_with_a_word_and_the_run_goes_on(
+    board: Board, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Intruder(board) as intruder, BoardClient(board.address, 0) as other:
+        intruder.send_header(UNSEEN[name])
+        intruder.send_header({"lines": ["later"], "left_out": 0})
+        assert board.events.get(timeout=10) == Lines(1, ("later",), 0)
+        assert "rank 1 sent a header that no worker sends" in caplog.text
+        intruder.send_header({"gather": {"from": 1}})
+        assert other.gather({"from": 0}) == [{"from": 0}, {"from": 1}]
+        assert board.failure is None
+
+
+ENDING: dict[str, dict[str, Any]] = {
+    "unknown": {"hello": 1},
+    "empty": {},
+    "failure-no-object": {"failure": 3},
+    "failure-without-fields": {"failure": {}},
+    "failure-of-numbers": {"failure": {"of_data": 1, "message": 2, "traceback": 3}},
+    "long": {"hello": "x" * 1_000_000},
+}
+
+
+@pytest.mark.usefixtures("no_thread_dies")
+@pytest.mark.parametrize("name", ENDING)
+def test_a_rank_that_cannot_be_understood_ends_the_run_in_words_and_wakes_who_waits(
+    board: Board, name: str
+) -> None:
+    with BoardClient(board.address, 0) as other, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.gather, {})
+        with Intruder(board) as intruder:
+            intruder.send_header(ENDING[name])
+            error = failure_of(board)
+        assert isinstance(error, TrainingError)
+        assert "rank 1 " in str(error)
+        assert len(str(error)) < 500
+        with pytest.raises(StoppedError, match="rank 0 was stopped"):
+            waiting.result(timeout=10)
+
+
+def test_a_rank_that_gives_twice_before_the_others_have_given_ends_the_run(board: Board) -> None:
+    with Intruder(board) as intruder:
+        intruder.send_header({"gather": 1})
+        intruder.send_header({"gather": 2})
+        assert "rank 1 gave a second object" in str(failure_of(board))
+
+
+@pytest.mark.usefixtures("no_thread_dies")
+@pytest.mark.parametrize(
+    "join",
+    [{"join": "0", "host": "h"}, {"join": True, "host": "h"}, {"join": 0}, {"lines": []}],
+    ids=str,
+)
+def test_who_joins_without_rank_or_host_ends_the_run_in_words(
+    board: Board, join: dict[str, Any]
+) -> None:
+    with Intruder(board, **join):
+        assert "joins with a rank and a host, not with" in str(failure_of(board))
+
+
+@pytest.mark.usefixtures("no_thread_dies")
+def test_a_mistake_of_our_own_ends_the_run_as_well(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board, "_answer", lambda *_: 1 // 0)
+    with Intruder(board) as intruder:
+        intruder.send_header({"lines": [], "left_out": 0})
+        error = failure_of(board)
+    assert "what rank 1 sent could not be handled: ZeroDivisionError" in str(error)
+
+
+@pytest.mark.usefixtures("no_thread_dies")
+@pytest.mark.parametrize("answer", [{}, {"gathered": 3}, {"gathered": None}], ids=str)
+def test_a_driver_that_cannot_be_understood_stops_a_worker_that_gathers(
+    board: Board, answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer_badly(rank: int, value: Any, connection: Connection) -> None:
+        connection.send_header(answer)
+
+    monkeypatch.setattr(board, "_gather", answer_badly)
+    with (
+        BoardClient(board.address, 0) as client,
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(StoppedError, match="it sent what no driver sends"),
+    ):
+        pool.submit(client.gather, {}).result(timeout=10)
+
+
+def test_the_token_is_not_shown(board: Board) -> None:
+    assert board.address.token not in repr(board.address)

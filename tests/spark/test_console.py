@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import socket
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -13,8 +17,9 @@ from models import Net
 from pyspark.sql import SparkSession
 from torch import Tensor
 
+from sparkdl.averager.connection import Connection, ConnectionLostError
 from sparkdl.spark.board import BoardAddress
-from sparkdl.spark.console import Console, forwarded
+from sparkdl.spark.console import Console, forwarded, show
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -78,3 +83,50 @@ def test_a_console_that_cannot_be_reached_costs_the_output_only(
         (tmp_path / "went on").touch()
     assert (tmp_path / "went on").exists()
     assert "what rank 2 prints is not shown" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [{}],
+        [{"join": None, "host": "h"}],
+        [{"join": "1", "host": "h"}],
+        [{"join": 1, "host": "h"}, {}],
+        [{"join": 1, "host": "h"}, {"lines": 3, "left_out": 0}],
+        [{"join": 1, "host": "h"}, {"lines": ["a"], "left_out": None}],
+        [{"join": 1, "host": "h"}, {"stacks": 3}],
+    ],
+    ids=str,
+)
+def test_a_worker_that_cannot_be_understood_is_named_and_the_others_are_shown(
+    headers: list[dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    died: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    seen: list[Any] = []
+    with Console("127.0.0.1", "127.0.0.1", lambda *told: seen.append(told)) as console:
+        address = console.address
+        connected = socket.create_connection((address.host, address.port), timeout=10)
+        connection = Connection(connected, 10)
+        assert connection.introduce(address.token)
+        for header in headers:
+            connection.send_header(header)
+        with pytest.raises(ConnectionLostError):
+            connection.receive_header()
+        connection.close()
+        with forwarded(address, 0, echo=False):
+            print("fine")
+    assert seen == [(0, ("fine",), 0)]
+    assert died == []
+    assert "is not shown any more" in caplog.text
+
+
+def test_what_the_driver_cannot_encode_is_shown_in_another_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    show(1, ["caf\u00e9 \ud800"], 0)
+    assert written.getvalue() == b"[rank 1] caf\\xe9 \\ud800\n"
