@@ -27,7 +27,7 @@ from sparkdl.replica import Precision
 from sparkdl.schedule import Unit
 from sparkdl.spark.columns import InputColumn
 from sparkdl.spark.converters import in_bytes
-from sparkdl.spark.encryption import encrypts_connections, require_no_plaintext
+from sparkdl.spark.encryption import encrypts_connections, require_trusted_network
 from sparkdl.spark.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.launcher import Workers
 from sparkdl.spark.network import network_of
@@ -101,7 +101,7 @@ class Preflight:
             self._require_streamable()
         if self.job.strategy.needs_collective:
             require_static_allocation(spark)
-            require_no_plaintext(spark, params.getTls(), type(self.job.strategy).__name__)
+            require_trusted_network(spark, params.getTls(), type(self.job.strategy).__name__)
         profile = gpu_profile(spark, params.getDevice())
         ranks = ranks_a_task(spark, params.getDevice())
         num_workers = choose_num_workers(spark, params.getNumWorkers(), profile, ranks)

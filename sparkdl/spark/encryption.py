@@ -1,6 +1,7 @@
 """What Spark's settings demand of connections and disks; kept, or refused in words.
 
-``spark.authenticate`` needs nothing here: no connection of ours is without the job's token.
+``spark.authenticate`` demands nothing of our own connections, for none is without the job's token,
+but the ports of gloo, NCCL and torch's TCPStore let in whoever reaches them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from pyspark.sql import SparkSession
 from sparkdl.errors import ConfigError
 
 PLAINTEXT = "spark.sparkdl.collective.plaintext"
-"""Setting: whether gloo and NCCL may be used where connections are to be encrypted."""
+"""Setting: whether gloo and NCCL may be used where connections are to be encrypted or proved."""
+AUTHENTICATE = "spark.authenticate"
+"""Makes Spark's own processes prove that they belong to the application."""
 NETWORK_SETTINGS = (
     "spark.network.crypto.enabled",
     "spark.authenticate.enableSaslEncryption",
@@ -26,8 +29,8 @@ def encrypts_connections(spark: SparkSession, tls: bool) -> bool:
     return tls or _first_enabled(spark) is not None
 
 
-def require_no_plaintext(spark: SparkSession, tls: bool, who: str) -> None:
-    """Check that nothing that has to be encrypted would travel over gloo or NCCL, which cannot.
+def require_trusted_network(spark: SparkSession, tls: bool, who: str) -> None:
+    """Check that gloo and NCCL, which neither encrypt nor authenticate, may be used.
 
     Args:
         spark: the session.
@@ -35,16 +38,24 @@ def require_no_plaintext(spark: SparkSession, tls: bool, who: str) -> None:
         who: exchanges over them, for the message.
 
     Raises:
-        ConfigError: encryption is demanded, and nobody has said that these are an exception.
+        ConfigError: encryption or authentication is demanded, and nobody has said that these are
+            an exception.
     """
-    if not encrypts_connections(spark, tls) or _is_true(spark, PLAINTEXT):
+    if _is_true(spark, PLAINTEXT):
         return
-    setting = _first_enabled(spark)
-    demand = "tls is True" if setting is None else f"{setting} is true"
+    if encrypts_connections(spark, tls):
+        setting = _first_enabled(spark)
+        demand = "tls is True" if setting is None else f"{setting} is true"
+        lack, danger = "do not encrypt", "read"
+    elif _is_true(spark, AUTHENTICATE):
+        demand = f"{AUTHENTICATE} is true"
+        lack, danger = "let in whoever reaches their ports", "reach"
+    else:
+        return
     raise ConfigError(
-        f"{demand}, but {who} exchanges over gloo or NCCL, which do not encrypt. Use "
-        "ParameterAveraging(), which exchanges through the driver; or, if nobody else can read "
-        f"the network between the executors, set {PLAINTEXT}=true"
+        f"{demand}, but {who} exchanges over gloo or NCCL, which {lack}. Use "
+        "ParameterAveraging(), which exchanges through the driver; or, if nobody else can "
+        f"{danger} the network between the executors, set {PLAINTEXT}=true"
     )
 
 
@@ -65,4 +76,4 @@ def _first_enabled(spark: SparkSession) -> str | None:
 
 
 def _is_true(spark: SparkSession, name: str) -> bool:
-    return (spark.sparkContext.getConf().get(name) or "false").lower() == "true"
+    return (spark.sparkContext.getConf().get(name) or "false").strip().lower() == "true"

@@ -27,7 +27,7 @@ from sparkdl.spark.declared import Declared, dtypes, names, shapes
 from sparkdl.spark.encryption import (
     encrypts_connections,
     keeps_rows_in_memory,
-    require_no_plaintext,
+    require_trusted_network,
 )
 from sparkdl.spark.function_task import OUTPUT_DDL, Call, Feeding
 from sparkdl.spark.gpus import gpu_profile, ranks_a_task
@@ -110,7 +110,7 @@ def run(
 
     Raises:
         ConfigError: there is no session, too few slots, the script is not there, or Spark is to
-            encrypt connections.
+            encrypt or authenticate connections.
         DataError: a column of ``df`` cannot become a tensor, or a row cannot.
         WorkerError: the function raised on a worker; the message has the rank and its traceback.
         WorkerLostError: a worker's process ended.
@@ -129,7 +129,7 @@ def run(
     require_static_allocation(spark)
     profile, ranks = gpu_profile(spark, device), ranks_a_task(spark, device)
     choose_num_workers(spark, num_workers, profile, ranks)
-    require_no_plaintext(spark, False, "what sparkdl.run calls")
+    require_trusted_network(spark, False, "what sparkdl.run calls")
     tls = encrypts_connections(spark, False)
     with (
         in_turn(spark, num_workers // ranks, profile),

@@ -33,7 +33,8 @@ def setting(spark: SparkSession) -> Iterator[Setting]:
     before = dict(conf.getAll())
     yield conf.set
     conf.setAll(before.items())
-    for name in (*encryption.NETWORK_SETTINGS, encryption.DISK_SETTING, encryption.PLAINTEXT):
+    ours = (encryption.AUTHENTICATE, encryption.DISK_SETTING, encryption.PLAINTEXT)
+    for name in (*encryption.NETWORK_SETTINGS, *ours):
         conf.set(name, before.get(name, "false"))
 
 
@@ -43,24 +44,39 @@ def session(**conf: str) -> Any:
 
 
 @pytest.mark.parametrize("name", encryption.NETWORK_SETTINGS)
-@pytest.mark.parametrize("value", ["true", "TRUE"])
+@pytest.mark.parametrize("value", ["true", "TRUE", " true "])
 def test_any_setting_that_encrypts_sparks_connections_encrypts_ours(name: str, value: str) -> None:
     demanded = session(**{name: value})
     assert encryption.encrypts_connections(demanded, False)
     with pytest.raises(ConfigError, match=f"{name} is true, but Gossip exchanges over gloo"):
-        encryption.require_no_plaintext(demanded, False, "Gossip")
+        encryption.require_trusted_network(demanded, False, "Gossip")
 
 
 def test_connections_are_not_encrypted_unless_asked_for() -> None:
-    for conf in ({}, {"spark.ssl.enabled": "false", "spark.authenticate": "true"}):
+    for conf in ({}, {"spark.ssl.enabled": "false", "spark.authenticate": "false"}):
         assert not encryption.encrypts_connections(session(**conf), False)
-        encryption.require_no_plaintext(session(**conf), False, "Gossip")
+        encryption.require_trusted_network(session(**conf), False, "Gossip")
     assert encryption.encrypts_connections(session(), True)
 
 
+@pytest.mark.parametrize("value", ["true", "TRUE", " true "])
+def test_ports_without_a_token_are_refused_where_spark_authenticates(value: str) -> None:
+    demanded = session(spark_authenticate=value)
+    assert not encryption.encrypts_connections(demanded, False)
+    with pytest.raises(
+        ConfigError, match=r"authenticate is true, but Gossip .* let in whoever"
+    ) as (caught):
+        encryption.require_trusted_network(demanded, False, "Gossip")
+    assert f"set {encryption.PLAINTEXT}=true" in str(caught.value)
+
+
 def test_a_user_may_declare_the_network_among_executors_safe() -> None:
-    conf = {"spark.network.crypto.enabled": "true", encryption.PLAINTEXT: "true"}
-    encryption.require_no_plaintext(session(**conf), True, "Gossip")
+    conf = {
+        "spark.authenticate": "true",
+        "spark.network.crypto.enabled": "true",
+        encryption.PLAINTEXT: "true",
+    }
+    encryption.require_trusted_network(session(**conf), True, "Gossip")
     assert encryption.encrypts_connections(session(**conf), False)
 
 
@@ -105,12 +121,22 @@ def test_tls_is_refused_where_gradients_would_travel_in_the_clear(
         estimator(strategy=strategy, tls=True).fit(frame(spark))
 
 
-def test_functions_of_ones_own_are_refused_where_spark_has_to_encrypt(
+def test_an_all_reduce_is_refused_where_spark_authenticates_and_a_round_of_the_driver_is_not(
     spark: SparkSession, setting: Setting
 ) -> None:
-    setting("spark.network.crypto.enabled", "true")
-    with pytest.raises(ConfigError, match=r"spark.network.crypto.enabled is true, but what sparkd"):
-        sparkdl.run(task_rank, num_workers=2)
+    setting("spark.authenticate", "true")
+    with pytest.raises(ConfigError, match="authenticate is true, but GradientAllReduce exchanges"):
+        estimator(strategy=GradientAllReduce()).fit(frame(spark))
+    estimator().fit(frame(spark))
+
+
+def test_functions_of_ones_own_are_refused_where_spark_has_to_encrypt_or_authenticate(
+    spark: SparkSession, setting: Setting
+) -> None:
+    for name in ("spark.authenticate", "spark.network.crypto.enabled"):
+        setting(name, "true")
+        with pytest.raises(ConfigError, match=f"{name} is true, but what sparkdl.run calls"):
+            sparkdl.run(task_rank, num_workers=2)
     setting(encryption.PLAINTEXT, "true")
     assert sparkdl.run(task_rank, num_workers=2) == [0, 1]
 
