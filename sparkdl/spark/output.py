@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import collections
+import contextlib
 import io
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import IO
+from typing import Any, TextIO
 
 MAX_LINES_A_SECOND = 200
 """What one worker sends; what it prints beyond that is in the executor's log only."""
@@ -36,7 +37,7 @@ class Output:
         self._send = send
         self._lines: collections.deque[str] = collections.deque()
         self._left_out = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is freed meanwhile, or a signal's handler, may print
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._forward, name="sparkdl-output", daemon=True)
 
@@ -56,7 +57,7 @@ class Output:
             else:
                 self._left_out += 1
 
-    @contextmanager
+    @contextlib.contextmanager
     def capture(self, *, echo: bool = True) -> Iterator[None]:
         """Copy to here what Python code writes to standard output and standard error.
 
@@ -69,6 +70,9 @@ class Output:
         try:
             yield
         finally:
+            for stream in (sys.stdout, sys.stderr):  # a script's own, around the bytes of ours
+                with contextlib.suppress(AttributeError, ValueError):
+                    stream.flush()
             for copy in copies:
                 copy.finish()
             sys.stdout, sys.stderr = before
@@ -99,15 +103,44 @@ class Output:
             return lines, left_out
 
 
-class _Copy(io.TextIOBase):
-    """A stream that hands over each complete line and perhaps writes to another one too."""
+class _Copy(io.TextIOWrapper):
+    """A stream that hands over each complete line and perhaps writes to another one too.
 
-    def __init__(self, original: IO[str], take: Callable[[str], None], echo: bool) -> None:
+    A whole one, with bytes below its text, because scripts use all that standard output has.
+    """
+
+    def __init__(self, original: TextIO, take: Callable[[str], None], echo: bool) -> None:
+        encoding = getattr(original, "encoding", None) or "utf-8"
+        self._copied = _CopiedBytes(original, encoding, take, echo)
+        super().__init__(
+            self._copied,  # type: ignore[arg-type]
+            encoding=encoding,
+            errors="backslashreplace",  # what cannot be encoded is no reason to end a training
+            newline="",
+            line_buffering=getattr(original, "line_buffering", False),
+            write_through=True,
+        )
+
+    def finish(self) -> None:
+        """Hand over a last line that was not ended."""
+        with contextlib.suppress(ValueError):  # closed, or detached from its bytes
+            self.flush()
+        self._copied.finish()
+
+
+class _CopiedBytes(io.BufferedIOBase):
+    """The bytes below a ``_Copy``."""
+
+    def __init__(
+        self, original: TextIO, encoding: str, take: Callable[[str], None], echo: bool
+    ) -> None:
         self._original = original
         self._echo = echo
         self._take = take
         self._started = ""
-        self._lock = threading.Lock()
+        self._decoder = codecs.getincrementaldecoder(encoding)("replace")
+        self._lock = threading.RLock()
+        original.flush()  # what follows goes to the bytes below it
 
     def writable(self) -> bool:
         return True
@@ -115,22 +148,34 @@ class _Copy(io.TextIOBase):
     def fileno(self) -> int:
         return self._original.fileno()
 
-    def write(self, text: str) -> int:
-        if self._echo:
-            self._original.write(text)
+    def isatty(self) -> bool:
+        return self._original.isatty()
+
+    def write(self, octets: Any) -> int:
+        copied = bytes(octets)
         with self._lock:
+            text = self._decoder.decode(copied)
+            if self._echo:
+                self._echo_there(copied, text)
             *lines, rest = (self._started + text).split("\n")
             # A progress bar writes over its line without ever ending it.
             self._started = rest.rpartition("\r")[2][: 2 * MAX_LINE]
-        for line in lines:
-            self._take(line.rpartition("\r")[2])
-        return len(text)
+            for line in lines:
+                self._take(line.rpartition("\r")[2])
+        return len(copied)
 
     def flush(self) -> None:
         self._original.flush()
 
     def finish(self) -> None:
         """Hand over a last line that was not ended."""
-        if self._started:
-            self._take(self._started)
-        self._original.flush()
+        if last := self._started + self._decoder.decode(b"", final=True):
+            self._take(last)
+        self._started = ""
+
+    def _echo_there(self, octets: bytes, text: str) -> None:
+        below = getattr(self._original, "buffer", None)
+        if below is None:  # a notebook's
+            self._original.write(text)
+        else:
+            below.write(octets)

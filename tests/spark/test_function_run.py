@@ -210,14 +210,16 @@ def test_prints_errors_and_log_records_arrive_behind_their_rank(
         print("to standard output")
         print("to standard error", file=sys.stderr)
         logging.getLogger("mine").warning("as a log record")
+        sys.stdout.buffer.write(b"as bytes\n")
         sys.stdout.write("without an end of line")
 
     sparkdl.run(speak, num_workers=2)
 
     shown = capsys.readouterr().out.splitlines()
+    said = ("to standard output", "to standard error", "as a log record", "as bytes", "without an")
     for rank in (0, 1):
         mine = [line for line in shown if line.startswith(f"[rank {rank}] ")]
-        for text in ("to standard output", "to standard error", "as a log record", "without an"):
+        for text in said:
             assert any(text in line for line in mine), (text, mine)
 
 

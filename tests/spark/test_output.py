@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -98,3 +103,127 @@ def test_a_driver_that_is_gone_ends_the_copying_only(capsys: pytest.CaptureFixtu
         time.sleep(0.3)
         print("two")
     assert capsys.readouterr().out == "one\ntwo\n"
+
+
+def test_bytes_and_text_come_in_the_order_in_which_they_were_written(
+    capfdbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    sent = Sent()
+    with Output(sent) as output, output.capture():
+        sys.stdout.write("one\nca")
+        sys.stdout.buffer.write("fé\ntw".encode())
+        sys.stdout.write("o\n")
+        sys.stdout.buffer.write("é".encode()[:1])
+        sys.stdout.buffer.write("é".encode()[1:] + b"\n\xff\n")
+        sys.stderr.buffer.write(b"three\n")
+    assert sorted(sent.lines) == sorted(["one", "café", "two", "é", "\ufffd", "three"])
+    captured = capfdbinary.readouterr()
+    assert captured.out == "one\ncafé\ntwo\né\n".encode() + b"\xff\n"
+    assert captured.err == b"three\n"
+
+
+def test_streams_are_what_scripts_take_them_for(capfd: pytest.CaptureFixture[str]) -> None:
+    before = sys.stdout.fileno(), sys.stdout.encoding
+    with Output(Sent()) as output, output.capture():
+        assert isinstance(sys.stdout, io.TextIOWrapper)
+        assert (sys.stdout.fileno(), sys.stdout.encoding) == before
+        assert not sys.stdout.isatty()
+        sys.stdout.reconfigure(line_buffering=True)
+        subprocess.run([sys.executable, "-c", "print('child')"], stdout=sys.stdout, check=True)
+        print("\udcff is a name of a file")
+    assert "child" in (shown := capfd.readouterr().out)
+    assert "\\udcff is a name of a file" in shown
+
+
+def test_a_stream_without_bytes_below_it_gets_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook."""
+    notebook, sent = io.StringIO(), Sent()
+    monkeypatch.setattr(sys, "stdout", notebook)
+    with Output(sent) as output, output.capture():
+        print("one")
+        sys.stdout.buffer.write("zweié\n".encode())
+    assert notebook.getvalue() == "one\nzweié\n"
+    assert sent.lines == ["one", "zweié"]
+
+
+def test_without_an_echo_nothing_is_written_there(capfd: pytest.CaptureFixture[str]) -> None:
+    sent = Sent()
+    with Output(sent) as output, output.capture(echo=False):
+        print("one")
+        sys.stdout.buffer.write(b"two\n")
+    assert sent.lines == ["one", "two"]
+    assert capfd.readouterr().out == ""
+
+
+def test_who_kept_a_stream_may_go_on_to_write(capfd: pytest.CaptureFixture[str]) -> None:
+    with Output(Sent()) as output, output.capture():
+        handler = logging.StreamHandler(sys.stderr)
+        kept = sys.stdout
+    handler.emit(logging.LogRecord("mine", logging.INFO, "", 0, "a record", None, None))
+    print("later", file=kept, flush=True)
+    del kept
+    print("still open", flush=True)
+    assert capfd.readouterr() == ("later\nstill open\n", "a record\n")
+
+
+def test_threads_that_print_at_once_lose_no_line(capfd: pytest.CaptureFixture[str]) -> None:
+    taken: list[str] = []
+    output = Output(Sent())
+    output.add = taken.append  # type: ignore[method-assign]
+    with output, output.capture():
+        writers = [
+            threading.Thread(target=lambda i=i: [print(f"{i}-{n}\n", end="") for n in range(500)])
+            for i in range(4)
+        ]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join(30)
+    assert sorted(taken) == sorted(f"{i}-{n}" for i in range(4) for n in range(500))
+    assert sorted(capfd.readouterr().out.split()) == sorted(taken)
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda stream: io.TextIOWrapper(stream.buffer, encoding="utf-8"),
+        lambda stream: io.TextIOWrapper(stream.detach(), encoding="utf-8"),
+        lambda stream: stream.close() or io.StringIO(),
+        lambda stream: None,
+    ],
+    ids=["wrapped", "detached", "closed", "none"],
+)
+def test_a_script_may_replace_its_streams(
+    capfd: pytest.CaptureFixture[str], replace: Callable[[Any], Any]
+) -> None:
+    before, sent = sys.stdout, Sent()
+    with Output(sent) as output, output.capture():
+        sys.stdout.write("half ")
+        sys.stdout = replace(sys.stdout)
+        print("a line\nand another", end="")
+    assert sys.stdout is before
+    assert sent.lines in (["half a line", "and another"], ["half "])
+    print("still open", flush=True)
+    assert capfd.readouterr().out.endswith("still open\n")
+
+
+def test_what_is_freed_while_a_line_is_taken_may_print(capfd: pytest.CaptureFixture[str]) -> None:
+    class Leaves:
+        def __del__(self) -> None:
+            print("freed")
+
+    taken: list[str] = []
+
+    def take(line: str) -> None:
+        held.clear()
+        taken.append(line)
+
+    held = [Leaves()]
+    output = Output(Sent())
+    output.add = take  # type: ignore[method-assign]
+    printing = threading.Thread(target=lambda: print("first"), daemon=True)
+    with output, output.capture():
+        printing.start()
+        printing.join(10)
+        assert not printing.is_alive()
+    assert sorted(taken) == ["first", "freed"]
