@@ -55,6 +55,9 @@ from sparkdl.spark.watchdog import stacks_on_signal
 
 logger = logging.getLogger(__name__)
 
+RESULTS_S = 120.0
+"""Seconds for Spark to bring what the workers have returned, once all of them have finished."""
+
 OnReport = Callable[[int, Mapping[str, float]], None]
 """(rank, numbers by name)."""
 
@@ -114,7 +117,7 @@ def run(
         DataError: a column of ``df`` cannot become a tensor, or a row cannot.
         WorkerError: the function raised on a worker; the message has the rank and its traceback.
         WorkerLostError: a worker's process ended.
-        DeadlineError: the workers did not start.
+        DeadlineError: the workers did not start, or what they returned did not arrive.
     """
     spark = df.sparkSession if df is not None else SparkSession.getActiveSession()
     if spark is None:
@@ -215,6 +218,7 @@ class _Job:
         self._input = rows
         self._board = board
         self._rows: list[Any] = []
+        self._error: SparkDLError | None = None
         name = getattr(call.function, "__name__", getattr(call.function, "path", "a function"))
         description = f"sparkdl: run {name} on {board.world_size} workers"
         self._jobs = RunJobs(spark.sparkContext, description)
@@ -252,8 +256,13 @@ class _Job:
             self._thread.join(JOB_END_S)
 
     def results(self) -> list[Any]:
-        """What the ranks have returned."""
-        self._thread.join(JOB_END_S)
+        """What the ranks have returned.
+
+        Raises:
+            TrainingError: it was lost on its way.
+        """
+        if self._error is not None:
+            raise self._error
         return [cloudpickle.loads(row.result) for row in sorted(self._rows, key=lambda r: r.rank)]
 
     def _run(self) -> None:
@@ -273,12 +282,14 @@ class _Job:
                 TrainingError("the Spark job ended before its workers did: one left without a word")
             )
         except Exception as error:  # whatever ends the Spark job ends the run
-            self._board.fail(as_training_error(error))
+            self._error = as_training_error(error)
+            self._board.fail(self._error)
 
 
 def _watch(board: Board, job: _Job, on_report: OnReport) -> None:
     """Show what the workers print and report until all have finished, or one has failed."""
     deadline = time.monotonic() + JOIN_S
+    results_due: float | None = None
     while True:
         try:
             event = board.events.get(timeout=0.2)
@@ -290,8 +301,16 @@ def _watch(board: Board, job: _Job, on_report: OnReport) -> None:
             on_report(event.rank, event.metrics)
         elif board.failure is not None:
             raise board.failure
-        elif board.finished and job.ended:
-            return
+        elif board.finished:
+            if job.ended:
+                return
+            results_due = results_due or time.monotonic() + RESULTS_S
+            if time.monotonic() > results_due:
+                raise DeadlineError(
+                    f"all {board.world_size} workers have finished, but Spark's job did not bring "
+                    f"what they returned within {RESULTS_S:g} s. Is it very large? Write it to a "
+                    "file and return its path. Spark's UI says which tasks are left"
+                )
         elif board.missing and job.makes_rows:
             deadline = time.monotonic() + JOIN_S
         elif board.missing and time.monotonic() > deadline:
