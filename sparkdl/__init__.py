@@ -13,13 +13,12 @@ from sparkdl.version import __version__
 
 if TYPE_CHECKING:
     from sparkdl.checkpoint.module_files import load_module
-    from sparkdl.checkpoint.state_files import load_checkpoint
     from sparkdl.checkpoint.trust import trusted_modules, trusted_pickles
     from sparkdl.estimator import TorchEstimator, TorchModel
     from sparkdl.events import EpochSummary
     from sparkdl.protocols import Batch
     from sparkdl.spark.function_run import run
-    from sparkdl.spark.function_worker import FunctionWorker, current_worker
+    from sparkdl.spark.function_worker import FunctionWorker, current_worker, load_checkpoint
     from sparkdl.spark.session import create_session
     from sparkdl.spark.torch_distributor import TorchDistributor
     from sparkdl.strategies import GradientAllReduce, ParameterAveraging
@@ -54,7 +53,7 @@ _HOMES = {
     "TorchModel": "sparkdl.estimator",
     "create_session": "sparkdl.spark.session",
     "current_worker": "sparkdl.spark.function_worker",
-    "load_checkpoint": "sparkdl.checkpoint.state_files",
+    "load_checkpoint": "sparkdl.spark.function_worker",
     "load_module": "sparkdl.checkpoint.module_files",
     "run": "sparkdl.spark.function_run",
     "trusted_modules": "sparkdl.checkpoint.trust",

@@ -12,14 +12,20 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from sparkdl.checkpoint.storage import CheckpointStore
+from sparkdl.checkpoint.storage import CheckpointStore, OpenElsewhere
 from sparkdl.errors import CheckpointError, ConfigError
 
 STATE_FILE = "state.pt"
 _KIND = {"kind": "state of a training function"}
 
 
-def save_state(path: str, state: Mapping[str, Any], *, keep_last: int) -> None:
+def save_state(
+    path: str,
+    state: Mapping[str, Any],
+    *,
+    keep_last: int,
+    open_elsewhere: OpenElsewhere | None = None,
+) -> None:
     """Publish a checkpoint, all of it or nothing.
 
     Args:
@@ -27,6 +33,7 @@ def save_state(path: str, state: Mapping[str, Any], *, keep_last: int) -> None:
         state: by name: modules, optimizers and whatever else has a ``state_dict``, tensors,
             numbers, texts, and lists and dicts of those.
         keep_last: how many checkpoints to keep there, >= 1.
+        open_elsewhere: tried for a URI of which pyarrow cannot open the file system.
 
     Raises:
         ConfigError: the directory cannot be used, or a value could only be read back by running
@@ -42,7 +49,7 @@ def save_state(path: str, state: Mapping[str, Any], *, keep_last: int) -> None:
             f"a checkpoint cannot hold {', '.join(sorted(unsafe))}: reading it back would run "
             "code. Give its state_dict(), or plain numbers and tensors"
         )
-    store = CheckpointStore(path, keep_last=keep_last)
+    store = CheckpointStore(path, keep_last=keep_last, open_elsewhere=open_elsewhere)
     pending = store.begin()
     try:
         with pending.create(STATE_FILE) as file:
@@ -54,13 +61,12 @@ def save_state(path: str, state: Mapping[str, Any], *, keep_last: int) -> None:
     store.prune()
 
 
-def load_checkpoint(path: str) -> dict[str, Any] | None:
-    """The newest state that ``save_checkpoint`` has written there, tensors on the CPU.
-
-    Works in the driver and in a training function alike.
+def load_state(path: str, *, open_elsewhere: OpenElsewhere | None = None) -> dict[str, Any] | None:
+    """The newest state that ``save_state`` has written there, tensors on the CPU.
 
     Args:
-        path: the directory that was given to ``save_checkpoint``.
+        path: the directory that was given to it.
+        open_elsewhere: tried for a URI of which pyarrow cannot open the file system.
 
     Returns:
         What was saved, of modules and optimizers the ``state_dict``; None if there is nothing.
@@ -69,7 +75,7 @@ def load_checkpoint(path: str) -> dict[str, Any] | None:
         ConfigError: the directory cannot be used, or holds checkpoints of another kind.
         CheckpointError: it cannot be read.
     """
-    saved = CheckpointStore(path, keep_last=1).newest()
+    saved = CheckpointStore(path, keep_last=1, open_elsewhere=open_elsewhere).newest()
     if saved is None:
         return None
     if not saved.has(STATE_FILE):

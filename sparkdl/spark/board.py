@@ -8,6 +8,8 @@
                                 <------ {"gathered": [what the rows of all are together]}
     {"lines": [...], "left_out": n} --> shown in the driver
     {"report": {name: number}}  ------> handed to the caller
+    {"files": {...}}            ------> see ``driver_files.py``
+                                <------ {"done": ...} or {"refused": text}
                                 <------ {"stacks": true}, at any time; see ``stacks.py``
     {"stacks": text}            ------>
     {"failure": {...}}          ------> the run ends, with the worker's traceback
@@ -31,7 +33,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.averager.headers import (
@@ -43,6 +45,7 @@ from sparkdl.averager.headers import (
 )
 from sparkdl.averager.port import Port
 from sparkdl.averager.reaching import introduced, reach
+from sparkdl.checkpoint.storage import OpenElsewhere
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerLostError
 from sparkdl.feed.facts import DataFacts, ShardFacts
 from sparkdl.spark.board_headers import (
@@ -55,6 +58,7 @@ from sparkdl.spark.board_headers import (
     read_stacks,
     unreadable,
 )
+from sparkdl.spark.driver_files import DriverFiles
 from sparkdl.spark.stacks import Stacks, describe_threads
 
 logger = logging.getLogger(__name__)
@@ -83,12 +87,20 @@ class Board:
         host: interface to bind to.
         advertised_host: the name under which workers reach it.
         tls: whether connections are encrypted.
+        open_uri: opens file systems that workers cannot; None for those of nobody.
     """
 
     def __init__(
-        self, world_size: int, host: str, advertised_host: str, *, tls: bool = False
+        self,
+        world_size: int,
+        host: str,
+        advertised_host: str,
+        *,
+        tls: bool = False,
+        open_uri: OpenElsewhere | None = None,
     ) -> None:
         self.world_size = world_size
+        self._open_uri = open_uri or _open_nothing
         self.events: queue.SimpleQueue[Lines | Report | None] = queue.SimpleQueue()
         self.failure: SparkDLError | None = None
         self._lock = threading.Lock()
@@ -138,9 +150,12 @@ class Board:
         try:
             joined = connection.receive_header()
             rank = self._join(*read_join(joined))
-            with self.stacks.of(rank, joined, connection):
+            with (
+                self.stacks.of(rank, joined, connection),
+                contextlib.closing(DriverFiles(self._open_uri)) as files,
+            ):
                 while not (header := connection.receive_header()).get("finish"):
-                    self._answer(rank, header, connection)
+                    self._answer(rank, header, connection, files)
             with self._lock:
                 self._finished.add(rank)
         except SparkDLError as error:
@@ -163,7 +178,9 @@ class Board:
             self._hosts[rank] = host
         return rank
 
-    def _answer(self, rank: int, header: Mapping[str, Any], connection: Connection) -> None:
+    def _answer(
+        self, rank: int, header: Mapping[str, Any], connection: Connection, files: DriverFiles
+    ) -> None:
         if "gather" in header:
             value = read_gather(dict(header), rank, self.world_size)
             self._gather(rank, value, connection)
@@ -171,6 +188,12 @@ class Board:
             self._gather(rank, read_shard(dict(header), rank), connection)
         elif "failure" in header:
             raise read_failure(rank, header)
+        elif "files" in header:
+            try:
+                answer = files.answer(header["files"])
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise unreadable(rank, header) from error
+            connection.send_header(answer)
         elif header.keys() & {"lines", "report", "stacks"}:
             self._show(rank, header)
         else:
@@ -230,7 +253,8 @@ class BoardClient:
 
     def __init__(self, address: BoardAddress, rank: int, patience_s: float = 0.0) -> None:
         self._rank = rank
-        self._gathered: queue.SimpleQueue[list[Any] | StoppedError] = queue.SimpleQueue()
+        self._asking = threading.Lock()
+        self._answers: queue.SimpleQueue[dict[str, Any] | StoppedError] = queue.SimpleQueue()
         self._connection = reach(partial(_introduced, address, rank), patience_s)
         self._send({"join": rank, "host": socket.gethostname(), "pid": os.getpid()})
         self._listener = threading.Thread(target=self._listen, name="sparkdl-board", daemon=True)
@@ -252,7 +276,8 @@ class BoardClient:
         Raises:
             StoppedError: the run ended.
         """
-        return self._exchange({"gather": value})
+        gathered: list[dict[str, Any]] = self._ask({"gather": value})["gathered"]
+        return gathered
 
     def gather_facts(self, shard: ShardFacts) -> DataFacts:
         """Say what this worker has found in its rows, and learn what all have together.
@@ -261,15 +286,20 @@ class BoardClient:
             DataError: it is more than can be said.
             StoppedError: the run ended.
         """
-        (facts,) = self._exchange(shard_header(shard))
+        (facts,) = self._ask(shard_header(shard))["gathered"]
         return read_facts(facts)
 
-    def _exchange(self, header: dict[str, Any]) -> list[Any]:
-        self._send(header)
-        answer = self._gathered.get()
-        if isinstance(answer, StoppedError):
-            raise answer
-        return answer
+    def ask_for_files(self, asked: dict[str, Any]) -> Any:
+        """Have the driver do something with a file; see ``driver_files.Ask``.
+
+        Raises:
+            OSError: it could not.
+            StoppedError: the run ended.
+        """
+        answer = self._ask({"files": asked})
+        if "refused" in answer:
+            raise OSError(str(answer["refused"]))
+        return answer["done"]
 
     def send_lines(self, lines: list[str], left_out: int) -> None:
         """Send what was printed.
@@ -305,6 +335,14 @@ class BoardClient:
         """Leave as one should."""
         self._send({"finish": True})
 
+    def _ask(self, header: dict[str, Any]) -> dict[str, Any]:
+        with self._asking:
+            self._send(header)
+            answer = self._answers.get()
+        if isinstance(answer, StoppedError):
+            raise answer
+        return answer
+
     def _send(self, header: dict[str, Any]) -> None:
         try:
             self._connection.send_header(header)
@@ -318,16 +356,23 @@ class BoardClient:
                 header = self._connection.receive_header()
                 if "stacks" in header:
                     self._send({"stacks": describe_threads()})
-                elif isinstance(gathered := header.get("gathered"), list):
-                    self._gathered.put(gathered)
+                elif isinstance(header.get("gathered"), list) or header.keys() & {
+                    "done",
+                    "refused",
+                }:
+                    self._answers.put(header)
                 else:
                     raise TrainingError(f"it sent what no driver sends: {reprlib.repr(header)}")
         except (ConnectionLostError, SilenceError, TrainingError) as error:
             told = StoppedError(f"rank {self._rank} was stopped by the driver: {error}")
-            self._gathered.put(told)
+            self._answers.put(told)
 
 
 def _introduced(address: BoardAddress, rank: int) -> Connection:
     host, port, token, fingerprint = astuple(address)
     name = f"the driver at {host}:{port}"
     return introduced(rank, name, (host, port), token, fingerprint, None)
+
+
+def _open_nothing(uri: str) -> NoReturn:
+    raise OSError(f"the driver opens no {uri}")

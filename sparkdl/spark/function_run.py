@@ -31,6 +31,7 @@ from sparkdl.spark.encryption import (
 )
 from sparkdl.spark.function_task import OUTPUT_DDL, Call, Feeding
 from sparkdl.spark.gpus import gpu_profile, ranks_a_task
+from sparkdl.spark.hadoop_files import open_hadoop
 from sparkdl.spark.launcher import (
     JOB_END_S,
     LEAVE_S,
@@ -136,7 +137,7 @@ def run(
     tls = encrypts_connections(spark, False)
     with (
         in_turn(spark, num_workers // ranks, profile),
-        Board(num_workers, *driver_hosts(spark), tls=tls) as board,
+        Board(num_workers, *driver_hosts(spark), tls=tls, open_uri=open_hadoop) as board,
     ):
         require_free_slots(spark, num_workers // ranks, profile, ranks)
         job = _Job(spark, board, call, device, rows)

@@ -16,15 +16,18 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from pyspark import SparkContext
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparkdl.checkpoint.state_files import save_state
+from sparkdl.checkpoint.state_files import load_state, save_state
 from sparkdl.collective.rendezvous import Meeting
 from sparkdl.errors import ConfigError
 from sparkdl.feed.feed import Feed
 from sparkdl.feed.shuffle import even_sizes
 from sparkdl.spark.board import BoardClient
+from sparkdl.spark.driver_files import open_through
+from sparkdl.spark.hadoop_files import open_hadoop
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - an optimizer
 
@@ -153,7 +156,8 @@ class FunctionWorker:
 
         Args:
             path: a directory that the workers which load it see: a path, or a URI that pyarrow.fs
-                takes (``s3://bucket/run``, ``hdfs://...``).
+                takes (``s3://bucket/run``). What it cannot open on a worker, ``hdfs://`` for
+                example, the driver opens by Hadoop, and the state travels through it.
             state: by name: modules, optimizers and whatever else has a ``state_dict``, tensors,
                 numbers, texts, and lists and dicts of those.
             keep_last: how many checkpoints to keep there.
@@ -163,8 +167,12 @@ class FunctionWorker:
             CheckpointError: the file system refuses.
         """
         if self.rank == 0:
-            save_state(path, state, keep_last=keep_last)
+            opens = open_through(self._board.ask_for_files)
+            save_state(path, state, keep_last=keep_last, open_elsewhere=opens)
         self._board.gather({})
+
+    def _load(self, path: str) -> dict[str, Any] | None:
+        return load_state(path, open_elsewhere=open_through(self._board.ask_for_files))
 
     def _set_share(self, share: float) -> None:
         self._share = share
@@ -224,6 +232,28 @@ def current_worker() -> FunctionWorker:
             "on the executors"
         )
     return _current
+
+
+def load_checkpoint(path: str) -> dict[str, Any] | None:
+    """The newest state that ``save_checkpoint`` has written there, tensors on the CPU.
+
+    Works in the driver and in a training function alike.
+
+    Args:
+        path: the directory that was given to ``save_checkpoint``.
+
+    Returns:
+        What was saved, of modules and optimizers the ``state_dict``; None if there is nothing.
+
+    Raises:
+        ConfigError: the directory cannot be used, or holds checkpoints of another kind.
+        CheckpointError: it cannot be read.
+    """
+    if _current is not None:
+        return _current._load(path)
+    # Without a session it would start one.
+    has_session = SparkContext._active_spark_context is not None
+    return load_state(path, open_elsewhere=open_hadoop if has_session else None)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.state_files import STATE_FILE, load_checkpoint, save_state
+from sparkdl.checkpoint.state_files import STATE_FILE, load_state, save_state
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import CheckpointError, ConfigError
 
@@ -25,7 +25,7 @@ def test_modules_optimizers_and_plain_values_come_back(tmp_path: Path) -> None:
         path, {"model": model, "optimizer": optimizer, "epoch": 3, "best": [0.5]}, keep_last=1
     )
 
-    state = load_checkpoint(path)
+    state = load_state(path)
     assert state is not None
     assert (state["epoch"], state["best"]) == (3, [0.5])
     again = nn.Linear(3, 2)
@@ -36,7 +36,7 @@ def test_modules_optimizers_and_plain_values_come_back(tmp_path: Path) -> None:
 
 
 def test_there_is_nothing_before_the_first(tmp_path: Path) -> None:
-    assert load_checkpoint(str(tmp_path)) is None
+    assert load_state(str(tmp_path)) is None
 
 
 def test_the_newest_undamaged_one_is_loaded_and_old_ones_are_deleted(tmp_path: Path) -> None:
@@ -44,9 +44,9 @@ def test_the_newest_undamaged_one_is_loaded_and_old_ones_are_deleted(tmp_path: P
         save_state(str(tmp_path), {"epoch": epoch}, keep_last=2)
     directories = sorted(entry.name for entry in tmp_path.iterdir())
     assert directories == ["checkpoint-000003", "checkpoint-000004"]
-    assert load_checkpoint(str(tmp_path)) == {"epoch": 4}
+    assert load_state(str(tmp_path)) == {"epoch": 4}
     (tmp_path / "checkpoint-000004" / STATE_FILE).write_bytes(b"damaged")
-    assert load_checkpoint(str(tmp_path)) == {"epoch": 3}
+    assert load_state(str(tmp_path)) == {"epoch": 3}
 
 
 def test_what_could_only_be_read_by_running_code_is_refused_when_it_is_saved(
@@ -71,7 +71,7 @@ def test_a_state_that_somebody_else_wrote_is_refused_in_words(
         file.write(octets)
     pending.publish({"kind": "state of a training function"})
     with pytest.raises(CheckpointError, match="checkpoint-000001"):
-        load_checkpoint(str(tmp_path / "run"))
+        load_state(str(tmp_path / "run"))
     assert not (tmp_path / "touched").exists()
 
 
@@ -79,7 +79,7 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
     pending = CheckpointStore(str(tmp_path), keep_last=1).begin()
     pending.publish({"kind": "other"})
     with pytest.raises(ConfigError, match=r"no checkpoint of a training function.*other"):
-        load_checkpoint(str(tmp_path))
+        load_state(str(tmp_path))
 
 
 def test_a_full_disk_leaves_no_half_of_a_checkpoint(
@@ -89,7 +89,7 @@ def test_a_full_disk_leaves_no_half_of_a_checkpoint(
     monkeypatch.setattr("sparkdl.checkpoint.storage._Checksummed.write", _full)
     with pytest.raises(CheckpointError, match="No space left"):
         save_state(str(tmp_path), {"epoch": 2}, keep_last=1)
-    assert load_checkpoint(str(tmp_path)) == {"epoch": 1}
+    assert load_state(str(tmp_path)) == {"epoch": 1}
 
 
 def _full(*_: object) -> int:

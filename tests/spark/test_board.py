@@ -233,6 +233,8 @@ ENDING: dict[str, dict[str, Any]] = {
     "failure-no-object": {"failure": 3},
     "failure-without-fields": {"failure": {}},
     "failure-of-numbers": {"failure": {"of_data": 1, "message": 2, "traceback": 3}},
+    "files-no-object": {"files": 3},
+    "files-unknown": {"files": {"do": "read", "uri": "x://y", "paths": ["/etc/passwd"]}},
     "long": {"hello": "x" * 1_000_000},
 }
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
+import cloudpickle
 import pytest
+import torch
 from frames import estimator, frame, same_bits
 from pyarrow import fs
 from pyspark.sql import SparkSession
 
+import sparkdl
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import ConfigError
 from sparkdl.spark.hadoop_files import open_hadoop
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture
@@ -84,3 +90,22 @@ def test_a_scheme_that_nobody_knows_is_refused_in_words(spark: SparkSession) -> 
     for path in ("nosuch://host/path", "dbfs:/mnt/path"):
         with pytest.raises(ConfigError, match=r"cannot be used: .*No FileSystem for scheme"):
             estimator(checkpointPath=path).fit(frame(spark))
+
+
+def test_a_function_saves_and_loads_there_on_workers_that_have_no_java(
+    view: str, tmp_path: Path
+) -> None:
+    path = f"{view}/run"
+
+    def go_on() -> int:
+        state = sparkdl.load_checkpoint(path) or {"epoch": 0, "values": torch.zeros(1_100_000)}
+        new = {"epoch": state["epoch"] + 1, "values": state["values"] + 1}
+        sparkdl.current_worker().save_checkpoint(path, new)
+        return state["epoch"]
+
+    assert sparkdl.run(go_on, num_workers=2) == [0, 0]
+    assert sparkdl.run(go_on, num_workers=2) == [1, 1]
+    state = sparkdl.load_checkpoint(path)
+    assert state is not None
+    assert (state["epoch"], state["values"].unique().tolist()) == (2, [2.0])
+    assert len(list((tmp_path / "real" / "run").glob("checkpoint-*"))) == 2
