@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,18 @@ import torch
 from torch import Tensor
 
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
-from sparkdl.averager.local import connect
 from sparkdl.averager.port import Port
+from sparkdl.averager.reaching import introduced, reach
 from sparkdl.collective import Gather, Network
 from sparkdl.collective.network import local_address
-from sparkdl.errors import DeadlineError, SparkDLError, TrainingError, WorkerLostError
+from sparkdl.errors import (
+    DeadlineError,
+    DisconnectedError,
+    SparkDLError,
+    StoppedError,
+    TrainingError,
+    WorkerLostError,
+)
 from sparkdl.feed.shuffle import exchange_plan, permutation
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import ColumnSpec
@@ -112,16 +120,19 @@ class Reshuffle:
 
     def _send(self, peer: int, address: dict[str, Any], chunks: Any) -> None:
         try:
-            connected = connect(
-                (address["host"], address["port"]),
-                self.token,
-                address["fingerprint"],
+            connection = reach(
+                partial(
+                    introduced,
+                    self.rank,
+                    f"rank {peer}",
+                    (address["host"], address["port"]),
+                    self.token,
+                    address["fingerprint"],
+                    self.deadline_s,
+                ),
                 self.deadline_s,
             )
-            connection = Connection(connected, self.deadline_s)
             try:
-                if not connection.introduce(self.token):
-                    raise TrainingError(f"rank {peer} does not know the job's token")
                 connection.send_header({"rows_of": self.rank})
                 for chunk in chunks:
                     for values in chunk:
@@ -138,11 +149,13 @@ class Reshuffle:
                 f"rank {self.rank} could not send rows to rank {peer}, which took nothing for "
                 f"{self.deadline_s:g} s"
             ) from error
-        except (ConnectionLostError, OSError) as error:
+        except (ConnectionLostError, DisconnectedError) as error:
             raise WorkerLostError(
                 f"rank {self.rank} lost rank {peer} on {address['host']} while it sent rows to "
                 f"it: {error}"
             ) from error
+        except StoppedError as error:
+            raise TrainingError(f"rank {peer} does not know the job's token") from error
 
 
 class _Arrivals:

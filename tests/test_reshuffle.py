@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from toys import Data, classification, enough_rows, make_job, mlp, relative_error
 
 from sparkdl.averager.connection import Connection
+from sparkdl.averager.handshake import MAGIC
 from sparkdl.averager.port import Port
 from sparkdl.collective import Network
 from sparkdl.driver import Outcome
@@ -362,7 +363,7 @@ def test_a_stranger_in_a_workers_place_gets_no_rows(tmp_path: Path) -> None:
         def answer() -> None:
             connected, _ = listener.accept()
             with connected:
-                connected.sendall(b"sparkdl1" + bytes(32))
+                connected.sendall(MAGIC + bytes(32))
                 proof = connected.recv(64)
                 connected.sendall(bytes(32))  # no proof at all
                 while more := connected.recv(1 << 16):

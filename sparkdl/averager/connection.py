@@ -3,45 +3,48 @@
 A message is a header (a JSON object) or values (the bytes of a tensor), each behind a prefix that
 says which of the two and how long. Values go from the sender's flat tensor into the receiver's
 through the kernel and nothing else; the receiver knows how many there have to be, so that no
-length from the wire decides about memory. Nothing is ever unpickled.
-
-Before the first message both ends prove that they know the job's token without showing it
-(challenge and response with HMAC-SHA256, as in RFC 2195):
-
-    averager -> worker   MAGIC, challenge a
-    worker -> averager   HMAC(token, "worker", a), challenge w
-    averager -> worker   HMAC(token, "averager", w)
+length from the wire decides about memory. Nothing is ever unpickled. Before the first message both
+ends prove that they know the job's token (``handshake.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import json
 import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparkdl.averager.handshake import (
+    AVERAGER,
+    CHALLENGE_BYTES,
+    HELLO_BYTES,
+    MAGIC,
+    PROOF_BYTES,
+    WORKER,
+    channel_of,
+    prove,
+)
 from sparkdl.averager.tls import Encrypted
 from sparkdl.errors import TrainingError
 
-MAGIC = b"sparkdl1"
 MAX_HEADER_BYTES = 16 << 20
 """Longest header; the facts about 50,000 columns fit in it."""
-HANDSHAKE_S = 20.0
-"""Seconds that the other end has to prove itself."""
-_CHALLENGE_BYTES = 32
-_PROOF_BYTES = hashlib.sha256().digest_size
+INTRODUCE_S = 20.0
+"""Seconds that an averager has to let a worker in; others may wait at its port before that one."""
 _HEADER, _VALUES = 1, 2
 _PREFIX = struct.Struct("!BI")
 _SECONDS = struct.Struct("ll")
+_SHORTEST_S = 1e-3
+"""What is less may be 0 for the kernel, and that is no limit."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """A host that was cut off or lost its power says no farewell; the kernel asks after it."""
 
@@ -50,12 +53,12 @@ class ConnectionLostError(Exception):
     """The other end is gone, or has sent what no end of ours sends."""
 
 
-class ClosedError(ConnectionLostError):
-    """The other end has closed the connection, as an averager does that was shown a wrong proof."""
-
-
 class StrangerError(ConnectionLostError):
     """The other end does not speak as an averager does."""
+
+
+class UnprovedError(StrangerError):
+    """The other end does not know the job's token, or says so of this one."""
 
 
 class SilenceError(Exception):
@@ -81,33 +84,34 @@ class Connection:
             _set_up_tcp(connected)
         self._limit_silence(silence_s)
 
-    def accept(self, token: str) -> bool:
-        """Averager: let the worker prove that it knows the token; returns whether it did."""
-        self._limit_silence(HANDSHAKE_S)
-        challenge = secrets.token_bytes(_CHALLENGE_BYTES)
-        self._send(MAGIC + challenge)
-        answer = self._receive(_PROOF_BYTES + _CHALLENGE_BYTES)
-        proof, theirs = answer[:_PROOF_BYTES], answer[_PROOF_BYTES:]
-        if not hmac.compare_digest(proof, _prove(token, b"worker", challenge)):
-            return False
-        self._send(_prove(token, b"averager", theirs))
-        self._limit_silence(self._silence_s)
-        return True
+    def welcome(self, proof: bytes) -> None:
+        """Averager: let the worker in, which has proved itself.
+
+        Args:
+            proof: the averager's own, for which the worker waits.
+
+        Raises:
+            ConnectionLostError: the other end is gone.
+        """
+        self._send(proof)
 
     def introduce(self, token: str) -> bool:
-        """Worker: prove to know the token; returns whether the averager did the same."""
-        self._limit_silence(HANDSHAKE_S)
-        hello = self._receive(len(MAGIC) + _CHALLENGE_BYTES)
+        """Worker: prove to know the token; returns whether the averager did the same.
+
+        Raises:
+            ConnectionLostError: the other end is gone; StrangerError if it is no averager.
+            SilenceError: it did not take part to the end in ``INTRODUCE_S``.
+        """
+        until = time.monotonic() + INTRODUCE_S
+        channel = channel_of(self._socket)
+        hello = self._receive_until(until, HELLO_BYTES)
         if not hello.startswith(MAGIC):
             raise StrangerError("whoever answers there is not an averager")
-        challenge = secrets.token_bytes(_CHALLENGE_BYTES)
-        self._send(_prove(token, b"worker", hello[len(MAGIC) :]) + challenge)
-        try:
-            answer = self._receive(_PROOF_BYTES)
-        except ClosedError:  # one that breaks here, though, is worth another attempt
-            return False
+        challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        self._send(prove(token, WORKER, channel, hello[len(MAGIC) :]) + challenge)
+        answer = self._receive_until(until, PROOF_BYTES)
         self._limit_silence(self._silence_s)
-        return hmac.compare_digest(answer, _prove(token, b"averager", challenge))
+        return hmac.compare_digest(answer, prove(token, AVERAGER, channel, challenge))
 
     def send_header(self, fields: Mapping[str, Any]) -> None:
         """Send a JSON object.
@@ -225,15 +229,30 @@ class Connection:
         self._receive_into(memoryview(octets))
         return bytes(octets)
 
+    def _receive_until(self, until: float, size: int) -> bytes:
+        """As ``_receive``, but not beyond a time of the monotonic clock, whatever trickles in."""
+        octets = bytearray(size)
+        view = memoryview(octets)
+        while view.nbytes:
+            left = until - time.monotonic()
+            if left < _SHORTEST_S:
+                raise SilenceError("the other end was too slow to prove itself")
+            self._limit_silence(left)
+            view = view[self._receive_some(view) :]
+        return bytes(octets)
+
     def _receive_into(self, octets: memoryview) -> None:
         while octets.nbytes:
-            try:
-                count = self._socket.recv_into(octets, 0, socket.MSG_WAITALL)
-            except OSError as error:
-                raise self._as_ours(error) from error
-            if not count:
-                raise ClosedError("the other end closed the connection")
-            octets = octets[count:]
+            octets = octets[self._receive_some(octets) :]
+
+    def _receive_some(self, octets: memoryview) -> int:
+        try:
+            count = self._socket.recv_into(octets, 0, socket.MSG_WAITALL)
+        except OSError as error:
+            raise self._as_ours(error) from error
+        if not count:
+            raise ConnectionLostError("the other end closed the connection")
+        return count
 
     def _send(self, octets: bytes | memoryview) -> None:
         try:
@@ -269,7 +288,3 @@ def _set_up_tcp(connected: socket.socket | Encrypted) -> None:
 
 def _octets(values: Tensor) -> memoryview:
     return values.detach().view(torch.uint8).numpy().data
-
-
-def _prove(token: str, role: bytes, challenge: bytes) -> bytes:
-    return hmac.digest(token.encode(), role + challenge, "sha256")

@@ -1,26 +1,34 @@
 """The shorter way between two processes of one machine: the kernel's own sockets in place of TCP.
 
 Bytes over TCP cost about twice the processor time, also when they never leave the machine. So every
-port listens under a local name too, and who connects tries that first. The name is derived from the
-port's address and the job's token: whoever knows it has been let in on both, and on another machine
-it does not exist. It is an abstract one, so that no file can stay behind; containers see it exactly
-if they share the network, as with a port. Ports that encrypt have none, and only Linux has them:
-TCP is always there.
+port listens under a local name too, and who connects tries that first. The name is an abstract one,
+so that no file can stay behind. It is derived from the job's token, the port's address, and the
+kernel and the network that it is in: on another machine, or in a container with a network of its
+own, nobody can know the name that is looked for there, though all of this one's can be read by
+whoever has an account on it. Both ends ask the kernel who the other is and accept their own user
+and root. Ports that encrypt have no local name, and only Linux has them: TCP is always there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import logging
+import os
 import socket
+import struct
 import sys
+from pathlib import Path
 
-from sparkdl.averager import tls
-from sparkdl.averager.tls import Encrypted
+logger = logging.getLogger(__name__)
 
 HAS_LOCAL_NAMES = sys.platform == "linux"
+_CREDENTIALS = struct.Struct("iII")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK = Path("/proc/thread-self/ns/net")
 
 
-def listen_locally(host: str, port: int, token: str, backlog: int) -> socket.socket:
+def listen(host: str, port: int, token: str, backlog: int) -> socket.socket | None:
     """Listen for processes of this machine that would connect to ``host:port``.
 
     Args:
@@ -30,43 +38,66 @@ def listen_locally(host: str, port: int, token: str, backlog: int) -> socket.soc
         backlog: connections that may wait to be accepted.
 
     Returns:
-        The listening socket.
+        The listening socket; None where there are no local names.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    name = name_of(host, port, token)
+    if name is None:
+        return None
     try:
-        listener.bind(_name(host, port, token))
-        listener.listen(backlog)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+        with contextlib.ExitStack() as on_failure:
+            listener = on_failure.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            listener.bind(name)
+            listener.listen(backlog)
+            on_failure.pop_all()
+            return listener
+    except OSError as error:
+        logger.info("port %d has no local name beside it: %s", port, error)
+        return None
 
 
-def connect(
-    address: tuple[str, int], token: str, fingerprint: str | None, timeout_s: float
-) -> socket.socket | Encrypted:
-    """Connect to a port of ours, by the shorter way if it is on this machine.
+def connect(address: tuple[str, int], token: str, timeout_s: float) -> socket.socket | None:
+    """Connect to a port of ours if it is on this machine.
 
     Args:
         address: the host as the port's owner has advertised it, and the port's number.
         token: the job's secret.
-        fingerprint: of the certificate that it has to show; None for a port without encryption.
         timeout_s: seconds to wait for each answer.
 
-    Raises:
-        OSError: nobody can be reached there, or it is somebody else.
+    Returns:
+        The socket; None if that is another machine's port, too many wait at it, or whoever listens
+        under its name is another user: TCP has the last word.
     """
-    if HAS_LOCAL_NAMES and fingerprint is None:
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connected.settimeout(timeout_s)  # with it, a queue that is full is an error
-        try:
-            connected.connect(_name(*address, token))
+    name = name_of(*address, token)
+    if name is None:
+        return None
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connected.settimeout(timeout_s)  # with it, a queue that is full is an error
+    try:
+        connected.connect(name)
+        if is_trusted(connected):
             return connected
-        except OSError:  # on another machine, or too many wait: TCP has the last word
-            connected.close()
-    return tls.connect(address, fingerprint, timeout_s)
+    except OSError:
+        pass
+    connected.close()
+    return None
 
 
-def _name(host: str, port: int, token: str) -> bytes:
-    digest = hmac.digest(token.encode(), f"{host.lower()}:{port}".encode(), "sha256")
+def is_trusted(connected: socket.socket) -> bool:
+    """Whether the other end of a local connection is a process of this one's user, or of root."""
+    size = _CREDENTIALS.size
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return user in (0, os.geteuid())
+
+
+def name_of(host: str, port: int, token: str) -> bytes | None:
+    """The local name of a port; None where the kernel does not tell where it is."""
+    if not HAS_LOCAL_NAMES:
+        return None
+    try:
+        boot, network = _BOOT.read_text().strip(), _NETWORK.stat()
+    except OSError:  # there is no /proc, or not all of it
+        return None
+    place = f"{host.lower()}:{port} {boot} {network.st_dev}:{network.st_ino}"
+    digest = hmac.digest(token.encode(), place.encode(), "sha256")
     return b"\0sparkdl-" + digest.hex().encode()

@@ -8,16 +8,16 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import TypeVar
 
+from sparkdl.averager import local, tls
 from sparkdl.averager.connection import (
     Connection,
     ConnectionLostError,
     SilenceError,
     StrangerError,
+    UnprovedError,
 )
-from sparkdl.averager.local import connect
 from sparkdl.errors import DisconnectedError, StoppedError
 
 logger = logging.getLogger(__name__)
@@ -66,17 +66,55 @@ def introduced(
     """
     timeout_s = CONNECT_S if silence_s is None else min(CONNECT_S, silence_s)
     try:
-        with ExitStack() as on_failure:
-            connection = Connection(connect(address, token, fingerprint, timeout_s), silence_s)
-            on_failure.callback(connection.close)
-            if not connection.introduce(token):
-                raise StoppedError(
-                    f"rank {rank} and {name} do not have the same token: it is another job's"
-                )
-            on_failure.pop_all()
-            return connection
+        return dial(address, token, fingerprint, timeout_s, silence_s)
+    except UnprovedError as error:
+        raise StoppedError(
+            f"rank {rank} and {name} do not have the same token: it is another job's"
+        ) from error
     except (OSError, ConnectionLostError, SilenceError) as error:
         raise DisconnectedError(f"rank {rank} cannot reach {name}: {error}") from error
+
+
+def dial(
+    address: tuple[str, int],
+    token: str,
+    fingerprint: str | None,
+    timeout_s: float,
+    silence_s: float | None,
+) -> Connection:
+    """Connect to a port of ours, by the shorter way if it is on this machine and that is open.
+
+    Args:
+        address: the host as the port's owner has advertised it, and the port's number.
+        token: the job's secret, which both ends prove to know.
+        fingerprint: of the certificate that it has to show; None for a port without encryption.
+        timeout_s: seconds to wait until it is reached.
+        silence_s: the longest that one message may make no progress, in seconds; None for no limit.
+
+    Raises:
+        OSError: nobody can be reached there, or it has another certificate.
+        ConnectionLostError: it broke; UnprovedError if that end does not have the token.
+        SilenceError: that end did not prove itself in time.
+    """
+    if fingerprint is None and (found := local.connect(address, token, timeout_s)) is not None:
+        try:
+            return _proved(found, token, silence_s)
+        except (ConnectionLostError, SilenceError) as error:
+            logger.info("%s:%d is reached by TCP, for locally: %s", *address, error)
+    return _proved(tls.connect(address, fingerprint, timeout_s), token, silence_s)
+
+
+def _proved(
+    connected: socket.socket | tls.Encrypted, token: str, silence_s: float | None
+) -> Connection:
+    connection = Connection(connected, silence_s)
+    try:
+        if not connection.introduce(token):
+            raise UnprovedError("whoever answers there does not have the job's token")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def reach(attempt: Callable[[], T], patience_s: float) -> T:

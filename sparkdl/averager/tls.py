@@ -51,7 +51,7 @@ class Certificate:
             path.write_bytes(pem)
             self._context.load_cert_chain(path, password=password)
 
-    def accept(self, connected: socket.socket) -> Encrypted:
+    def wrap(self, connected: socket.socket) -> ssl.SSLSocket:
         """Encrypt a connection that has been accepted; the first bytes bring the handshake.
 
         Args:
@@ -60,9 +60,7 @@ class Certificate:
         Raises:
             OSError: the other end is gone.
         """
-        return Encrypted(
-            self._context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
-        )
+        return self._context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
 
 
 def connect(

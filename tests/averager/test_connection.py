@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,12 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparkdl.averager import connection
 from sparkdl.averager.connection import (
-    MAGIC,
     MAX_HEADER_BYTES,
     Connection,
     ConnectionLostError,
+    SilenceError,
 )
+from sparkdl.averager.handshake import ANSWER_BYTES, MAGIC, REFUSAL, Challenge, channel_of
 from sparkdl.errors import TrainingError
 
 SILENCE_S = 10.0
@@ -62,94 +65,135 @@ def connected(silence_s: float = SILENCE_S) -> Iterator[tuple[Connection, Connec
         yield Connection(left, silence_s), Connection(right, silence_s)
 
 
+def accept(end: socket.socket, token: str) -> bool:
+    """The averager's part of a handshake; returns whether the other end knows the token."""
+    challenge = Challenge(token, channel_of(end))
+    end.sendall(challenge.hello)
+    proof = challenge.reply(end.recv(ANSWER_BYTES, socket.MSG_WAITALL))
+    end.sendall(REFUSAL if proof is None else proof)
+    return proof is not None
+
+
 def both(*calls: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result(timeout=30) for future in [pool.submit(call) for call in calls]]
 
 
+def pass_on_a_handshake(
+    token: str,
+    worker: socket.socket,
+    left: socket.socket,
+    right: socket.socket,
+    averager: socket.socket,
+) -> tuple[list[bool], bytes]:
+    """Who was let in, and what was sent, the worker's last, if somebody stands between two ends."""
+    seen: dict[str, bytes] = {"averager": b"", "worker": b""}
+
+    def pass_on(sender: str, source: socket.socket, sink: socket.socket) -> None:
+        while octets := source.recv(4096):
+            seen[sender] += octets
+            sink.sendall(octets)
+        sink.shutdown(socket.SHUT_WR)
+
+    def introduce() -> bool:
+        known = Connection(worker, SILENCE_S).introduce(token)
+        worker.shutdown(socket.SHUT_WR)
+        return known
+
+    def answer() -> bool:
+        known = accept(averager, token)
+        averager.shutdown(socket.SHUT_WR)
+        return known
+
+    answers = both(
+        introduce,
+        answer,
+        lambda: pass_on("worker", left, right),
+        lambda: pass_on("averager", right, left),
+    )
+    return answers[:2], seen["averager"] + seen["worker"]
+
+
 class TestHandshake:
     def test_ends_with_the_same_token_know_each_other(self) -> None:
-        with connected() as (worker, averager):
-            answers = both(lambda: worker.introduce("t0k3n"), lambda: averager.accept("t0k3n"))
+        with pair() as (left, right):
+            worker = Connection(left, SILENCE_S)
+            answers = both(lambda: worker.introduce("t0k3n"), lambda: accept(right, "t0k3n"))
         assert answers == [True, True]
 
     @pytest.mark.parametrize("token", ["", "t0k3", "t0k3n ", "T0K3N"])
     def test_another_token_is_refused_by_both_ends(self, token: str) -> None:
-        with connected() as (worker, averager):
+        with pair() as (left, right):
+            worker = Connection(left, SILENCE_S)
+            answers = both(lambda: worker.introduce(token), lambda: accept(right, "t0k3n"))
+        assert answers == [False, False]
 
-            def accept() -> bool:
-                known = averager.accept("t0k3n")
-                averager.close()
-                return known
+    def test_an_end_without_a_word_is_no_refusal(self) -> None:
+        """The averager may have had too many strangers; another attempt may do better."""
+        with pair() as (left, right):
 
-            assert both(lambda: worker.introduce(token), accept) == [False, False]
+            def leave() -> None:
+                right.sendall(MAGIC + bytes(32))
+                right.recv(ANSWER_BYTES, socket.MSG_WAITALL)
+                right.close()
+
+            worker = Connection(left, SILENCE_S)
+            with pytest.raises(ConnectionLostError, match="closed the connection"):
+                both(lambda: worker.introduce("t"), leave)
+
+    def test_an_averager_that_trickles_is_left_at_the_deadline(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(connection, "INTRODUCE_S", 0.5)
+        with pair() as (left, right):
+
+            def trickle() -> None:
+                with contextlib.suppress(OSError):
+                    for octet in MAGIC + bytes(32):
+                        right.sendall(bytes([octet]))
+                        time.sleep(0.05)
+
+            def introduce() -> float:
+                started = time.monotonic()
+                with pytest.raises(SilenceError):
+                    Connection(left, SILENCE_S).introduce("t")
+                left.close()
+                return time.monotonic() - started
+
+            assert both(introduce, trickle)[0] < 1.0
 
     def test_the_token_is_never_on_the_wire(self) -> None:
         """A man in the middle passes everything on and looks for it."""
         token = "a-very-secret-token"
-        seen = bytearray()
-
-        def pass_on(source: socket.socket, sink: socket.socket) -> None:
-            while octets := source.recv(4096):
-                seen.extend(octets)
-                sink.sendall(octets)
-            sink.shutdown(socket.SHUT_WR)
-
         with pair() as (left, middle), pair() as (center, right):
-            worker, averager = Connection(left, SILENCE_S), Connection(right, SILENCE_S)
-
-            def introduce() -> bool:
-                known = worker.introduce(token)
-                left.shutdown(socket.SHUT_WR)
-                return known
-
-            def accept() -> bool:
-                known = averager.accept(token)
-                right.shutdown(socket.SHUT_WR)
-                return known
-
-            answers = both(
-                introduce,
-                accept,
-                lambda: pass_on(middle, center),
-                lambda: pass_on(center, middle),
-            )
-        assert answers[:2] == [True, True]
+            answers, seen = pass_on_a_handshake(token, left, middle, center, right)
+        assert answers == [True, True]
         assert seen.startswith(MAGIC)
         assert token.encode() not in seen
 
     def test_a_proof_seen_once_opens_nothing_later(self) -> None:
-        with connected() as (worker, averager):
-            both(lambda: worker.introduce("t"), lambda: averager.accept("t"))
-        recorded = bytearray()
+        with pair() as (left, middle), pair() as (center, right):
+            answers, seen = pass_on_a_handshake("t", left, middle, center, right)
+        assert answers == [True, True]
         with pair() as (left, right):
-            averager = Connection(right, SILENCE_S)
-
-            def record() -> None:
-                """Take part honestly, keeping what was sent."""
-                send = left.sendall
-
-                class Spy:
-                    def __getattr__(self, name: str) -> Any:
-                        return getattr(left, name)
-
-                    def sendall(self, octets: bytes) -> None:
-                        recorded.extend(octets)
-                        send(octets)
-
-                assert Connection(Spy(), SILENCE_S).introduce("t")  # type: ignore[arg-type]
-
-            both(record, lambda: averager.accept("t"))
-        with pair() as (left, right):
-            averager = Connection(right, SILENCE_S)
-            left.sendall(recorded)
-            assert not averager.accept("t")
+            left.sendall(seen[-ANSWER_BYTES:])
+            assert not accept(right, "t")
 
     def test_whoever_is_no_averager_is_recognised(self) -> None:
         with pair() as (left, right):
             right.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64))
             with pytest.raises(ConnectionLostError, match="not an averager"):
                 Connection(left, SILENCE_S).introduce("t")
+
+
+def test_a_proof_for_one_kind_of_channel_is_none_for_another() -> None:
+    """Whoever has been taken for the other end locally cannot pass that on to the TCP port."""
+    with contextlib.ExitStack() as stack:
+        ends = [*local_sockets(), *tcp_sockets()]
+        for end in ends:
+            stack.enter_context(end)
+        answers, _ = pass_on_a_handshake("t", *ends)
+    assert answers == [False, False]
 
 
 @given(

@@ -15,7 +15,7 @@ import torch
 from toys import DTYPES
 
 from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
-from sparkdl.averager.tls import Certificate, connect
+from sparkdl.averager.tls import Certificate, Encrypted, connect
 
 SILENCE_S = 10.0
 
@@ -43,7 +43,7 @@ def encrypted(certificate: Certificate) -> Ends:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         address = listener.getsockname()
         left = pool.submit(connect, address, certificate.fingerprint, SILENCE_S)
-        right = certificate.accept(listener.accept()[0])
+        right = Encrypted(certificate.wrap(listener.accept()[0]))
         # The handshake goes on with what is said first.
         Connection(right, SILENCE_S).send_header({"hello": 1})
         assert Connection(left.result(10), SILENCE_S).receive_header() == {"hello": 1}

@@ -17,6 +17,7 @@ from toys import classification, make_job, mlp, parameters_of
 from sparkdl.averager import Averager, AveragerClient, connection
 from sparkdl.averager.codec import FullPrecision
 from sparkdl.averager.connection import Connection
+from sparkdl.averager.handshake import MAGIC
 from sparkdl.averager.port import Port
 from sparkdl.averager.tls import Certificate, Encrypted, connect
 from sparkdl.driver import run
@@ -69,7 +70,7 @@ def test_a_worker_does_not_talk_to_a_man_in_the_middle_with_a_certificate_of_his
 def test_an_end_that_encrypts_and_one_that_does_not_never_meet(
     tls: bool, certificate: Certificate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(connection, "INTRODUCE_S", 0.5)
     with Averager(LAYOUT, [torch.ones(5)], 1, FullPrecision(), deadline_s=5, tls=tls) as averager:
         other = replace(averager.address, fingerprint=None if tls else certificate.fingerprint)
         with pytest.raises(DisconnectedError, match="rank 0"):
@@ -107,7 +108,7 @@ def test_nothing_readable_passes_between_workers_and_averager(tmp_path: Path) ->
     plain, expected = bytes_on_the_wire(False, tmp_path)
     encrypted, parameters = bytes_on_the_wire(True, tmp_path)
     # What was sent last are the final parameters, in the model's own float64.
-    secrets = [expected["0.bias"].tobytes(), b'"window"', b'"shard"', b"sparkdl1"]
+    secrets = [expected["0.bias"].tobytes(), b'"window"', b'"shard"', MAGIC]
     assert [secret in plain for secret in secrets] == [True] * 4
     assert [secret in encrypted for secret in secrets] == [False] * 4
     assert all((parameters[name] == expected[name]).all() for name in expected)

@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 
 import sparkdl
 from sparkdl import GradientAllReduce, ParameterAveraging
-from sparkdl.averager import port
+from sparkdl.averager import local
 from sparkdl.errors import TrainingError
 
 NOBODY = "127.0.0.77"
@@ -20,7 +20,7 @@ NOBODY = "127.0.0.77"
 @pytest.fixture(autouse=True)
 def wrong_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver listens, but tells workers an address at which nobody does."""
-    monkeypatch.setattr(port, "HAS_LOCAL_NAMES", False)
+    monkeypatch.setattr(local, "HAS_LOCAL_NAMES", False)
     for module in ("estimator.estimator", "spark.function_run"):
         name = f"sparkdl.{module}.driver_hosts"
         monkeypatch.setattr(name, lambda spark: ("127.0.0.1", NOBODY))
