@@ -18,9 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sparkdl.averager import local
-from sparkdl.averager.handshake import REFUSAL
+from sparkdl.averager.handshake import REFUSAL, TLS, Challenge, channel_of
 from sparkdl.averager.strangers import Allowance, Stranger, Strangers, source_of
 from sparkdl.averager.tls import Certificate, Encrypted
 
@@ -30,13 +31,13 @@ HANDSHAKE_S = 5.0
 """Seconds that a stranger has in all, from being accepted to having proved itself."""
 MAX_STRANGERS = 256
 """Connections at once whose other end has not yet proved that it knows the token."""
-STRANGERS_PER_S = 1_000.0
-"""Of those that prove nothing, the most that a listener accepts when ever more come: each then has
-a quarter of a second at least, and a thousand of them keep nobody waiting for more than one."""
+STRANGERS_PER_S = 600.0
+"""Of those that prove nothing, the most that a listener accepts when ever more come. That takes a
+thirtieth of a core, leaves each of them 0.4 s, and a thousand keep nobody waiting for 1.3 s."""
 BACKLOG = 4_096
 """Connections that may wait to be accepted, if the kernel's own limit is not lower."""
 _BATCH = 16
-_REST_S = 0.01
+_REST_S = 0.02
 _TROUBLE_S = 0.1
 _CLOSE_S = 10.0
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE}
@@ -46,10 +47,12 @@ Admit = Callable[[socket.socket | Encrypted, bytes], None]
 
 @dataclass(frozen=True)
 class _Door:
-    """A listener, and how many more it lets in."""
+    """A listener, how many more it lets in, and what all who come by it have in common."""
 
     listener: socket.socket
     allowance: Allowance
+    family: int
+    channel: bytes
 
 
 class Acceptor:
@@ -84,7 +87,9 @@ class Acceptor:
             self._selector.register(woken, selectors.EVENT_READ)
             for listener in listeners:
                 listener.setblocking(False)
-                door = _Door(listener, Allowance(MAX_STRANGERS, STRANGERS_PER_S))
+                allowance = Allowance(MAX_STRANGERS, STRANGERS_PER_S)
+                channel = TLS if certificate is not None else channel_of(listener)
+                door = _Door(listener, allowance, listener.family, channel)
                 self._selector.register(listener, selectors.EVENT_READ, door)
             self._thread = threading.Thread(target=self._run, name="sparkdl-port", daemon=True)
             self._thread.start()
@@ -128,7 +133,7 @@ class Acceptor:
         pressed = False
         for key in ready:
             if isinstance(key.data, _Door):
-                pressed |= self._accept(key.data.listener, key.data.allowance)
+                pressed |= self._accept(key.data)
         return pressed
 
     def _dismiss_overdue(self) -> None:
@@ -136,27 +141,27 @@ class Acceptor:
         while (oldest := self._strangers.oldest) is not None and oldest.until <= now:
             self._dismiss(oldest)
 
-    def _accept(self, listener: socket.socket, allowance: Allowance) -> bool:
+    def _accept(self, door: _Door) -> bool:
         """Let in some of those who wait; returns whether they come faster than they may."""
         for _ in range(_BATCH):
-            if not allowance.take():
+            if not door.allowance.take():
                 return True
             try:
-                connected, address = listener.accept()
+                connected, address = door.listener.accept()
             except BlockingIOError:
-                allowance.give_back()
+                door.allowance.give_back()
                 return False
             except OSError as error:
                 logger.warning("a connection could not be accepted: %s", error)
                 if error.errno in _EXHAUSTED and self._strangers:
                     self._dismiss(self._strangers.superfluous)
-                allowance.suspend(_TROUBLE_S)
+                door.allowance.suspend(_TROUBLE_S)
                 return True
-            self._let_in(connected, source_of(connected, address), allowance)
+            self._let_in(connected, address, door)
         return False
 
-    def _let_in(self, connected: socket.socket, source: bytes, allowance: Allowance) -> None:
-        if connected.family == socket.AF_UNIX and not local.is_trusted(connected):
+    def _let_in(self, connected: socket.socket, address: Any, door: _Door) -> None:
+        if door.family == socket.AF_UNIX and not local.is_trusted(connected):
             connected.close()
             return
         connected.setblocking(False)
@@ -167,8 +172,13 @@ class Acceptor:
             return
         if len(self._strangers) >= MAX_STRANGERS:
             self._dismiss(self._strangers.superfluous)
-        until = time.monotonic() + HANDSHAKE_S
-        stranger = Stranger(end, source, self._token, until, allowance)
+        stranger = Stranger(
+            end,
+            source_of(door.family, address),
+            Challenge(self._token, door.channel),
+            time.monotonic() + HANDSHAKE_S,
+            door.allowance,
+        )
         self._selector.register(end, selectors.EVENT_READ, stranger)
         self._strangers.add(stranger)
         self._go_on(stranger)

@@ -17,7 +17,6 @@ import hmac
 import os
 import secrets
 import socket
-import ssl
 
 from sparkdl.averager.tls import Encrypted
 
@@ -29,6 +28,8 @@ ANSWER_BYTES = PROOF_BYTES + CHALLENGE_BYTES
 REFUSAL = bytes(PROOF_BYTES)
 """Says that the proof is wrong; an end without a word is worth another attempt."""
 WORKER, AVERAGER = b"worker", b"averager"
+TLS = b"tls"
+"""The channel of every encrypted connection: the certificate has proved itself before."""
 
 
 class Challenge:
@@ -64,9 +65,9 @@ def prove(token: str, role: bytes, channel: bytes, challenge: bytes) -> bytes:
 
 
 def channel_of(connected: socket.socket | Encrypted) -> bytes:
-    """What both ends of a connection know of the way between them, and no other way has."""
-    if isinstance(connected, Encrypted | ssl.SSLSocket):
-        return b"tls"
+    """What both ends of a connection, and its listener, know of the way and no other way has."""
+    if isinstance(connected, Encrypted):
+        return TLS
     if connected.family != socket.AF_UNIX:
         return b"tcp"
     return b"local" + os.fsencode(connected.getsockname() or connected.getpeername() or b"")

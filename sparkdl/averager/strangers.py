@@ -10,8 +10,9 @@ import selectors
 import socket
 import ssl
 import time
+from typing import Any
 
-from sparkdl.averager.handshake import ANSWER_BYTES, Challenge, channel_of
+from sparkdl.averager.handshake import ANSWER_BYTES, Challenge
 
 _NETWORK_BYTES = 8
 
@@ -55,7 +56,7 @@ class Stranger:
     Args:
         connected: does not block; owned from here on.
         source: where it comes from, as ``source_of`` has it.
-        token: the job's secret.
+        challenge: what it has to answer.
         until: when it has to have proved itself, on the monotonic clock.
         allowance: of which it was taken.
 
@@ -67,7 +68,7 @@ class Stranger:
         self,
         connected: socket.socket | ssl.SSLSocket,
         source: bytes,
-        token: str,
+        challenge: Challenge,
         until: float,
         allowance: Allowance,
     ) -> None:
@@ -75,9 +76,9 @@ class Stranger:
         self.source = source
         self.until = until
         self.allowance = allowance
-        self.challenge = Challenge(token, channel_of(connected))
+        self.challenge = challenge
         self.answer = b""
-        self._unsent = self.challenge.hello
+        self._unsent = challenge.hello
 
     def advance(self) -> int:
         """Send and receive what is possible now.
@@ -140,17 +141,17 @@ class Strangers:
         return next(iter(most))
 
 
-def source_of(connected: socket.socket, address: object) -> bytes:
+def source_of(family: int, address: Any) -> bytes:
     """Who has to share with whom: an IPv4 address, an IPv6 network, or this machine.
 
     Args:
-        connected: the connection.
-        address: of its other end, as ``accept`` returns it.
+        family: of the address.
+        address: of the other end of a connection, as ``accept`` returns it.
     """
-    if connected.family == socket.AF_INET6 and isinstance(address, tuple):
+    if family == socket.AF_INET:
+        return socket.inet_aton(address[0])
+    if family == socket.AF_INET6:
         # Whoever has one address there has 2**64 of them.
         number = socket.inet_pton(socket.AF_INET6, address[0].partition("%")[0])
         return number[:_NETWORK_BYTES]
-    if connected.family == socket.AF_INET and isinstance(address, tuple):
-        return socket.inet_aton(address[0])
     return b"local"
