@@ -4,7 +4,7 @@ SparkDLError
   ConfigError        an argument, Param or configuration value is wrong        (also ValueError)
   DataError          the DataFrame's columns or values do not fit               (also ValueError)
   ModelError         the model, loss or optimizer fails before training starts
-  CheckpointError    a checkpoint cannot be written or read
+  CheckpointError    a checkpoint or saved model cannot be written or read
   SetupError         Java, Python packages or versions are missing or differ
   TrainingError      training started and could not be finished
     WorkerError      the user's code raised on a worker; carries its traceback
@@ -37,7 +37,7 @@ class ModelError(SparkDLError):
 
 
 class CheckpointError(SparkDLError):
-    """A training checkpoint cannot be written or read; the message names the file and why."""
+    """A checkpoint or saved model cannot be written or read; the message says which and why."""
 
 
 class SetupError(SparkDLError):

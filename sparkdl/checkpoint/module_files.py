@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparkdl.checkpoint.json_file import read_json_object
+from sparkdl.checkpoint.local_files import whole_directory
 from sparkdl.checkpoint.recipe import MODEL, load_recipe, save_recipe
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.errors import ConfigError
@@ -206,4 +207,4 @@ def load_module(path: str | Path, *, trust: TrustArgument = False) -> nn.Module:
     Raises:
         ConfigError: as ``read_module``.
     """
-    return read_module(Path(path), trust=trust).module
+    return read_module(whole_directory(Path(path)), trust=trust).module

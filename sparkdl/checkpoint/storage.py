@@ -6,8 +6,10 @@
     <path>/checkpoint-000042/...             without a manifest: was never finished
 
 A checkpoint exists when its manifest does. That is written last, aside, and then renamed: one small
-file can be renamed, or put, at once on every file system, which is not true of a directory. A
-reader takes the newest checkpoint of which every byte is as the manifest says.
+file can be renamed, or put, at once on every file system, which is not true of a directory. On this
+machine's own file systems a checkpoint is safe from a loss of power before ``publish`` returns, and
+so before an older one is deleted; others keep what their streams were given once these are closed.
+A reader takes the newest checkpoint of which every byte is as the manifest says.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import json
 import logging
 import posixpath
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +28,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 from pyarrow import fs
 
+from sparkdl.checkpoint.local_files import LocalFiles, synchronize
 from sparkdl.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -34,9 +38,13 @@ FORMAT = 1
 """Version of the files' format; a reader refuses a newer one."""
 BLOCK_BYTES = 4 << 20
 """How much is read at once to be checked."""
+MAX_MANIFEST_BYTES = 256 << 20
+"""Enough for the reports of a million windows in an epoch; more is neither written nor read."""
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
-_NAME = re.compile(r"checkpoint-(\d{6,})")
+_NAME = re.compile(r"checkpoint-([0-9]{6,18})")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _STORAGE_ERRORS = (OSError, pa.ArrowException)
 
 
@@ -63,10 +71,12 @@ class CheckpointStore:
     ) -> None:
         self.path = path
         self.keep_last = keep_last
+        self._lock = threading.Lock()
+        self._pending: set[str] = set()
         try:
             self._files, self._root = _resolve(path, open_elsewhere)
             self._files.create_dir(self._root, recursive=True)
-            self._next = max(self._numbers(), default=0) + 1
+            self._next = max((number for number, _ in self._named()), default=0) + 1
         except (*_STORAGE_ERRORS, ValueError) as error:
             raise ConfigError(
                 f"checkpointPath '{path}' cannot be used: {error}. Give a directory on this "
@@ -79,13 +89,17 @@ class CheckpointStore:
         Raises:
             CheckpointError: its directory cannot be made.
         """
-        directory = self._directory(self._next)
-        self._next += 1
+        with self._lock:
+            directory = posixpath.join(self._root, f"checkpoint-{self._next:06d}")
+            self._next += 1
+            self._pending.add(directory)
         try:
-            self._files.create_dir(directory)
+            self._files.create_dir(self._root, recursive=True)
+            self._files.create_dir(directory, recursive=False)
         except _STORAGE_ERRORS as error:
+            self._pending.discard(directory)
             raise CheckpointError(f"{directory} cannot be made: {error}") from error
-        return PendingCheckpoint(self._files, directory)
+        return PendingCheckpoint(self._files, directory, self._pending.discard)
 
     def newest(self) -> SavedCheckpoint | None:
         """The newest checkpoint that is complete and undamaged; warns of newer ones that are not.
@@ -94,11 +108,10 @@ class CheckpointStore:
             CheckpointError: the directory cannot be read, or a newer version wrote it.
         """
         try:
-            numbers = self._numbers()
+            directories = self._directories()
         except _STORAGE_ERRORS as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}") from error
-        for number in sorted(numbers, reverse=True):
-            directory = self._directory(number)
+        for directory in directories:
             try:
                 return _verified(self._files, directory)
             except _Unfinished:
@@ -108,27 +121,36 @@ class CheckpointStore:
         return None
 
     def prune(self) -> None:
-        """Delete all but the last ``keep_last`` checkpoints, and what was never finished.
+        """Delete all but the last ``keep_last`` checkpoints, and what nobody will finish.
 
-        To be called when no checkpoint is being written.
+        What this store has begun and neither published nor abandoned stays.
         """
         finished = 0
         try:
-            for number in sorted(self._numbers(), reverse=True):
-                directory = self._directory(number)
+            directories = self._directories()
+        except _STORAGE_ERRORS as error:
+            logger.warning("%s cannot be read for what is old in it: %s", self.path, error)
+            return
+        for directory in directories:
+            if directory in self._pending:
+                continue
+            try:
                 finished += (is_finished := self._is_finished(directory))
                 if finished > self.keep_last or not is_finished:
                     _delete(self._files, directory)
-        except _STORAGE_ERRORS as error:
-            logger.warning("old checkpoints in %s could not be deleted: %s", self.path, error)
+            except _STORAGE_ERRORS as error:
+                logger.warning("%s could not be deleted: %s", directory, error)
 
-    def _numbers(self) -> list[int]:
+    def _directories(self) -> list[str]:
+        """Those of checkpoints, the newest first."""
+        found = [(n, info) for n, info in self._named() if info.type == fs.FileType.Directory]
+        return [info.path for _, info in sorted(found, key=lambda one: one[0], reverse=True)]
+
+    def _named(self) -> list[tuple[int, fs.FileInfo]]:
+        """All that is named like a checkpoint, whatever it is, with its number."""
         found = self._files.get_file_info(fs.FileSelector(self._root, allow_not_found=True))
-        matches = (_NAME.fullmatch(info.base_name) for info in found)
-        return [int(match[1]) for match in matches if match]
-
-    def _directory(self, number: int) -> str:
-        return posixpath.join(self._root, f"checkpoint-{number:06d}")
+        matches = ((_NAME.fullmatch(info.base_name), info) for info in found)
+        return [(int(match[1]), info) for match, info in matches if match]
 
     def _is_finished(self, directory: str) -> bool:
         info = self._files.get_file_info(posixpath.join(directory, MANIFEST))
@@ -141,11 +163,13 @@ class PendingCheckpoint:
     Args:
         files: the file system.
         directory: where its files go; empty.
+        on_end: called with the directory when nothing more is written there.
     """
 
-    def __init__(self, files: fs.FileSystem, directory: str) -> None:
+    def __init__(self, files: fs.FileSystem, directory: str, on_end: Callable[[str], None]) -> None:
         self.directory = directory
         self._files = files
+        self._on_end = on_end
         self._entries: dict[str, dict[str, Any]] = {}
 
     @contextlib.contextmanager
@@ -171,7 +195,7 @@ class PendingCheckpoint:
         self._entries[name] = {"bytes": file.bytes, "sha256": file.sha256.hexdigest()}
 
     def publish(self, description: dict[str, Any]) -> None:
-        """Make the checkpoint exist.
+        """Make the checkpoint exist, so that it lasts.
 
         Args:
             description: what it is of; JSON.
@@ -180,14 +204,23 @@ class PendingCheckpoint:
             CheckpointError: the file system refuses.
         """
         manifest = {"format": FORMAT, "files": self._entries, "description": description}
-        text = json.dumps({"sha256": _digest(manifest), "manifest": manifest}, indent=1)
+        text = json.dumps({"sha256": _digest(manifest), "manifest": manifest}, indent=1).encode()
         path = posixpath.join(self.directory, MANIFEST)
+        if len(text) > MAX_MANIFEST_BYTES:
+            raise CheckpointError(
+                f"{path} would have {len(text)} bytes, more than the {MAX_MANIFEST_BYTES} that are "
+                "read: it says of each window of the epoch what it was. Make windows longer"
+            )
         try:
             with self._files.open_output_stream(f"{path}.partial") as stream:
-                stream.write(text.encode())
+                stream.write(text)
+            # Here rather than as each file is closed: workers wait for those.
+            self._synchronize(*self._entries, f"{MANIFEST}.partial")
             self._files.move(f"{path}.partial", path)
+            self._synchronize("", "..")
         except _STORAGE_ERRORS as error:
             raise CheckpointError(f"{path} could not be written: {error}") from error
+        self._on_end(self.directory)
 
     def abandon(self) -> None:
         """Delete what was written so far."""
@@ -195,6 +228,12 @@ class PendingCheckpoint:
             _delete(self._files, self.directory)
         except _STORAGE_ERRORS as error:
             logger.warning("%s could not be deleted: %s", self.directory, error)
+        self._on_end(self.directory)
+
+    def _synchronize(self, *names: str) -> None:
+        if isinstance(self._files, LocalFiles):
+            for name in names:
+                synchronize(posixpath.join(self.directory, name))
 
 
 class SavedCheckpoint:
@@ -265,10 +304,12 @@ class _Checksummed:
 
 def _resolve(path: str, open_elsewhere: OpenElsewhere | None) -> tuple[fs.FileSystem, str]:
     if not _URI.match(path):
-        return fs.LocalFileSystem(), str(Path(path).expanduser().absolute())
+        return LocalFiles(), str(Path(path).expanduser().absolute())
     try:
         # Hadoop's names of the same store.
         files, root = fs.FileSystem.from_uri(re.sub(r"^s3[an]://", "s3://", path))
+        if isinstance(files, fs.LocalFileSystem):
+            files = LocalFiles()
     except (*_STORAGE_ERRORS, ValueError) as error:
         if open_elsewhere is None:
             raise
@@ -285,10 +326,14 @@ def _verified(files: fs.FileSystem, directory: str) -> SavedCheckpoint:
             "version of sparkdl-torch reads. Upgrade it"
         )
     for name, entry in manifest["files"].items():
-        sha256 = hashlib.sha256()
+        count, sha256 = 0, hashlib.sha256()
         with files.open_input_stream(posixpath.join(directory, name)) as stream:
-            while block := stream.read(BLOCK_BYTES):
+            while count <= entry["bytes"] and (block := stream.read(BLOCK_BYTES)):
                 sha256.update(block)
+                count += len(block)
+        if count != entry["bytes"]:
+            found = f"{count} bytes" if count < entry["bytes"] else "more"
+            raise _Damaged(f"{name} had {entry['bytes']} bytes when it was written and has {found}")
         if sha256.hexdigest() != entry["sha256"]:
             raise _Damaged(f"{name} has another checksum than when it was written")
     return SavedCheckpoint(files, directory, manifest)
@@ -298,16 +343,37 @@ def _read_manifest(files: fs.FileSystem, path: str) -> dict[str, Any]:
     if files.get_file_info(path).type == fs.FileType.NotFound:
         raise _Unfinished
     with files.open_input_stream(path) as stream:
-        octets = stream.read()
+        octets = stream.read(MAX_MANIFEST_BYTES + 1)
+    if len(octets) > MAX_MANIFEST_BYTES:
+        raise _Damaged(f"{MANIFEST} has more than {MAX_MANIFEST_BYTES} bytes")
     try:
         outer = json.loads(octets)
         manifest: dict[str, Any] = outer["manifest"]
         intact = outer["sha256"] == _digest(manifest)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _Damaged(f"{MANIFEST} is not readable: {error!r}") from error
     if not intact:
         raise _Damaged(f"{MANIFEST} has another checksum than when it was written")
+    if not _is_manifest(manifest):
+        raise _Damaged(f"{MANIFEST} does not say what a manifest says")
     return manifest
+
+
+def _is_manifest(manifest: Any) -> bool:
+    """Whether everything that is read of it is there and of its type."""
+    match manifest:
+        case {"format": int(newest), "files": dict(files), "description": dict()}:
+            return newest > FORMAT or all(map(_is_entry, files.items()))
+    return False
+
+
+def _is_entry(item: tuple[str, Any]) -> bool:
+    """Whether a file's entry is of one beside the manifest, and complete."""
+    match item:
+        case (str(name), {"bytes": int(count), "sha256": str(sha256)}):
+            named = _FILE_NAME.fullmatch(name) and not name.startswith(MANIFEST)
+            return bool(named and count >= 0 and _SHA256.fullmatch(sha256))
+    return False
 
 
 def _digest(manifest: dict[str, Any]) -> str:

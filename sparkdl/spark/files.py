@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import logging
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -11,13 +11,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
-from sparkdl.errors import ConfigError
+from sparkdl.checkpoint.local_files import ASIDE, put_directory, whole_directory
+from sparkdl.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def publish(directory: Path, path: str, *, overwrite: bool) -> None:
     """Put a finished local directory where ``path`` says, all of it or nothing.
+
+    On this machine's own file systems it is safe from a loss of power when this returns, and what
+    it replaces is deleted only then. Elsewhere it is as safe as Hadoop's file system keeps what was
+    closed and renamed; where renaming is copying (object stores), an interruption while something
+    is replaced may leave a part of it.
 
     Args:
         directory: the files.
@@ -26,20 +35,21 @@ def publish(directory: Path, path: str, *, overwrite: bool) -> None:
 
     Raises:
         ConfigError: something is there already, or the file system needs a session.
+        CheckpointError: the file system refuses; the disk may be full.
     """
     target = _qualify(path)
     local = _local_path(target)
-    beside = f"{target.rstrip('/')}.{uuid.uuid4().hex[:8]}"
-    if local is not None:
-        _publish_locally(directory, local, Path(_local_path(beside) or beside), overwrite)
-        return
-    fs, paths = hadoop_files(target)
-    if fs.exists(paths(target)) and not overwrite:
-        raise _exists(path)
-    fs.copyFromLocalFile(paths(directory.as_uri()), paths(beside))
-    fs.delete(paths(target), True)
-    if not fs.rename(paths(beside), paths(target)):
-        raise ConfigError(f"{beside} was written but could not be renamed to {target}")
+    try:
+        if local is None:
+            _publish_to_hadoop(directory, target.rstrip("/"), overwrite)
+            return
+        if whole_directory(local).exists() and not overwrite:
+            raise _exists(path)
+        put_directory(directory, local)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} could not be written: {error}. What was there before is still there"
+        ) from error
 
 
 @contextmanager
@@ -48,27 +58,47 @@ def fetch(path: str) -> Iterator[Path]:
     target = _qualify(path)
     local = _local_path(target)
     if local is not None:
-        yield local
+        yield whole_directory(local)
         return
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
         fs, paths = hadoop_files(target)
         if not fs.exists(paths(target)):
-            raise ConfigError(f"there is nothing at {path}")
+            target = target.rstrip("/") + ASIDE
+            if not fs.exists(paths(target)):
+                raise ConfigError(f"there is nothing at {path}")
+            logger.warning("a save to %s was interrupted; reading what was there before", path)
         copied = Path(scratch) / "fetched"
         fs.copyToLocalFile(False, paths(target), paths(copied.as_uri()), True)
         yield copied
 
 
-def _publish_locally(directory: Path, target: Path, beside: Path, overwrite: bool) -> None:
-    if target.exists() and not overwrite:
-        raise _exists(str(target))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(directory, beside)
-    if target.is_dir():
-        shutil.rmtree(target)
-    elif target.exists():
-        target.unlink()
-    beside.rename(target)
+def _publish_to_hadoop(directory: Path, target: str, overwrite: bool) -> None:
+    """As ``put_directory``, with Hadoop's operations."""
+    fs, path = hadoop_files(target)
+    here, old, new = path(target), path(target + ASIDE), path(f"{target}.{uuid.uuid4().hex[:8]}")
+    if not overwrite and (fs.exists(here) or fs.exists(old)):
+        raise _exists(target)
+    with java_errors():
+        try:
+            fs.copyFromLocalFile(path(directory.as_uri()), new)
+            if fs.exists(here):
+                fs.delete(old, True)
+                _rename(fs, here, old)
+            _rename(fs, new, here)
+        except BaseException:
+            if fs.exists(old) and not fs.exists(here):
+                fs.rename(old, here)
+            fs.delete(new, True)
+            raise
+    try:
+        fs.delete(old, True)
+    except Py4JError as error:
+        logger.warning("%s could not be deleted: %s", old.toString(), error)
+
+
+def _rename(fs: Any, source: Any, target: Any) -> None:
+    if not fs.rename(source, target):
+        raise OSError(f"{source.toString()} could not be renamed to {target.toString()}")
 
 
 def _exists(path: str) -> ConfigError:
@@ -96,3 +126,13 @@ def hadoop_files(path: str) -> tuple[Any, Any]:
     context = SparkSession.builder.getOrCreate().sparkContext
     paths = context._jvm.org.apache.hadoop.fs.Path  # type: ignore[union-attr]
     return paths(path).getFileSystem(context._jsc.hadoopConfiguration()), paths
+
+
+@contextmanager
+def java_errors() -> Iterator[None]:
+    """Raise what Java throws as OSError."""
+    try:
+        yield
+    except Py4JError as error:
+        java = getattr(error, "java_exception", None)
+        raise OSError(str(error) if java is None else str(java)) from error

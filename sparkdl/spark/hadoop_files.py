@@ -6,16 +6,13 @@ a Spark driver has the classes and credentials of every file system that the clu
 
 from __future__ import annotations
 
-import contextlib
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
-from py4j.protocol import Py4JError
 from pyarrow import fs
 
-from sparkdl.spark.files import hadoop_files
+from sparkdl.spark.files import hadoop_files, java_errors
 
 
 def open_hadoop(uri: str) -> tuple[fs.FileSystem, str]:
@@ -27,19 +24,10 @@ def open_hadoop(uri: str) -> tuple[fs.FileSystem, str]:
     Raises:
         OSError: Hadoop does not know the scheme, or cannot reach the store.
     """
-    with _as_os_error():
+    with java_errors():
         files, paths = hadoop_files(uri)
         qualified = files.makeQualified(paths(uri)).toString()
     return fs.PyFileSystem(_HadoopFiles(files, paths)), str(qualified)
-
-
-@contextlib.contextmanager
-def _as_os_error() -> Iterator[None]:
-    try:
-        yield
-    except Py4JError as error:
-        java = getattr(error, "java_exception", None)
-        raise OSError(str(error) if java is None else str(java)) from error
 
 
 class _HadoopFiles(fs.FileSystemHandler):  # type: ignore[misc]
@@ -61,7 +49,7 @@ class _HadoopFiles(fs.FileSystemHandler):  # type: ignore[misc]
         return path
 
     def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
-        with _as_os_error():
+        with java_errors():
             found = []
             for path in paths:
                 there = self._files.exists(self._path(path))
@@ -70,7 +58,7 @@ class _HadoopFiles(fs.FileSystemHandler):  # type: ignore[misc]
             return found
 
     def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
-        with _as_os_error():
+        with java_errors():
             if not self._files.exists(self._path(selector.base_dir)):
                 if selector.allow_not_found:
                     return []
@@ -103,7 +91,7 @@ class _HadoopFiles(fs.FileSystemHandler):  # type: ignore[misc]
                 target.write(block)
 
     def open_input_stream(self, path: str) -> pa.NativeFile:
-        with _as_os_error():
+        with java_errors():
             return pa.PythonFile(_Reader(self._files.open(self._path(path))), mode="r")
 
     def open_input_file(self, path: str) -> pa.NativeFile:
@@ -111,7 +99,7 @@ class _HadoopFiles(fs.FileSystemHandler):  # type: ignore[misc]
             return pa.BufferReader(stream.read())
 
     def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
-        with _as_os_error():
+        with java_errors():
             return pa.PythonFile(_Writer(self._files.create(self._path(path), True)), mode="w")
 
     def open_append_stream(self, path: str, metadata: Any) -> pa.NativeFile:
@@ -119,7 +107,7 @@ class _HadoopFiles(fs.FileSystemHandler):  # type: ignore[misc]
 
     @staticmethod
     def _require(path: str, deed: Any) -> None:
-        with _as_os_error():
+        with java_errors():
             if not deed():
                 raise OSError(f"the file system refuses to change {path}")
 
@@ -135,7 +123,7 @@ class _Reader(io.RawIOBase):
         return True
 
     def read(self, size: int = -1) -> bytes:
-        with _as_os_error():
+        with java_errors():
             # As a value, because py4j hands over copies of arrays.
             many = self._stream.readAllBytes() if size < 0 else self._stream.readNBytes(size)
             return bytes(many)
@@ -143,7 +131,7 @@ class _Reader(io.RawIOBase):
     def close(self) -> None:
         if not self.closed:
             super().close()
-            with _as_os_error():
+            with java_errors():
                 self._stream.close()
 
 
@@ -158,14 +146,16 @@ class _Writer(io.RawIOBase):
         return True
 
     def write(self, octets: Any) -> int:
-        with _as_os_error():
+        with java_errors():
             self._stream.write(bytearray(octets))
         return len(octets)
 
     def close(self) -> None:
         if not self.closed:
             super().close()
-            with _as_os_error():
+            with java_errors():
+                if self._stream.hasCapability("hsync"):  # else it is safe once it is closed
+                    self._stream.hsync()
                 self._stream.close()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import logging
 import multiprocessing
 import os
@@ -99,7 +101,8 @@ def test_an_abandoned_checkpoint_leaves_nothing(tmp_path: Path) -> None:
 def test_the_last_ones_are_kept_and_debris_is_swept(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), keep_last=2)
     save(store, 1)
-    store.begin()
+    store.begin()  # by a process that was killed then
+    store = CheckpointStore(str(tmp_path), keep_last=2)
     for epoch in (2, 3):
         save(store, epoch)
     (tmp_path / "the user's own").mkdir()
@@ -114,7 +117,9 @@ def test_a_name_is_never_used_twice(tmp_path: Path) -> None:
     assert first != second
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_damage_to_the_newest_is_noticed_and_the_one_before_is_used(
     tmp_path: Path, data: st.DataObject, caplog: pytest.LogCaptureFixture
@@ -144,6 +149,152 @@ def test_any_damage_to_the_newest_is_noticed_and_the_one_before_is_used(
     else:
         assert saved.description == {"epoch": 1}
         assert "checkpoint-000002" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"weightscenter and more", "center had 13 bytes when it was written and has more"),
+        (b"weights", "center had 13 bytes when it was written and has 7 bytes"),
+        (b"weightsCenter", "center has another checksum than when it was written"),
+    ],
+)
+def test_sizes_and_checksums_are_compared_and_what_differs_is_said(
+    tmp_path: Path, content: bytes, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = save(CheckpointStore(str(tmp_path), keep_last=2), 1)
+    (Path(directory) / "center").write_bytes(content)
+    assert newest_epoch(tmp_path) is None
+    assert words in caplog.text
+
+
+def forge(directory: str, change: Any) -> None:
+    """Change a manifest as somebody would who knows how its checksum is formed."""
+    path = Path(directory) / MANIFEST
+    manifest = change(json.loads(path.read_text())["manifest"])
+    text = json.dumps(manifest, sort_keys=True).encode()
+    path.write_text(json.dumps({"sha256": hashlib.sha256(text).hexdigest(), "manifest": manifest}))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["/dev/zero", "../../../../../../dev/zero", "link", "pipe", "up"])
+def test_only_regular_files_inside_the_checkpoint_are_read(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(str(tmp_path), keep_last=2)
+    save(store, 1)
+    directory = Path(save(store, 2))
+    (directory / "link").symlink_to("/dev/zero")
+    (directory / "up").symlink_to(tmp_path / "checkpoint-000001" / "center")
+    os.mkfifo(directory / "pipe")
+
+    def names_it(manifest: dict[str, Any]) -> dict[str, Any]:
+        right = manifest["files"]["center"]
+        return manifest | {"files": {name: right if name == "up" else {**right, "bytes": 10**18}}}
+
+    forge(str(directory), names_it)
+    assert newest_epoch(tmp_path) == 1
+    assert "checkpoint-000002 is damaged" in caplog.text
+
+
+def test_a_manifest_nested_without_end_is_damage(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path), keep_last=2)
+    save(store, 1)
+    (Path(save(store, 2)) / MANIFEST).write_text("[" * 200_000)
+    assert newest_epoch(tmp_path) == 1
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+
+
+def mutated(data: st.DataObject, value: Any) -> Any:
+    """A JSON value with one of its parts replaced, left out or doubled."""
+    if not isinstance(value, dict) or not value or data.draw(st.booleans()):
+        return data.draw(JSON)
+    key = data.draw(st.sampled_from(sorted(value)))
+    match data.draw(st.sampled_from(["inside", "inside", "drop", "rename"])):
+        case "drop":
+            return {k: v for k, v in value.items() if k != key}
+        case "rename":
+            return {k if k != key else data.draw(st.text(max_size=8)): v for k, v in value.items()}
+    return value | {key: mutated(data, value[key])}
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_a_manifest_that_says_anything_is_used_or_skipped_and_never_an_error_of_pythons(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    shutil.rmtree(tmp_path)
+    store = CheckpointStore(str(tmp_path), keep_last=2)
+    save(store, 1)
+    forge(save(store, 2), lambda manifest: mutated(data, manifest))
+    saved, refusal = None, ""
+    try:
+        saved = CheckpointStore(str(tmp_path), keep_last=2).newest()
+    except CheckpointError as error:
+        refusal = str(error)
+    if saved is None:
+        assert "newer than" in refusal
+        return
+    for name in ("center", "rank-0"):
+        if saved.has(name):
+            assert content(saved, name) == b"weights" + name.encode()
+    save(store, 3)
+    store.keep_last = 1
+    store.prune()
+    assert names(tmp_path) == ["checkpoint-000003"]
+
+
+@pytest.mark.parametrize("name", ["checkpoint-000009", "checkpoint-٠٠٠٠٠٩", "checkpoint-0000009"])
+def test_a_file_named_like_a_checkpoint_is_neither_read_nor_in_the_way(
+    tmp_path: Path, name: str
+) -> None:
+    store = CheckpointStore(str(tmp_path), keep_last=1)
+    (tmp_path / name).write_text("the user's own")
+    for epoch in (1, 2, 3):
+        save(store, epoch)
+        store.prune()
+    assert newest_epoch(tmp_path) == 3
+    assert len(names(tmp_path)) == 2
+    assert (tmp_path / name).read_text() == "the user's own"
+
+
+def test_what_cannot_be_deleted_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(str(tmp_path), keep_last=1)
+    for epoch in (1, 2, 3):
+        save(store, epoch)
+    delete = storage._delete
+
+    def refusing(files: fs.FileSystem, directory: str) -> None:
+        if directory.endswith("2"):
+            raise PermissionError(directory)
+        delete(files, directory)
+
+    monkeypatch.setattr(storage, "_delete", refusing)
+    store.prune()
+    assert names(tmp_path) == ["checkpoint-000002", "checkpoint-000003"]
+
+
+def test_a_checkpoint_that_is_being_written_is_not_swept(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path), keep_last=1)
+    pending = store.begin()
+    save(store, 2)
+    store.prune()
+    with pending.create("center") as file:
+        file.write(b"late")
+    pending.publish({"epoch": 1})
+    store.prune()
+    assert newest_epoch(tmp_path) == 2
+    assert names(tmp_path) == ["checkpoint-000002"]
 
 
 def test_nothing_but_damaged_checkpoints_are_none(tmp_path: Path) -> None:
@@ -257,7 +408,7 @@ def test_a_full_disk_is_an_error_of_ours_and_the_one_before_stays(small_disk: Pa
 
 
 @given(room=st.integers(0, 700))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_disk_that_fills_up_at_any_byte_never_publishes_half_a_checkpoint(
     tmp_path: Path, room: int
 ) -> None:

@@ -6,8 +6,12 @@ scheme.
 
 from __future__ import annotations
 
+import os
+import resource
+import stat
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ from pyspark.sql import SparkSession
 from torch import nn
 
 from sparkdl import TorchEstimator
-from sparkdl.errors import ConfigError
+from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.spark.files import fetch, publish
 
 
@@ -73,6 +77,53 @@ def test_nothing_is_left_beside_what_was_published(remote: str, made: Path, tmp_
     publish(made, f"{remote}/model", overwrite=True)
     publish(made, f"{remote}/model", overwrite=True)
     assert [p.name for p in (tmp_path / "remote").iterdir()] == ["model"]
+
+
+def test_what_a_save_was_about_to_replace_is_found_when_it_was_interrupted(
+    remote: str, made: Path, tmp_path: Path
+) -> None:
+    publish(made, f"{remote}/model", overwrite=False)
+    (tmp_path / "remote" / "model").rename(tmp_path / "remote" / "model.sparkdl-replaced")
+    with fetch(f"{remote}/model") as fetched:
+        assert files_in(fetched) == files_in(made)
+    with pytest.raises(ConfigError, match="exists already"):
+        publish(made, f"{remote}/model", overwrite=False)
+    publish(made, f"{remote}/model", overwrite=True)
+    assert [p.name for p in (tmp_path / "remote").iterdir()] == ["model"]
+
+
+def test_a_save_that_fails_leaves_what_was_there_and_no_fragment(
+    remote: str, made: Path, tmp_path: Path
+) -> None:
+    publish(made, f"{remote}/model", overwrite=False)
+    before = files_in(tmp_path / "remote" / "model")
+    os.mknod(made / "socket", stat.S_IFSOCK)  # which cannot be copied
+    with pytest.raises(CheckpointError, match=r"model could not be written: .*still there"):
+        publish(made, f"{remote}/model", overwrite=True)
+    assert files_in(tmp_path / "remote") == {f"model/{n}": b for n, b in before.items()}
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process may grow beyond 50 kB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_what_was_there_and_no_fragment(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SparkSession, "getActiveSession", lambda: None)
+    target = tmp_path / "local" / "model"
+    publish(made, str(target), overwrite=False)
+    before = files_in(target)
+    (made / "weights").write_bytes(bytes(60_000))
+    refused = pytest.raises(CheckpointError, match=r"could not be written: .*File too large")
+    with full_disk(), refused:
+        publish(made, str(target), overwrite=True)
+    assert files_in(tmp_path / "local") == {f"model/{n}": b for n, b in before.items()}
 
 
 def test_a_path_with_nothing_there_is_named(remote: str) -> None:
