@@ -156,7 +156,7 @@ def run(
             )
         plan = _plan(checkpoints, job, world_size, replica, layout)
         resumed = _find(checkpoints, plan)
-        center = center if resumed is None else resumed.read_center()
+        center = center if resumed is None else resumed.read_center(layout)
 
     def open_averager(
         center: list[Tensor], progress: Progress | None, kept: Mapping[int, KeptState]
@@ -383,6 +383,7 @@ def _find(policy: CheckpointPolicy, plan: CheckpointPlan) -> Resumed | None:
     saved = plan.store.newest() if policy.resume == "auto" else None
     if saved is None:
         return None
+    resumed = Resumed.of(saved)
     require_same("configuration", saved.description["config"], plan.config)
     logger.info("training goes on from %s", saved.directory)
-    return Resumed.of(saved)
+    return resumed

@@ -21,12 +21,17 @@ from torch import Tensor, nn
 from toys import Data, classification, cnn, make_job, mlp, schema
 
 from sparkdl.averager import Averager
+from sparkdl.averager.progress import Progress
+from sparkdl.averager.saving import Resumed
 from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.checkpoint.state_files import save_state
 from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint
+from sparkdl.checkpoint.tensor_file import write_tensors
 from sparkdl.driver import Outcome, as_builder, run
 from sparkdl.errors import CheckpointError, ConfigError, TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.feed.feed import FeedOptions
+from sparkdl.protocols import Segment
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
 from sparkdl.testing.world import _processes, _threads
@@ -448,6 +453,47 @@ def test_an_unreadable_directory_ends_the_run_before_it_starts(
     monkeypatch.setattr("sparkdl.checkpoint.storage.FORMAT", 0)
     with pytest.raises(CheckpointError, match="newer than the 0"):
         run_world(make_job(mlp()), classification([6]).shards(), checkpoints=policy(tmp_path / "c"))
+
+
+def test_a_checkpoint_of_another_kind_is_refused_in_words(tmp_path: Path) -> None:
+    save_state(str(tmp_path / "c"), {"epoch": 3}, keep_last=1)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of a fit: .*training function"):
+        run_world(make_job(mlp()), classification([6]).shards(), checkpoints=policy(tmp_path / "c"))
+
+
+@pytest.mark.parametrize(
+    "progress",
+    [
+        {},
+        {"epoch": "x"},
+        {"epoch": 1, "positions": 7},
+        {"positions": [{"epoch": []}]},
+        {"positions": [[]]},
+        {"reports": [{}]},
+    ],
+)
+def test_a_checkpoint_that_says_nothing_of_its_progress_is_refused_in_words(
+    tmp_path: Path, progress: dict[str, Any]
+) -> None:
+    store = CheckpointStore(str(tmp_path), keep_last=1)
+    whole = Progress.start(1).as_json()
+    said = progress and {**whole, **progress}
+    store.begin().publish({"config": {}, "data": None, "progress": said})
+    saved = store.newest()
+    assert saved is not None
+    with pytest.raises(CheckpointError, match="does not say how far"):
+        Resumed.of(saved)
+
+
+def test_a_center_of_another_model_is_refused_in_words(tmp_path: Path) -> None:
+    pending = CheckpointStore(str(tmp_path), keep_last=1).begin()
+    with pending.create("center.safetensors") as file:
+        write_tensors(file, {"no number": torch.ones(3)})
+    pending.publish({"config": {}, "data": None, "progress": Progress.start(1).as_json()})
+    saved = CheckpointStore(str(tmp_path), keep_last=1).newest()
+    assert saved is not None
+    with pytest.raises(CheckpointError, match="is of another model"):
+        Resumed.of(saved).read_center((Segment("parameters", torch.float32, 3),))
 
 
 def test_without_the_workers_own_states_the_center_is_saved_all_the_same(tmp_path: Path) -> None:

@@ -59,11 +59,23 @@ class Progress:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Progress:
-        """What ``as_json`` returned, perhaps by way of a file."""
+        """What ``as_json`` returned, perhaps by way of a file.
+
+        Raises:
+            AttributeError, KeyError, TypeError: it is something else.
+        """
+        counts = _numbers({"epoch": fields["epoch"], "rounds": fields["rounds"]})
         return cls(
-            epoch=fields["epoch"],
-            rounds=fields["rounds"],
-            positions=tuple(Position(**position) for position in fields["positions"]),
-            reports=tuple(WindowReport(**report) for report in fields["reports"]),
-            history=tuple(EpochSummary(**epoch) for epoch in fields["history"]),
+            **counts,
+            positions=tuple(Position(**_numbers(each)) for each in fields["positions"]),
+            reports=tuple(WindowReport(**_numbers(each)) for each in fields["reports"]),
+            history=tuple(EpochSummary(**_numbers(each)) for each in fields["history"]),
         )
+
+
+def _numbers(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields that all are numbers, or None where they may be left out."""
+    for name, value in fields.items():
+        if not isinstance(value, (int, float, type(None))):
+            raise TypeError(f"{name} is {value!r}")
+    return fields

@@ -54,6 +54,10 @@ class CheckpointPlan:
         return self.every_rounds is not None and rounds >= self.every_rounds
 
 
+def _segment_names(layout: Layout) -> list[str]:
+    return [f"{index}.{segment.kind}" for index, segment in enumerate(layout)]
+
+
 def own_state_file(rank: int) -> str:
     """Name of the file with one worker's own state."""
     return f"rank-{rank:05d}.safetensors"
@@ -88,8 +92,7 @@ class Saving:
         self._plan = plan
         self._progress = progress
         self._data = data
-        names = [f"{index}.{segment.kind}" for index, segment in enumerate(layout)]
-        self._center = dict(zip(names, center, strict=True))
+        self._center = dict(zip(_segment_names(layout), center, strict=True))
         self._lock = threading.Lock()
         self._awaited = set(ranks)
         self._pending: PendingCheckpoint | None = None
@@ -192,14 +195,45 @@ class Resumed:
 
     @classmethod
     def of(cls, saved: SavedCheckpoint) -> Resumed:
-        """Read what a checkpoint says of itself."""
-        return cls(saved=saved, progress=Progress.from_json(saved.description["progress"]))
+        """Read what a checkpoint says of itself.
 
-    def read_center(self) -> list[Tensor]:
-        """The center's segments."""
+        Raises:
+            CheckpointError: it says nothing, or something else.
+        """
+        match saved.description:
+            case {"config": dict(), "data": dict() | None, "progress": dict(progress)}:
+                pass
+            case other:
+                raise CheckpointError(
+                    f"{saved.directory} is no checkpoint of a fit: it says it is of {other}. Give "
+                    "another checkpointPath, or set resume='never'"
+                )
+        try:
+            return cls(saved=saved, progress=Progress.from_json(progress))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{saved.directory} does not say how far its training had come: {error!r}"
+            ) from error
+
+    def read_center(self, layout: Layout) -> list[Tensor]:
+        """The center's segments.
+
+        Args:
+            layout: their kinds and sizes.
+
+        Raises:
+            CheckpointError: the file cannot be read, or is of other segments.
+        """
         with self.saved.open(CENTER) as file:
             tensors, _ = read_tensors(file)
-        return [tensors[name] for name in sorted(tensors, key=lambda name: int(name.split(".")[0]))]
+        names = _segment_names(layout)
+        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        kinds = [(segment.center_dtype, (segment.numel,)) for segment in layout]
+        if found != dict(zip(names, kinds, strict=True)):
+            raise CheckpointError(
+                f"{self.saved.directory}/{CENTER} is of another model: it holds {found}"
+            )
+        return [tensors[name] for name in names]
 
     def own_state_bytes(self, rank: int) -> int:
         """Size of a rank's own state; 0 if there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import json
@@ -9,13 +10,16 @@ import random
 from functools import partial
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, settings
+from torch import Tensor, nn
 
 from sparkdl.checkpoint.own_state import pack_own_state, unpack_own_state
 from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
 from sparkdl.errors import CheckpointError
+from sparkdl.randomness import random_state, streams_put_back
 
 CPU = torch.device("cpu")
 
@@ -94,6 +98,43 @@ def test_what_only_pickle_could_save_is_refused_in_words() -> None:
     optimizer.param_groups[0]["hook"] = object()
     with pytest.raises(CheckpointError, match="SGD keeps state that cannot be saved"):
         pack_own_state(optimizer, CPU, center_has_optimizer=True)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=4,
+)
+NAMES = st.sampled_from(["state.0.exp_avg", "group.0.lr", "group.7.lr", "random.cpu", "state.9.x"])
+
+
+@settings(deadline=None)
+@given(
+    description=VALUES
+    | st.fixed_dictionaries(
+        {"values": VALUES | st.dictionaries(NAMES, VALUES), "on_device": VALUES}
+    ),
+    dropped=st.sets(st.sampled_from(sorted(random_state(CPU)))),
+    put=st.dictionaries(
+        NAMES, st.sampled_from([torch.ones(2, 3), torch.zeros(0), torch.tensor(-7)]), max_size=2
+    ),
+)
+def test_a_state_that_says_anything_is_taken_in_or_refused_in_words(
+    description: Any, dropped: set[str], put: dict[str, Tensor]
+) -> None:
+    kept = {name: t for name, t in random_state(CPU).items() if name not in dropped}
+    file = io.BytesIO()
+    write_tensors(file, kept | put, {"own": json.dumps(description)})
+    optimizer = torch.optim.Adam(network().parameters())
+    with streams_put_back(), contextlib.suppress(CheckpointError):
+        unpack_own_state(file.getvalue(), optimizer, CPU)
+
+
+def test_a_state_nested_without_end_is_refused_in_words() -> None:
+    file = io.BytesIO()
+    write_tensors(file, {}, {"own": "[" * 100_000})
+    with pytest.raises(CheckpointError, match="does not fit"):
+        unpack_own_state(file.getvalue(), torch.optim.Adam(network().parameters()), CPU)
 
 
 def test_the_state_of_another_optimizer_is_refused() -> None:

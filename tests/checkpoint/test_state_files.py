@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from fractions import Fraction
 from pathlib import Path
 
@@ -80,6 +81,16 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
     pending.publish({"kind": "other"})
     with pytest.raises(ConfigError, match=r"no checkpoint of a training function.*other"):
         load_state(str(tmp_path))
+
+
+@pytest.mark.parametrize("octets", [b"", b"PK\x03\x04 and no more", pickle.dumps(Fraction(1, 3))])
+def test_a_file_that_torch_cannot_read_is_an_error_of_ours(tmp_path: Path, octets: bytes) -> None:
+    pending = CheckpointStore(str(tmp_path), keep_last=1).begin()
+    with pending.create(STATE_FILE) as file:
+        file.write(octets)
+    pending.publish({"kind": "state of a training function"})
+    with pytest.raises(CheckpointError, match=r"state\.pt is not readable"):
+        load_checkpoint(str(tmp_path))
 
 
 def test_a_full_disk_leaves_no_half_of_a_checkpoint(

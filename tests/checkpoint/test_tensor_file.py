@@ -130,6 +130,23 @@ def test_no_memory_is_taken_for_a_tensor_that_the_header_makes_up() -> None:
         read_tensors(io.BytesIO(len(entry).to_bytes(8, "little") + entry + b"1234"))
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 100_000,
+        b'{"__metadata__":' + b"[" * 100_000,
+        b'{"__metadata__":["own"]}',
+        b'{"__metadata__":{"own":7}}',
+        b'{"a":{"dtype":["F32"],"shape":[1],"data_offsets":[0,4]}}',
+        b'{"a":{"dtype":"U8","shape":[1000000000000000],"data_offsets":[0,1000000000000000]}}',
+        b'{"a":{"dtype":"U8","shape":[0,' + b"9" * 40 + b'],"data_offsets":[0,0]}}',
+    ],
+)
+def test_a_header_that_says_anything_is_an_error_of_ours(header: bytes) -> None:
+    with pytest.raises(CheckpointError):
+        read_tensors(io.BytesIO(len(header).to_bytes(8, "little") + header + b"1234"))
+
+
 def test_a_dtype_that_the_format_lacks_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"'a' is torch\.complex64"):
         written({"a": torch.zeros(2, dtype=torch.complex64)})
