@@ -6,6 +6,7 @@ import logging
 import random
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from toys import Data, classification, cnn, make_job, mlp, schema
 
 from sparkdl.averager import Averager
 from sparkdl.averager.progress import Progress
-from sparkdl.averager.saving import Resumed
+from sparkdl.averager.saving import Resumed, Saving
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.checkpoint.state_files import save_state
 from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint
@@ -453,6 +454,58 @@ def test_an_unreadable_directory_ends_the_run_before_it_starts(
     monkeypatch.setattr("sparkdl.checkpoint.storage.FORMAT", 0)
     with pytest.raises(CheckpointError, match="newer than the 0"):
         run_world(make_job(mlp()), classification([6]).shards(), checkpoints=policy(tmp_path / "c"))
+
+
+def failed_at(path: Path, is_time: Callable[[WindowReport], bool]) -> Averager:
+    """The averager of a run that failed when it was time to."""
+    averagers: list[Averager] = []
+    job, data = make_job(mlp(), epochs=9), classification([12])
+    start = _threads(job, data.shards(), path)
+
+    def noting(averager: Averager) -> Any:
+        averagers.append(averager)
+        return start(averager)
+
+    def on_event(event: object) -> None:
+        if isinstance(event, WindowReport) and is_time(event):
+            averagers[0].fail(AskedToStop())
+
+    with pytest.raises(AskedToStop):
+        run(job, 1, noting, checkpoints=policy(path / "c"), on_event=on_event)
+    return averagers[0]
+
+
+def test_a_center_is_saved_beside_a_writer_that_is_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, goes_on = threading.Event(), threading.Event()
+    publish = PendingCheckpoint.publish
+
+    def waiting(self: PendingCheckpoint, description: dict[str, Any]) -> None:
+        if not reached.is_set():
+            reached.set()
+            goes_on.wait(30)
+        publish(self, description)
+
+    monkeypatch.setattr(PendingCheckpoint, "publish", waiting)
+    monkeypatch.setattr("sparkdl.averager.checkpoints.CLOSE_S", 0.2)
+    averager = failed_at(tmp_path, lambda report: reached.wait(30))
+    averager.save_center()
+    goes_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "sparkdl-saving":
+            thread.join(30)
+    there = sorted(entry for entry in (tmp_path / "c").iterdir())
+    assert [entry.name for entry in there] == ["checkpoint-000001", "checkpoint-000002"]
+    assert all((entry / "manifest.json").exists() for entry in there)
+
+
+def test_a_checkpoint_that_waits_for_a_worker_when_the_run_fails_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Saving, "forgo", lambda self, rank: False)  # another has yet to send
+    failed_at(tmp_path, lambda report: report.epoch == 2)
+    assert list((tmp_path / "c").iterdir()) == []
 
 
 def test_a_checkpoint_of_another_kind_is_refused_in_words(tmp_path: Path) -> None:

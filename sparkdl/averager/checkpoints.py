@@ -103,9 +103,14 @@ class Checkpoints(Attendance):
         super().finish(member)
 
     def close(self) -> None:
-        """Wait a little for a checkpoint that is still being written."""
+        """Wait a little for a checkpoint that is still being written, or give it up."""
         if self._writer is not None:
             self._writer.join(CLOSE_S)
+        with self._condition:
+            saving = self._saving
+            is_writing = self._writer is not None and self._writer.is_alive()
+        if saving is not None and not is_writing:
+            saving.abandon()  # it waits for workers that have left
 
     def _write(self, saving: Saving) -> None:
         try:

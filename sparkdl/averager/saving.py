@@ -146,12 +146,19 @@ class Saving:
                 }
             )
         if self.failed:
-            if self._pending is not None:
-                self._pending.abandon()
+            self.abandon()
             return
         self._plan.store.prune()
         seconds = time.monotonic() - self.started
         logger.info("wrote %s in %.2f s", self._open().directory, seconds)
+
+    def abandon(self) -> None:
+        """Give it up, and delete what was written of it."""
+        self.failed = True
+        with self._lock:
+            pending = self._pending
+        if pending is not None:
+            pending.abandon()
 
     @contextlib.contextmanager
     def _file(self, name: str) -> Iterator[BinaryIO]:

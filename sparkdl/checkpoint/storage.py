@@ -223,9 +223,10 @@ class PendingCheckpoint:
         self._on_end(self.directory)
 
     def abandon(self) -> None:
-        """Delete what was written so far."""
+        """Delete what was written so far, if there is any."""
         try:
-            _delete(self._files, self.directory)
+            if self._files.get_file_info(self.directory).type != fs.FileType.NotFound:
+                _delete(self._files, self.directory)
         except _STORAGE_ERRORS as error:
             logger.warning("%s could not be deleted: %s", self.directory, error)
         self._on_end(self.directory)
