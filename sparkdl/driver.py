@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -129,8 +129,8 @@ def run(
         on_event: called in this thread for the data's facts and each window and epoch reported.
 
     Raises:
-        ConfigError: the newest checkpoint is of another training, or the strategy has state that
-            no checkpoint holds.
+        ConfigError: the newest checkpoint is of another training, another process writes
+            checkpoints there, or the strategy has state that no checkpoint holds.
         CheckpointError: the checkpoints cannot be read.
         ModelError: the optimizer cannot take a step.
         DataError: the rows cannot be trained on.
@@ -148,45 +148,47 @@ def run(
             "It has to be one that steps without a closure, such as SGD or Adam"
         ) from error
     plan, resumed = None, None
-    if checkpoints is not None:
-        if not job.strategy.checkpointable:
-            raise ConfigError(
-                f"{job.strategy} keeps state on its workers that no checkpoint holds. Leave out "
-                "checkpointPath, or shard_optimizer and powersgd"
-            )
-        plan = _plan(checkpoints, job, world_size, replica, layout)
-        resumed = _find(checkpoints, plan)
+    with ExitStack() as held:
+        if checkpoints is not None:
+            if not job.strategy.checkpointable:
+                raise ConfigError(
+                    f"{job.strategy} keeps state on its workers that no checkpoint holds. Leave "
+                    "out checkpointPath, or shard_optimizer and powersgd"
+                )
+            plan = _plan(checkpoints, job, world_size, replica, layout)
+            held.enter_context(plan.store.held(checkpoints.application))
+            resumed = _find(checkpoints, plan)
         center = center if resumed is None else resumed.read_center(layout)
 
-    def open_averager(
-        center: list[Tensor], progress: Progress | None, kept: Mapping[int, KeptState]
-    ) -> Averager:
-        return Averager(
-            layout,
-            center,
-            world_size,
-            job.strategy.codec,
-            host=host,
-            advertised_host=advertised_host,
-            deadline_s=job.deadline_s,
-            plan=plan,
-            resumed=resumed,
-            progress=progress,
-            kept=kept,
-            tolerance=Tolerance(job.survivable_losses, job.min_workers),
-            tls=job.tls,
-        )
+        def open_averager(
+            center: list[Tensor], progress: Progress | None, kept: Mapping[int, KeptState]
+        ) -> Averager:
+            return Averager(
+                layout,
+                center,
+                world_size,
+                job.strategy.codec,
+                host=host,
+                advertised_host=advertised_host,
+                deadline_s=job.deadline_s,
+                plan=plan,
+                resumed=resumed,
+                progress=progress,
+                kept=kept,
+                tolerance=Tolerance(job.survivable_losses, job.min_workers),
+                tls=job.tls,
+            )
 
-    examine = _Examiner(job.schema.columns, check, resumed)
-    averager = open_averager(center, None if resumed is None else resumed.progress, {})
-    losses: list[str] = []
-    while not _finished(averager, launch, plan, examine, on_event, losses, job.resubmissions):
-        averager = open_averager(averager.center, averager.progress, averager.kept)
-    for values, tensor in zip(
-        replica.segments(with_optimizer=False), averager.center, strict=False
-    ):
-        values.copy_(tensor)
-    return Outcome(replica.release(), averager.history)
+        examine = _Examiner(job.schema.columns, check, resumed)
+        averager = open_averager(center, None if resumed is None else resumed.progress, {})
+        losses: list[str] = []
+        while not _finished(averager, launch, plan, examine, on_event, losses, job.resubmissions):
+            averager = open_averager(averager.center, averager.progress, averager.kept)
+        for values, tensor in zip(
+            replica.segments(with_optimizer=False), averager.center, strict=False
+        ):
+            values.copy_(tensor)
+        return Outcome(replica.release(), averager.history)
 
 
 def _finished(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import signal
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -456,45 +457,37 @@ def test_an_unreadable_directory_ends_the_run_before_it_starts(
         run_world(make_job(mlp()), classification([6]).shards(), checkpoints=policy(tmp_path / "c"))
 
 
-def failed_at(path: Path, is_time: Callable[[WindowReport], bool]) -> Averager:
-    """The averager of a run that failed when it was time to."""
-    averagers: list[Averager] = []
-    job, data = make_job(mlp(), epochs=9), classification([12])
-    start = _threads(job, data.shards(), path)
-
-    def noting(averager: Averager) -> Any:
-        averagers.append(averager)
-        return start(averager)
-
-    def on_event(event: object) -> None:
-        if isinstance(event, WindowReport) and is_time(event):
-            averagers[0].fail(AskedToStop())
-
-    with pytest.raises(AskedToStop):
-        run(job, 1, noting, checkpoints=policy(path / "c"), on_event=on_event)
-    return averagers[0]
-
-
 def test_a_center_is_saved_beside_a_writer_that_is_not_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As after SIGTERM, when the storage is slow."""
     reached, goes_on = threading.Event(), threading.Event()
-    publish = PendingCheckpoint.publish
+    publish, save_center = PendingCheckpoint.publish, Averager.save_center
 
-    def waiting(self: PendingCheckpoint, description: dict[str, Any]) -> None:
+    def slow(self: PendingCheckpoint, description: dict[str, Any]) -> None:
         if not reached.is_set():
             reached.set()
             goes_on.wait(30)
         publish(self, description)
 
-    monkeypatch.setattr(PendingCheckpoint, "publish", waiting)
+    def then_let_it_go_on(self: Averager) -> None:
+        save_center(self)
+        goes_on.set()
+        for thread in threading.enumerate():
+            if thread.name == "sparkdl-saving":
+                thread.join(30)
+
+    def on_event(event: object) -> None:
+        if isinstance(event, WindowReport) and reached.wait(30):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(PendingCheckpoint, "publish", slow)
+    monkeypatch.setattr(Averager, "save_center", then_let_it_go_on)
     monkeypatch.setattr("sparkdl.averager.checkpoints.CLOSE_S", 0.2)
-    averager = failed_at(tmp_path, lambda report: reached.wait(30))
-    averager.save_center()
-    goes_on.set()
-    for thread in threading.enumerate():
-        if thread.name == "sparkdl-saving":
-            thread.join(30)
+    monkeypatch.setattr("sparkdl.driver.SIGTERM_S", 0.2)
+    job, data = make_job(mlp(), epochs=9), classification([12])
+    with pytest.raises(SystemExit):
+        run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"), on_event=on_event)
     there = sorted(entry for entry in (tmp_path / "c").iterdir())
     assert [entry.name for entry in there] == ["checkpoint-000001", "checkpoint-000002"]
     assert all((entry / "manifest.json").exists() for entry in there)
@@ -504,12 +497,38 @@ def test_a_checkpoint_that_waits_for_a_worker_when_the_run_fails_leaves_no_files
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Saving, "forgo", lambda self, rank: False)  # another has yet to send
-    failed_at(tmp_path, lambda report: report.epoch == 2)
+
+    def on_event(event: object) -> None:
+        if isinstance(event, WindowReport) and event.epoch == 2:
+            raise Interrupted
+
+    job, data = make_job(mlp(), epochs=9), classification([12])
+    with pytest.raises(Interrupted):
+        run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"), on_event=on_event)
     assert list((tmp_path / "c").iterdir()) == []
 
 
+def test_a_second_training_on_the_same_path_is_refused_and_the_first_goes_on(
+    tmp_path: Path,
+) -> None:
+    job, data = make_job(mlp(), epochs=2), classification([12])
+    refused: list[str] = []
+
+    def on_event(event: object) -> None:
+        if isinstance(event, WindowReport) and not refused:
+            with pytest.raises(ConfigError) as caught:
+                run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
+            refused.append(str(caught.value))
+
+    first = policy(tmp_path / "c", application="application-7")
+    outcome = run_world(job, data.shards(), checkpoints=first, on_event=on_event)
+    assert f"in use by process {os.getpid()} (application-7) on" in refused[0]
+    assert same_bits(outcome, run_world(job, data.shards()))
+    assert same_bits(outcome, run_world(job, data.shards(), checkpoints=policy(tmp_path / "c")))
+
+
 def test_a_checkpoint_of_another_kind_is_refused_in_words(tmp_path: Path) -> None:
-    save_state(str(tmp_path / "c"), {"epoch": 3}, keep_last=1)
+    save_state(CheckpointStore(str(tmp_path / "c"), keep_last=1), {"epoch": 3})
     with pytest.raises(CheckpointError, match=r"no checkpoint of a fit: .*training function"):
         run_world(make_job(mlp()), classification([6]).shards(), checkpoints=policy(tmp_path / "c"))
 

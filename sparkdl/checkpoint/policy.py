@@ -22,6 +22,7 @@ class CheckpointPolicy:
         keep_last: how many are kept.
         resume: ``auto`` goes on from the newest checkpoint if there is one; ``never`` starts anew.
         open_elsewhere: see ``storage.CheckpointStore``.
+        application: what the driver belongs to, for another that is refused the same directory.
     """
 
     path: str
@@ -30,6 +31,7 @@ class CheckpointPolicy:
     keep_last: int = 2
     resume: Literal["auto", "never"] = "auto"
     open_elsewhere: OpenElsewhere | None = None
+    application: str | None = None
 
 
 def require_same(what: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:

@@ -19,24 +19,16 @@ STATE_FILE = "state.pt"
 _KIND = {"kind": "state of a training function"}
 
 
-def save_state(
-    path: str,
-    state: Mapping[str, Any],
-    *,
-    keep_last: int,
-    open_elsewhere: OpenElsewhere | None = None,
-) -> None:
+def save_state(store: CheckpointStore, state: Mapping[str, Any]) -> None:
     """Publish a checkpoint, all of it or nothing.
 
     Args:
-        path: a directory: a path on this machine, or a URI that pyarrow.fs takes.
+        store: where.
         state: by name: modules, optimizers and whatever else has a ``state_dict``, tensors,
             numbers, texts, and lists and dicts of those.
-        keep_last: how many checkpoints to keep there, >= 1.
-        open_elsewhere: tried for a URI of which pyarrow cannot open the file system.
 
     Raises:
-        ConfigError: the directory cannot be used, or a value could only be read back by running
+        ConfigError: a value could only be read back by running
             code that the file says.
         CheckpointError: the file system refuses.
     """
@@ -49,7 +41,6 @@ def save_state(
             f"a checkpoint cannot hold {', '.join(sorted(unsafe))}: reading it back would run "
             "code. Give its state_dict(), or plain numbers and tensors"
         )
-    store = CheckpointStore(path, keep_last=keep_last, open_elsewhere=open_elsewhere)
     pending = store.begin()
     try:
         with pending.create(STATE_FILE) as file:

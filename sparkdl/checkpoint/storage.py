@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 from pyarrow import fs
 
+from sparkdl.checkpoint.lease import Lease, held
 from sparkdl.checkpoint.local_files import LocalFiles, synchronize
 from sparkdl.errors import CheckpointError, ConfigError
 
@@ -73,33 +74,54 @@ class CheckpointStore:
         self.keep_last = keep_last
         self._lock = threading.Lock()
         self._pending: set[str] = set()
+        self._lease: Lease | None = None
         try:
             self._files, self._root = _resolve(path, open_elsewhere)
             self._files.create_dir(self._root, recursive=True)
-            self._next = max((number for number, _ in self._named()), default=0) + 1
+            self._next = self._newest_number() + 1
         except (*_STORAGE_ERRORS, ValueError) as error:
-            raise ConfigError(
-                f"checkpointPath '{path}' cannot be used: {error}. Give a directory on this "
-                "machine, or a URI that pyarrow.fs or Spark takes, for example s3://bucket/directory"
-            ) from error
+            raise self._useless(error) from error
+
+    @contextlib.contextmanager
+    def held(self, application: str | None = None) -> Iterator[None]:
+        """Be the only one that writes checkpoints there, inside a ``with`` block.
+
+        Args:
+            application: what this process belongs to, for whoever is refused meanwhile.
+
+        Raises:
+            ConfigError: another process does; the message says which, on what host, since when.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                self._lease = stack.enter_context(held(self._files, self._root, application))
+                self._next = self._newest_number() + 1
+            except _STORAGE_ERRORS as error:
+                raise self._useless(error) from error
+            try:
+                yield
+            finally:
+                self._lease = None
 
     def begin(self) -> PendingCheckpoint:
         """Start to write a checkpoint, newer than all there are.
 
         Raises:
-            CheckpointError: its directory cannot be made.
+            CheckpointError: its directory cannot be made, or another process writes there now.
         """
+        lease = self._lease
         with self._lock:
             directory = posixpath.join(self._root, f"checkpoint-{self._next:06d}")
             self._next += 1
             self._pending.add(directory)
         try:
+            _check(lease)
             self._files.create_dir(self._root, recursive=True)
             self._files.create_dir(directory, recursive=False)
-        except _STORAGE_ERRORS as error:
+        except (CheckpointError, *_STORAGE_ERRORS) as error:
             self._pending.discard(directory)
             raise CheckpointError(f"{directory} cannot be made: {error}") from error
-        return PendingCheckpoint(self._files, directory, self._pending.discard)
+        return PendingCheckpoint(self._files, directory, lease, self._pending.discard)
 
     def newest(self) -> SavedCheckpoint | None:
         """The newest checkpoint that is complete and undamaged; warns of newer ones that are not.
@@ -127,9 +149,10 @@ class CheckpointStore:
         """
         finished = 0
         try:
+            _check(self._lease)
             directories = self._directories()
-        except _STORAGE_ERRORS as error:
-            logger.warning("%s cannot be read for what is old in it: %s", self.path, error)
+        except (CheckpointError, *_STORAGE_ERRORS) as error:
+            logger.warning("what is old in %s stays there: %s", self.path, error)
             return
         for directory in directories:
             if directory in self._pending:
@@ -140,6 +163,15 @@ class CheckpointStore:
                     _delete(self._files, directory)
             except _STORAGE_ERRORS as error:
                 logger.warning("%s could not be deleted: %s", directory, error)
+
+    def _useless(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"checkpointPath '{self.path}' cannot be used: {error}. Give a directory on this "
+            "machine, or a URI that pyarrow.fs or Spark takes, for example s3://bucket/directory"
+        )
+
+    def _newest_number(self) -> int:
+        return max((number for number, _ in self._named()), default=0)
 
     def _directories(self) -> list[str]:
         """Those of checkpoints, the newest first."""
@@ -163,12 +195,20 @@ class PendingCheckpoint:
     Args:
         files: the file system.
         directory: where its files go; empty.
+        lease: under which it is written, if there is one.
         on_end: called with the directory when nothing more is written there.
     """
 
-    def __init__(self, files: fs.FileSystem, directory: str, on_end: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        files: fs.FileSystem,
+        directory: str,
+        lease: Lease | None,
+        on_end: Callable[[str], None],
+    ) -> None:
         self.directory = directory
         self._files = files
+        self._lease = lease
         self._on_end = on_end
         self._entries: dict[str, dict[str, Any]] = {}
 
@@ -201,7 +241,7 @@ class PendingCheckpoint:
             description: what it is of; JSON.
 
         Raises:
-            CheckpointError: the file system refuses.
+            CheckpointError: the file system refuses, or another process writes there now.
         """
         manifest = {"format": FORMAT, "files": self._entries, "description": description}
         text = json.dumps({"sha256": _digest(manifest), "manifest": manifest}, indent=1).encode()
@@ -212,10 +252,12 @@ class PendingCheckpoint:
                 "read: it says of each window of the epoch what it was. Make windows longer"
             )
         try:
+            _check(self._lease)
             with self._files.open_output_stream(f"{path}.partial") as stream:
                 stream.write(text)
             # Here rather than as each file is closed: workers wait for those.
             self._synchronize(*self._entries, f"{MANIFEST}.partial")
+            _check(self._lease)
             self._files.move(f"{path}.partial", path)
             self._synchronize("", "..")
         except _STORAGE_ERRORS as error:
@@ -301,6 +343,11 @@ class _Checksummed:
         self.sha256.update(octets)
         self.bytes += len(octets)
         return len(octets)
+
+
+def _check(lease: Lease | None) -> None:
+    if lease is not None:
+        lease.check()
 
 
 def _resolve(path: str, open_elsewhere: OpenElsewhere | None) -> tuple[fs.FileSystem, str]:

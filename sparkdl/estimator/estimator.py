@@ -260,14 +260,15 @@ class TorchEstimator(
             return None
 
     def _train(self, ready: Preflight, progress: ProgressBar) -> TorchModel:
-        host, advertised_host = driver_hosts(ready.workers.frame.sparkSession)
+        spark = ready.workers.frame.sparkSession
+        host, advertised_host = driver_hosts(spark)
         outcome = run(
             ready.job,
             ready.workers.num_workers,
             launch(ready.workers, ready.job),
             host=host,
             advertised_host=advertised_host,
-            checkpoints=self.checkpoint_policy(),
+            checkpoints=self.checkpoint_policy(spark.sparkContext.applicationId),
             check=ready.check,
             on_event=progress,
         )

@@ -128,8 +128,12 @@ class RecoveryParams(Params):
         self._set(resume=value)
         return self
 
-    def checkpoint_policy(self) -> CheckpointPolicy | None:
-        """What the Params ask of checkpoints; None without ``checkpointPath``."""
+    def checkpoint_policy(self, application: str | None = None) -> CheckpointPolicy | None:
+        """What the Params ask of checkpoints; None without ``checkpointPath``.
+
+        Args:
+            application: which one trains, for another that is refused the same directory.
+        """
         path = self.getCheckpointPath()
         if path is None:
             return None
@@ -140,4 +144,5 @@ class RecoveryParams(Params):
             keep_last=self.getKeepLast(),
             resume="auto" if self.getResume() == "auto" else "never",
             open_elsewhere=open_hadoop,
+            application=application,
         )

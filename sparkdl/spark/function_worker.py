@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.checkpoint.state_files import load_state, save_state
+from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.collective.rendezvous import Meeting
 from sparkdl.errors import ConfigError
 from sparkdl.feed.feed import Feed
@@ -77,6 +78,8 @@ class FunctionWorker:
         self._rows = rows
         self._epochs = itertools.count(1)
         self._share = 1 / met.world_size
+        self._stores: dict[str, CheckpointStore] = {}
+        self._held = ExitStack()
 
     def batches(self, batch_size: int) -> Batches:
         """Minibatches of this worker's rows of ``df``, each a dict of tensors by column.
@@ -163,16 +166,29 @@ class FunctionWorker:
             keep_last: how many checkpoints to keep there.
 
         Raises:
-            ConfigError: the directory cannot be used, or a value cannot be saved without pickle.
+            ConfigError: the directory cannot be used, another process saves there, or a value
+                cannot be saved without pickle.
             CheckpointError: the file system refuses.
         """
         if self.rank == 0:
-            opens = open_through(self._board.ask_for_files)
-            save_state(path, state, keep_last=keep_last, open_elsewhere=opens)
+            save_state(self._store(path, keep_last), state)
         self._board.gather({})
 
     def _load(self, path: str) -> dict[str, Any] | None:
         return load_state(path, open_elsewhere=open_through(self._board.ask_for_files))
+
+    def close(self) -> None:
+        """Let others save where this worker has saved checkpoints."""
+        self._held.close()
+
+    def _store(self, path: str, keep_last: int) -> CheckpointStore:
+        if path not in self._stores:
+            opens = open_through(self._board.ask_for_files)
+            store = CheckpointStore(path, keep_last=keep_last, open_elsewhere=opens)
+            self._held.enter_context(store.held())
+            self._stores[path] = store
+        self._stores[path].keep_last = keep_last
+        return self._stores[path]
 
     def _set_share(self, share: float) -> None:
         self._share = share
@@ -265,3 +281,4 @@ def working_as(worker: FunctionWorker) -> Iterator[None]:
         yield
     finally:
         _current = None
+        worker.close()

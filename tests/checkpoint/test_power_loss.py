@@ -85,7 +85,7 @@ def test_what_a_training_function_saved_survives(memory: Path) -> None:
     (disk := memory / "disk").mkdir()
     with recorded(disk) as recorder:
         for epoch in (1, 2):
-            save_state(str(disk), {"epoch": epoch}, keep_last=1)
+            save_state(CheckpointStore(str(disk), keep_last=1), {"epoch": epoch})
             recorder.note(epoch)
     for point, left in cuts(recorder, memory):
         state = load_checkpoint(str(left))

@@ -23,7 +23,8 @@ def test_modules_optimizers_and_plain_values_come_back(tmp_path: Path) -> None:
     path = str(tmp_path / "run")
 
     save_state(
-        path, {"model": model, "optimizer": optimizer, "epoch": 3, "best": [0.5]}, keep_last=1
+        CheckpointStore(path, keep_last=1),
+        {"model": model, "optimizer": optimizer, "epoch": 3, "best": [0.5]},
     )
 
     state = load_state(path)
@@ -42,7 +43,7 @@ def test_there_is_nothing_before_the_first(tmp_path: Path) -> None:
 
 def test_the_newest_undamaged_one_is_loaded_and_old_ones_are_deleted(tmp_path: Path) -> None:
     for epoch in range(1, 5):
-        save_state(str(tmp_path), {"epoch": epoch}, keep_last=2)
+        save_state(CheckpointStore(str(tmp_path), keep_last=2), {"epoch": epoch})
     directories = sorted(entry.name for entry in tmp_path.iterdir())
     assert directories == ["checkpoint-000003", "checkpoint-000004"]
     assert load_state(str(tmp_path)) == {"epoch": 4}
@@ -54,7 +55,7 @@ def test_what_could_only_be_read_by_running_code_is_refused_when_it_is_saved(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError, match=r"fractions\.Fraction.*state_dict"):
-        save_state(str(tmp_path), {"loss": Fraction(1, 3)}, keep_last=1)
+        save_state(CheckpointStore(str(tmp_path), keep_last=1), {"loss": Fraction(1, 3)})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -90,16 +91,16 @@ def test_a_file_that_torch_cannot_read_is_an_error_of_ours(tmp_path: Path, octet
         file.write(octets)
     pending.publish({"kind": "state of a training function"})
     with pytest.raises(CheckpointError, match=r"state\.pt is not readable"):
-        load_checkpoint(str(tmp_path))
+        load_state(str(tmp_path))
 
 
 def test_a_full_disk_leaves_no_half_of_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_state(str(tmp_path), {"epoch": 1}, keep_last=1)
+    save_state(CheckpointStore(str(tmp_path), keep_last=1), {"epoch": 1})
     monkeypatch.setattr("sparkdl.checkpoint.storage._Checksummed.write", _full)
     with pytest.raises(CheckpointError, match="No space left"):
-        save_state(str(tmp_path), {"epoch": 2}, keep_last=1)
+        save_state(CheckpointStore(str(tmp_path), keep_last=1), {"epoch": 2})
     assert load_state(str(tmp_path)) == {"epoch": 1}
 
 

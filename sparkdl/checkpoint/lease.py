@@ -1,0 +1,224 @@
+"""One training at a time writes checkpoints to a directory, and a second is told whose it is.
+
+Two would number and delete each other's. Who writes holds a lease: a file that says who that is and
+is renewed while the process lives. Of a lease that is found, what counts is whether it changes, so
+that no two clocks are compared: one that is not renewed for a while is taken over, and whoever held
+it writes no more. Where the file system has locks, a lock beside it says at once whether a process
+of this machine is still there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import platform
+import posixpath
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+from pyarrow import fs
+
+from sparkdl.checkpoint.local_files import LocalFiles
+from sparkdl.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+LEASE = "in-use.json"
+RENEWED_EVERY_S = 5.0
+EXPIRES_S = 20.0
+"""A process that is stopped for so long may find its lease taken."""
+MAX_BYTES = 1 << 16
+
+_STORAGE_ERRORS = (OSError, pa.ArrowException)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+Holder = dict[str, str]
+"""What a lease says."""
+
+
+class Lease:
+    """The right to write checkpoints to a directory; see ``held``.
+
+    Args:
+        files: the directory's file system.
+        root: the directory.
+        holder: what it says of who holds it.
+    """
+
+    def __init__(self, files: fs.FileSystem, root: str, holder: Holder) -> None:
+        self._files = files
+        self._path = posixpath.join(root, LEASE)
+        self._holder = holder
+        self._renewals = 0
+        self._lock = threading.Lock()  # lest half of what is written be read
+        self._ended = threading.Event()
+
+    def check(self) -> None:
+        """Raise if somebody else writes there now.
+
+        Raises:
+            CheckpointError: the lease has ended, or was taken over.
+        """
+        if self._ended.is_set():
+            raise CheckpointError("the training to which it belongs has ended")
+        with self._lock:
+            found = self.read()
+        if found and found["id"] not in ("", self._holder["id"]):
+            raise CheckpointError(
+                f"this process did not renew its lease for {EXPIRES_S:g} s, and the directory is "
+                f"now in use by {_describe(found)}"
+            )
+
+    def read(self) -> Holder | None:
+        """What is said of who holds it, nothing if it is not readable; None if nobody does."""
+        if self._files.get_file_info(self._path).type != fs.FileType.File:
+            return None
+        with self._files.open_input_stream(self._path) as stream:
+            octets = stream.read(MAX_BYTES)
+        try:
+            said = json.loads(octets)
+            return {name: str(said[name])[:200] for name in self._holder}
+        except (ValueError, RecursionError, TypeError, KeyError):
+            return dict.fromkeys(self._holder, "")  # half of it is there as yet, or was written
+
+    def write(self) -> None:
+        """Say who holds it, and that it still does."""
+        self._renewals += 1
+        text = json.dumps({**self._holder, "renewals": str(self._renewals)})
+        with self._lock, self._files.open_output_stream(self._path) as stream:
+            stream.write(text.encode())
+
+    def keep(self) -> None:
+        """Renew it until it ends; a thread runs this."""
+        while not self._ended.wait(RENEWED_EVERY_S):
+            try:
+                self.check()
+                self.write()
+            except CheckpointError as error:
+                if not self._ended.is_set():
+                    logger.error("no more checkpoints in %s: %s", self._path, error)
+                return
+            except _STORAGE_ERRORS as error:
+                logger.warning("%s could not be renewed: %s", self._path, error)
+
+    def end(self) -> None:
+        """Give it back."""
+        self._ended.set()
+        try:
+            found = self.read()
+            if found and found["id"] == self._holder["id"]:
+                self._files.delete_file(self._path)
+        except _STORAGE_ERRORS as error:
+            logger.warning("%s could not be deleted: %s", self._path, error)
+
+
+@contextlib.contextmanager
+def held(files: fs.FileSystem, root: str, application: str | None = None) -> Iterator[Lease]:
+    """Hold a directory's lease inside a ``with`` block.
+
+    On this machine's file systems another process of this machine is refused at once, and one that
+    was killed is no hindrance. Elsewhere, and from another machine, it takes up to ``EXPIRES_S``
+    to tell a process that was killed from one that lives. Two that begin within the same instant
+    on a store without locks may both go on until one of them looks again, which it does before it
+    begins, publishes or deletes a checkpoint and every ``RENEWED_EVERY_S``.
+
+    Args:
+        files: the directory's file system.
+        root: the directory; has to exist.
+        application: what the process belongs to, for whoever is refused.
+
+    Raises:
+        ConfigError: somebody else holds it; the message says who.
+        OSError: the file system refuses.
+    """
+    lease = Lease(files, root, _this_process(application))
+    with contextlib.ExitStack() as locks:
+        is_locked = isinstance(files, LocalFiles) and _lock(root, locks)
+        if is_locked is None:
+            raise _in_use(root, lease.read())
+        _wait_for_its_end(lease, root, is_locked)
+        lease.write()
+        found = lease.read()
+        if found and found["id"] != lease._holder["id"]:
+            raise _in_use(root, found)
+        keeper = threading.Thread(target=lease.keep, name="sparkdl-lease", daemon=True)
+        keeper.start()
+        try:
+            yield lease
+        finally:
+            lease.end()
+            keeper.join(RENEWED_EVERY_S)
+
+
+def _wait_for_its_end(lease: Lease, root: str, is_locked: bool) -> None:
+    """Return when a lease that is found is no hindrance."""
+    found = lease.read()
+    if found is None or (is_locked and found["boot"] == lease._holder["boot"]):
+        return  # nobody on this machine has the lock, so who wrote it has gone
+    logger.warning(
+        "%s was in use by %s; waiting up to %g s to see whether it still is",
+        root,
+        _describe(found),
+        EXPIRES_S,
+    )
+    deadline = time.monotonic() + EXPIRES_S
+    while time.monotonic() < deadline:
+        time.sleep(RENEWED_EVERY_S / 10)
+        now = lease.read()
+        if now is None:
+            return
+        if now != found:
+            raise _in_use(root, found)
+    logger.warning("%s was in use by %s, which has gone", root, _describe(found))
+
+
+def _lock(root: str, locks: contextlib.ExitStack) -> bool | None:
+    """Lock a directory: whether there is such a lock; None if somebody else has it."""
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    locks.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        logger.info("%s has no locks (%s)", root, error)
+        return False
+    # A process forked in between would keep it.
+    locks.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
+    return True
+
+
+def _this_process(application: str | None) -> Holder:
+    return {
+        "id": uuid.uuid4().hex,
+        "host": platform.node(),
+        "boot": _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node(),
+        "process": str(os.getpid()),
+        "application": application or Path(sys.argv[0]).name,
+        "since": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        "renewals": "0",
+    }
+
+
+def _describe(holder: Holder) -> str:
+    return (
+        f"process {holder['process']} ({holder['application']}) on {holder['host']} since "
+        f"{holder['since']}"
+    )
+
+
+def _in_use(root: str, holder: Holder | None) -> ConfigError:
+    who = _describe(holder) if holder and holder["id"] else "another process"
+    return ConfigError(
+        f"checkpointPath '{root}' is in use by {who}. Two trainings would number and delete each "
+        "other's checkpoints: wait for its end, or give another checkpointPath"
+    )

@@ -1,0 +1,243 @@
+"""One process at a time writes checkpoints to a directory; another is told whose it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import fs
+
+from sparkdl.checkpoint import lease, storage
+from sparkdl.checkpoint.storage import CheckpointStore
+from sparkdl.errors import CheckpointError, ConfigError
+
+
+def save(store: CheckpointStore, epoch: int) -> None:
+    pending = store.begin()
+    with pending.create("center") as file:
+        file.write(b"weights")
+    pending.publish({"epoch": epoch})
+    store.prune()
+
+
+def store_at(path: Path | str) -> CheckpointStore:
+    return CheckpointStore(str(path), keep_last=1)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases are renewed often, and expire as slowly as a busy machine needs."""
+    monkeypatch.setattr(lease, "RENEWED_EVERY_S", 0.2)
+    monkeypatch.setattr(lease, "EXPIRES_S", 10.0)
+
+
+@pytest.fixture
+def expiring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases expire at once, for tests in which nobody is there to renew them."""
+    monkeypatch.setattr(lease, "EXPIRES_S", 0.3)
+
+
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system that has none."""
+
+    def refusing(*_: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(lease.fcntl, "flock", refusing)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> fs.FileSystem:
+    """A file system that is not this machine's, as an object store is not."""
+    files = fs._MockFileSystem()
+    monkeypatch.setattr(storage, "_resolve", lambda path, elsewhere: (files, path))
+    return files
+
+
+def hold(path: str, said: Connection) -> None:
+    with store_at(path).held("app-7"):
+        said.send(os.getpid())
+        time.sleep(60)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[multiprocessing.Process]:
+    """Another process that writes checkpoints there."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=hold, args=(str(tmp_path), there))
+    process.start()
+    assert here.poll(60)
+    yield process  # type: ignore[misc]
+    process.kill()
+    process.join(10)
+
+
+def test_a_second_process_is_refused_and_told_who_the_first_is(
+    tmp_path: Path, other: multiprocessing.Process
+) -> None:
+    words = rf"in use by process {other.pid} \(app-7\) on .+ since 20\d\d-.* UTC"
+    with pytest.raises(ConfigError, match=words), store_at(tmp_path).held():
+        pass
+
+
+def test_a_process_that_was_killed_is_no_hindrance(
+    tmp_path: Path, other: multiprocessing.Process
+) -> None:
+    os.kill(other.pid or 0, signal.SIGKILL)
+    other.join(10)
+    assert (tmp_path / lease.LEASE).exists()
+    started = time.monotonic()
+    with (store := store_at(tmp_path)).held():
+        save(store, 1)
+    assert time.monotonic() - started < lease.EXPIRES_S / 2
+
+
+def test_a_process_that_is_stopped_on_this_machine_stays_the_holder(
+    tmp_path: Path, other: multiprocessing.Process, expiring: None
+) -> None:
+    os.kill(other.pid or 0, signal.SIGSTOP)
+    time.sleep(1.5 * lease.EXPIRES_S)
+    with pytest.raises(ConfigError, match="in use"), store_at(tmp_path).held():
+        pass
+
+
+def test_a_second_training_of_this_process_is_refused(tmp_path: Path) -> None:
+    refused = pytest.raises(ConfigError, match=f"process {os.getpid()} ")
+    with store_at(tmp_path).held(), refused, store_at(tmp_path).held():
+        pass
+    with store_at(tmp_path).held():
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("quick", "without_locks")
+def test_without_locks_a_holder_that_lives_is_told_from_one_that_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store_at(tmp_path).held("alive"):
+        with pytest.raises(ConfigError, match="alive"), store_at(tmp_path).held():
+            pass
+        dead = (tmp_path / lease.LEASE).read_bytes()
+    (tmp_path / lease.LEASE).write_bytes(dead)
+    monkeypatch.setattr(lease, "EXPIRES_S", 0.3)
+    with store_at(tmp_path).held():
+        assert "which has gone" in caplog.text
+
+
+@pytest.mark.usefixtures("quick", "memory")
+def test_on_a_store_that_is_not_this_machines_the_same_holds() -> None:
+    refused = pytest.raises(ConfigError, match="alive")
+    with store_at("bucket/job").held("alive"), refused, store_at("bucket/job").held():
+        pass
+    with (store := store_at("bucket/job")).held():
+        save(store, 1)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_machine_that_shares_no_locks_is_seen_by_its_renewals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as elsewhere:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lease, "_lock", lambda root, locks: True)
+            patch.setattr(lease, "_BOOT_ID", tmp_path / "none")
+            elsewhere.enter_context(store_at(tmp_path).held("elsewhere"))
+        with pytest.raises(ConfigError, match="elsewhere"), store_at(tmp_path).held():
+            pass
+
+
+@pytest.mark.usefixtures("expiring", "without_locks")
+def test_whose_lease_was_taken_over_writes_and_deletes_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease.Lease, "keep", lambda self: None)  # as of a process that is stopped
+    first, second = store_at(tmp_path), store_at(tmp_path)
+    with first.held("first"):
+        pending = first.begin()
+        with second.held("second"):
+            save(second, 7)
+            with pytest.raises(CheckpointError, match=r"did not renew .* in use by .*second"):
+                pending.publish({"epoch": 1})
+            pending.abandon()
+            with pytest.raises(CheckpointError, match="second"):
+                first.begin()
+            first.keep_last = 0
+            first.prune()
+            assert "stays there" in caplog.text
+    saved = second.newest()
+    assert saved is not None
+    assert saved.description == {"epoch": 7}
+
+
+def test_a_checkpoint_that_was_begun_in_a_training_is_not_published_after_its_end(
+    tmp_path: Path,
+) -> None:
+    store = store_at(tmp_path)
+    with store.held():
+        pending = store.begin()
+    with pytest.raises(CheckpointError, match="has ended"):
+        pending.publish({"epoch": 1})
+
+
+@pytest.mark.parametrize(
+    "octets", [b"", b"{", b"[" * 100_000, b"[]", b'{"id": {}}', b"x" * (lease.MAX_BYTES + 1)]
+)
+@pytest.mark.usefixtures("expiring")
+def test_a_lease_that_says_anything_at_all_blocks_nobody_for_ever(
+    tmp_path: Path, octets: bytes
+) -> None:
+    (tmp_path / lease.LEASE).write_bytes(octets)
+    with (store := store_at(tmp_path)).held():
+        save(store, 1)
+
+
+@pytest.mark.usefixtures("quick")
+def test_numbers_go_on_behind_those_of_who_has_gone_meanwhile(tmp_path: Path) -> None:
+    late = store_at(tmp_path)
+    with (early := store_at(tmp_path)).held():
+        save(early, 1)
+        save(early, 2)
+    with late.held():
+        save(late, 3)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-000003"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_no_thread_is_left_behind(tmp_path: Path) -> None:
+    with store_at(tmp_path).held():
+        assert any(thread.name == "sparkdl-lease" for thread in threading.enumerate())
+    assert not any(thread.name == "sparkdl-lease" for thread in threading.enumerate())
+
+
+def test_a_directory_that_cannot_be_written_to_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / lease.LEASE).mkdir()
+    store = store_at(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot be used: .*directory"), store.held():
+        pass
+
+
+def test_a_lease_is_renewed_and_says_when_it_began(
+    tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), store_at(tmp_path).held("app-1"):
+        before = json.loads((tmp_path / lease.LEASE).read_text())
+        time.sleep(3 * lease.RENEWED_EVERY_S)
+        after = json.loads((tmp_path / lease.LEASE).read_text())
+    assert int(after.pop("renewals")) > int(before.pop("renewals"))
+    assert after == before
+    assert caplog.text == ""
