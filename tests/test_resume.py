@@ -509,8 +509,9 @@ def test_a_checkpoint_that_waits_for_a_worker_when_the_run_fails_leaves_no_files
 
 
 def test_a_second_training_on_the_same_path_is_refused_and_the_first_goes_on(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("sparkdl.checkpoint.lease.GRACE_S", 0.05)
     job, data = make_job(mlp(), epochs=2), classification([12])
     refused: list[str] = []
 

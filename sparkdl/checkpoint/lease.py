@@ -36,6 +36,8 @@ LEASE = "in-use.json"
 RENEWED_EVERY_S = 5.0
 EXPIRES_S = 20.0
 """A process that is stopped for so long may find its lease taken."""
+GRACE_S = 5.0
+"""For so long a process that was told to end may still have its lock."""
 MAX_BYTES = 1 << 16
 
 _STORAGE_ERRORS = (OSError, pa.ArrowException)
@@ -82,8 +84,11 @@ class Lease:
         """What is said of who holds it, nothing if it is not readable; None if nobody does."""
         if self._files.get_file_info(self._path).type != fs.FileType.File:
             return None
-        with self._files.open_input_stream(self._path) as stream:
-            octets = stream.read(MAX_BYTES)
+        try:
+            with self._files.open_input_stream(self._path) as stream:
+                octets = stream.read(MAX_BYTES)
+        except FileNotFoundError:
+            return None  # given back meanwhile
         try:
             said = json.loads(octets)
             return {name: str(said[name])[:200] for name in self._holder}
@@ -92,10 +97,13 @@ class Lease:
 
     def write(self) -> None:
         """Say who holds it, and that it still does."""
-        self._renewals += 1
-        text = json.dumps({**self._holder, "renewals": str(self._renewals)})
-        with self._lock, self._files.open_output_stream(self._path) as stream:
-            stream.write(text.encode())
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._renewals += 1
+            text = json.dumps({**self._holder, "renewals": str(self._renewals)})
+            with self._files.open_output_stream(self._path) as stream:
+                stream.write(text.encode())
 
     def keep(self) -> None:
         """Renew it until it ends; a thread runs this."""
@@ -114,9 +122,10 @@ class Lease:
         """Give it back."""
         self._ended.set()
         try:
-            found = self.read()
-            if found and found["id"] == self._holder["id"]:
-                self._files.delete_file(self._path)
+            with self._lock:
+                found = self.read()
+                if found and found["id"] == self._holder["id"]:
+                    self._files.delete_file(self._path)
         except _STORAGE_ERRORS as error:
             logger.warning("%s could not be deleted: %s", self._path, error)
 
@@ -125,11 +134,11 @@ class Lease:
 def held(files: fs.FileSystem, root: str, application: str | None = None) -> Iterator[Lease]:
     """Hold a directory's lease inside a ``with`` block.
 
-    On this machine's file systems another process of this machine is refused at once, and one that
-    was killed is no hindrance. Elsewhere, and from another machine, it takes up to ``EXPIRES_S``
-    to tell a process that was killed from one that lives. Two that begin within the same instant
-    on a store without locks may both go on until one of them looks again, which it does before it
-    begins, publishes or deletes a checkpoint and every ``RENEWED_EVERY_S``.
+    On this machine's file systems a process of this machine that lives is known at once, and given
+    ``GRACE_S`` to end; one that was killed is no hindrance. Elsewhere, and of other machines'
+    processes, it takes up to ``EXPIRES_S`` to tell one that was killed from one that lives. Two
+    that begin within the same instant on a store without locks may both go on, until one of them
+    looks again: every ``RENEWED_EVERY_S``, and before it begins, publishes or deletes a checkpoint.
 
     Args:
         files: the directory's file system.
@@ -185,16 +194,21 @@ def _lock(root: str, locks: contextlib.ExitStack) -> bool | None:
     """Lock a directory: whether there is such a lock; None if somebody else has it."""
     descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     locks.callback(os.close, descriptor)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return None
-    except OSError as error:
-        logger.info("%s has no locks (%s)", root, error)
-        return False
-    # A process forked in between would keep it.
-    locks.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
-    return True
+    deadline = time.monotonic() + GRACE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(GRACE_S / 50)
+        except OSError as error:
+            logger.info("%s has no locks (%s)", root, error)
+            return False
+        else:
+            # A process forked in between would keep it.
+            locks.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
+            return True
 
 
 def _this_process(application: str | None) -> Holder:

@@ -22,8 +22,6 @@ from sparkdl.randomness import random_state, set_random_state
 _MISFITS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 """What torch, numpy and Python raise for a state that is not of their making."""
 _STATE = re.compile(r"state\.(\d+)\.(.*)", re.DOTALL)
-_MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What is raised by taking in a state that says anything at all."""
 _GROUP = re.compile(r"group\.(\d+)\.(.*)", re.DOTALL)
 
 

@@ -140,6 +140,7 @@ class TorchEstimator(
             until lost ones have come back.
         checkpointPath: a directory for checkpoints of the training: a path that the driver sees, or
             a URI that pyarrow.fs takes (``s3://bucket/directory``, ``hdfs://...``); None for none.
+            Of one training at a time: a second one is refused.
         checkpointEvery: epochs between two checkpoints; there is one after the last epoch too.
         checkpointRounds: rounds between two checkpoints, for epochs that are long; a resumed fit
             goes on in the middle of one. None for checkpoints at the ends of epochs only.

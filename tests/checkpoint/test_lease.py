@@ -35,6 +35,12 @@ def store_at(path: Path | str) -> CheckpointStore:
     return CheckpointStore(str(path), keep_last=1)
 
 
+@pytest.fixture(autouse=True)
+def without_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse at once."""
+    monkeypatch.setattr(lease, "GRACE_S", 0.05)
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases are renewed often, and expire as slowly as a busy machine needs."""
@@ -112,6 +118,17 @@ def test_a_process_that_is_stopped_on_this_machine_stays_the_holder(
     time.sleep(1.5 * lease.EXPIRES_S)
     with pytest.raises(ConfigError, match="in use"), store_at(tmp_path).held():
         pass
+
+
+def test_a_process_that_is_about_to_end_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "GRACE_S", 30.0)
+    with ExitStack() as first:
+        first.enter_context(store_at(tmp_path).held())
+        threading.Timer(0.3, first.pop_all().close).start()
+        with store_at(tmp_path).held():
+            pass
 
 
 def test_a_second_training_of_this_process_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from sparkdl.checkpoint.local_files import aside
 from sparkdl.checkpoint.module_files import SavedModule, load_module, write_module
-from sparkdl.checkpoint.state_files import load_checkpoint, save_state
+from sparkdl.checkpoint.state_files import load_state, save_state
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.spark.files import fetch, publish
 
@@ -88,7 +88,7 @@ def test_what_a_training_function_saved_survives(memory: Path) -> None:
             save_state(CheckpointStore(str(disk), keep_last=1), {"epoch": epoch})
             recorder.note(epoch)
     for point, left in cuts(recorder, memory):
-        state = load_checkpoint(str(left))
+        state = load_state(str(left))
         assert (state or {"epoch": 0})["epoch"] >= max(point.returned, default=0)
         shutil.rmtree(left)
 
