@@ -90,7 +90,7 @@ def test_a_file_that_torch_cannot_read_is_an_error_of_ours(tmp_path: Path, octet
     with pending.create(STATE_FILE) as file:
         file.write(octets)
     pending.publish({"kind": "state of a training function"})
-    with pytest.raises(CheckpointError, match=r"state\.pt is not readable"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         load_state(str(tmp_path))
 
 
