@@ -28,7 +28,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from sparkdl.checkpoint.local_files import LocalFiles
-from sparkdl.errors import CheckpointError, ConfigError
+from sparkdl.errors import CheckpointError, ConfigError, StoppedError
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +115,8 @@ class Lease:
                 if not self._ended.is_set():
                     logger.error("no more checkpoints in %s: %s", self._path, error)
                 return
+            except StoppedError:
+                return  # the run has ended, and with it the way to the files
             except _STORAGE_ERRORS as error:
                 logger.warning("%s could not be renewed: %s", self._path, error)
 
@@ -126,7 +128,7 @@ class Lease:
                 found = self.read()
                 if found and found["id"] == self._holder["id"]:
                     self._files.delete_file(self._path)
-        except _STORAGE_ERRORS as error:
+        except (StoppedError, *_STORAGE_ERRORS) as error:
             logger.warning("%s could not be deleted: %s", self._path, error)
 
 

@@ -20,7 +20,7 @@ from pyarrow import fs
 
 from sparkdl.checkpoint import lease, storage
 from sparkdl.checkpoint.storage import CheckpointStore
-from sparkdl.errors import CheckpointError, ConfigError
+from sparkdl.errors import CheckpointError, ConfigError, StoppedError
 
 
 def save(store: CheckpointStore, epoch: int) -> None:
@@ -230,6 +230,27 @@ def test_numbers_go_on_behind_those_of_who_has_gone_meanwhile(tmp_path: Path) ->
     with late.held():
         save(late, 3)
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-000003"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_lease_on_files_that_end_with_the_run_leaves_the_runs_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a worker's of `sparkdl.run`, whose driver opens its files and has told it to leave."""
+
+    def ended(self: lease.Lease) -> None:
+        raise StoppedError("the run ended")
+
+    def fails() -> None:
+        with store_at(tmp_path).held():
+            monkeypatch.setattr(lease.Lease, "read", ended)
+            keeper = next(t for t in threading.enumerate() if t.name == "sparkdl-lease")
+            keeper.join(10)
+            assert not keeper.is_alive()
+            raise ValueError("the user's own")
+
+    with pytest.raises(ValueError, match="the user's own"):
+        fails()
 
 
 @pytest.mark.usefixtures("quick")
