@@ -11,7 +11,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -36,10 +36,10 @@ from sparkdl.errors import (
 )
 from sparkdl.events import EpochSummary
 from sparkdl.feed.facts import DataFacts, check_facts
-from sparkdl.protocols import ColumnSpec, Layout, LossFunction, ModelBuilder, OptimizerBuilder
+from sparkdl.protocols import Layout, LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.randomness import borrowed_random_numbers
 from sparkdl.replica import Replica
-from sparkdl.schedule import Schedule
+from sparkdl.training import has_ended, identity, require_epochs, require_same_rows
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
@@ -129,8 +129,8 @@ def run(
         on_event: called in this thread for the data's facts and each window and epoch reported.
 
     Raises:
-        ConfigError: the newest checkpoint is of another training, another process writes
-            checkpoints there, or the strategy has state that no checkpoint holds.
+        ConfigError: the newest checkpoint is of another training or of other rows, another process
+            writes checkpoints there, or the strategy has state that no checkpoint holds.
         CheckpointError: the checkpoints cannot be read.
         ModelError: the optimizer cannot take a step.
         DataError: the rows cannot be trained on.
@@ -157,7 +157,7 @@ def run(
                 )
             plan = _plan(checkpoints, job, world_size, replica, layout)
             held.enter_context(plan.store.held(checkpoints.application))
-            resumed = _find(checkpoints, plan)
+            resumed = _find(checkpoints, plan, job.epochs)
         center = center if resumed is None else resumed.read_center(layout)
 
         def open_averager(
@@ -179,7 +179,7 @@ def run(
                 tls=job.tls,
             )
 
-        examine = _Examiner(job.schema.columns, check, resumed)
+        examine = _Examiner(job, check, resumed)
         averager = open_averager(center, None if resumed is None else resumed.progress, {})
         losses: list[str] = []
         while not _finished(averager, launch, plan, examine, on_event, losses, job.resubmissions):
@@ -258,18 +258,16 @@ class _Examiner:
     """Looks at what the workers found in their rows, before they train on them.
 
     Args:
-        columns: what is fed.
+        job: what is trained.
         check: the caller's own checks.
         resumed: the checkpoint with which this process began, if there was one.
     """
 
     def __init__(
-        self,
-        columns: Sequence[ColumnSpec],
-        check: Callable[[DataFacts], None],
-        resumed: Resumed | None,
+        self, job: Job, check: Callable[[DataFacts], None], resumed: Resumed | None
     ) -> None:
-        self._columns = columns
+        self._epochs = job.epochs
+        self._columns = job.schema.columns
         self._check = check
         self._resumed = resumed
         self._first: DataFacts | None = None
@@ -291,9 +289,16 @@ class _Examiner:
         if self._first is None:
             check_facts(facts, self._columns)
             self._check(facts)
-            saved = None if self._resumed is None else self._resumed.saved.description["data"]
-            if saved is not None:
-                require_same("DataFrame", saved, facts.lasting())
+            if self._resumed is not None:
+                require_same_rows(self._resumed, facts.lasting(), self._columns)
+                if has_ended(self._resumed, self._epochs):
+                    logger.warning(
+                        "the training in %s has ended with epoch %d: its model is returned as it "
+                        "is, without another step. To train anew give another checkpointPath, or "
+                        "start anew with resume='never'",
+                        self._resumed.saved.directory,
+                        self._epochs,
+                    )
             self._first = facts
             return True
         if repr(self._first.lasting()) != repr(facts.lasting()):
@@ -342,33 +347,6 @@ def _plan(
     policy: CheckpointPolicy, job: Job, world_size: int, replica: Replica, layout: Layout
 ) -> CheckpointPlan:
     """When and where checkpoints are written, and what the training is that they are of."""
-    groups = {
-        f"{key} of parameter group {index}": str(value)
-        for index, group in enumerate(replica.optimizer.param_groups)
-        for key, value in group.items()
-        if key != "params"
-    }
-    schedule = Schedule(replica.optimizer, job.scheduler, job.scheduler_every)
-    config = {
-        "state": [[segment.kind, str(segment.dtype), segment.numel] for segment in layout],
-        # Values are saved in the order in which they lie in memory.
-        "strides": {
-            name: parameter.stride()
-            for name, parameter in replica.module.named_parameters()
-            if not parameter.is_contiguous()
-        },
-        "strategy": repr(job.strategy),
-        "optimizer": type(replica.optimizer).__name__,
-        **groups,
-        "scheduler": schedule.describe(),
-        "batch size": job.batch_size,
-        "drop last": job.feed.drop_last,
-        "reshuffle every": job.feed.reshuffle_every,
-        "seed": job.seed,
-        "number of workers": world_size,
-        # None as in checkpoints that do not mention it.
-        "first epoch": "streamed" if job.feed.stream_first_epoch else None,
-    }
     return CheckpointPlan(
         store=CheckpointStore(
             policy.path, keep_last=policy.keep_last, open_elsewhere=policy.open_elsewhere
@@ -376,16 +354,18 @@ def _plan(
         every=policy.every,
         every_rounds=policy.every_rounds,
         last_epoch=job.epochs,
-        config=config,
+        config=identity(job, world_size, replica, layout),
     )
 
 
-def _find(policy: CheckpointPolicy, plan: CheckpointPlan) -> Resumed | None:
-    """The newest checkpoint, if it is to be used and fits."""
+def _find(policy: CheckpointPolicy, plan: CheckpointPlan, epochs: int) -> Resumed | None:
+    """The newest checkpoint, if it is to be used and fits, but for its rows."""
     saved = plan.store.newest() if policy.resume == "auto" else None
     if saved is None:
         return None
     resumed = Resumed.of(saved)
-    require_same("configuration", saved.description["config"], plan.config)
-    logger.info("training goes on from %s", saved.directory)
+    require_same(saved.directory, saved.description["config"], plan.config)
+    require_epochs(resumed, epochs)
+    if not has_ended(resumed, epochs):
+        logger.info("training goes on from %s", saved.directory)
     return resumed

@@ -16,6 +16,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("estimator",),
     ("spark",),
     ("driver",),
+    ("training",),
     ("worker",),
     ("reshuffle",),
     ("strategies",),

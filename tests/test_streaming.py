@@ -311,7 +311,7 @@ def test_a_resumed_training_ends_in_the_same_bits(tmp_path: Path, stop: Any, win
 def test_a_first_epoch_that_was_streamed_is_not_resumed_in_another_order(tmp_path: Path) -> None:
     job, data = streamed(), classification(SIZES)
     assert die_after(job, data, tmp_path / "c", 9, every_rounds=1)
-    with pytest.raises(ConfigError, match='first epoch "streamed", this one null'):
+    with pytest.raises(ConfigError, match="first epoch: was streamed, is now read first"):
         run_world(
             replace(job, feed=FeedOptions()), data.shards(), checkpoints=policy(tmp_path / "c")
         )

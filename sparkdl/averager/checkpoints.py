@@ -162,8 +162,7 @@ class Checkpoints(Attendance):
     def _new_saving(
         self, plan: CheckpointPlan, center: Sequence[Tensor], ranks: frozenset[int]
     ) -> Saving:
-        facts = self._shards.facts
-        data = facts.lasting() if facts.complete else None
+        data = self._shards.facts.lasting()
         return Saving(plan, self._tally.progress(), data, self.layout, center, ranks)
 
     def _forgo_own_state(self, rank: int) -> None:

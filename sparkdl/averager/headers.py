@@ -38,6 +38,9 @@ _SHARD_TYPES: _Types = {
     "held_out": (int,),
     "weight": (float, int),
     "complete": (bool,),
+    "fingerprint": (int,),
+    "held_out_fingerprint": (int,),
+    "opening": (int, type(None)),
 }
 _OPTIONAL_COUNT = (int, type(None))
 _OPTIONAL_NUMBER = (float, int, type(None))
@@ -168,9 +171,9 @@ def read_shard(header: dict[str, Any], rank: int | None) -> ShardFacts:
         raise TrainingError(f"rank {rank} counted less than nothing in its rows: {shown}")
     for column in columns:
         column["places"] = {k: _place(place, rank) for k, place in column["places"].items()}
-    facts = tuple(ColumnFacts(**column) for column in columns)
-    weight = float(fields["weight"])
-    return ShardFacts(fields["rows"], facts, fields["held_out"], weight, fields["complete"])
+    fields["columns"] = tuple(ColumnFacts(**column) for column in columns)
+    fields["weight"] = float(fields["weight"])
+    return ShardFacts(**fields)
 
 
 def read_gather(header: dict[str, Any], rank: int, world_size: int) -> Any:

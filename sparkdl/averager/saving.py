@@ -72,7 +72,7 @@ class Saving:
     Args:
         plan: where it goes.
         progress: what it is of.
-        data: the facts about the rows, for whoever resumes; JSON. None if not all were read.
+        data: the facts about the rows, for whoever resumes; JSON.
         layout: kinds and sizes of the center's segments.
         center: its segments, not written to any more.
         ranks: whose own states belong to it.
@@ -82,7 +82,7 @@ class Saving:
         self,
         plan: CheckpointPlan,
         progress: Progress,
-        data: dict[str, Any] | None,
+        data: dict[str, Any],
         layout: Layout,
         center: Sequence[Tensor],
         ranks: Iterable[int],

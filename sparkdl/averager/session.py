@@ -9,7 +9,8 @@ One worker is one connection (``connection.py`` has its form):
     {"reading": rows so far}     ------> now and then, while its rows arrive
     {"shard": what they are}     ------> wait for all ranks, and for the driver to look at it
                                  <------ or {"read_on": true}, to one that has not read all of
-                                         them and does not begin its training: the same again
+                                         them and does not begin its training, or goes on from a
+                                         checkpoint, which may be of other rows: the same again
                                  <------ {"waiting": true}, now and then
                                  <------ {"chunk_bytes": size of the largest message of values,
                                           "position": where to go on,
@@ -140,7 +141,8 @@ class Session:
                 rounds.still_reading(self._member)
                 continue
             shard = read_shard(header, rank)
-            if shard.complete or rounds.position(rank) == Position():
+            begins = self._resumed is None and rounds.position(rank) == Position()
+            if shard.complete or begins:
                 return shard
             self._connection.send_header({"read_on": True})
 

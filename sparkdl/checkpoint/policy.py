@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from sparkdl.checkpoint.storage import OpenElsewhere
 from sparkdl.errors import ConfigError
+
+SHOWN = 20
+"""Differences that a message lists."""
+SHOWN_CHARACTERS = 300
+"""Of one value in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,22 +40,111 @@ class CheckpointPolicy:
     application: str | None = None
 
 
-def require_same(what: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+def require_same(
+    directory: str, saved: Mapping[str, Any], present: Mapping[str, Any], advice: str = ""
+) -> None:
     """Check that a checkpoint is of the training that wants to go on from it.
 
     Args:
-        what: what is compared, for the message.
-        saved: as it was when the checkpoint was written; JSON.
-        present: as it is now; JSON.
+        directory: where the checkpoint is.
+        saved: what the training was when the checkpoint was written; JSON.
+        present: what it is now; JSON.
+        advice: what else may be the reason, a sentence or more.
 
     Raises:
-        ConfigError: they differ; the message says in what.
+        ConfigError: they differ; the message says in what, a line each.
+    """
+    unknown = [key for key in present if key not in saved]
+    if unknown:
+        raise ConfigError(
+            f"{directory} was written by an earlier version of sparkdl-torch, which did not record "
+            f"{', '.join(unknown)}: whether it is of this training cannot be told. Let that "
+            "version end it, give another checkpointPath, or start anew with resume='never'"
+        )
+    refuse(directory, list(differences(saved, present)), advice)
+
+
+def refuse(directory: str, found: Sequence[str], advice: str = "") -> None:
+    """Refuse a checkpoint if it is of another training.
+
+    Args:
+        directory: where it is.
+        found: in what it differs, a line each; nothing is refused if there is none.
+        advice: what else may be the reason, a sentence or more.
+
+    Raises:
+        ConfigError: there is a difference.
+    """
+    if not found:
+        return
+    lines = "".join(f"\n  {line}" for line in found[:SHOWN])
+    if len(found) > SHOWN:
+        lines += f"\n  and {len(found) - SHOWN} more"
+    raise ConfigError(
+        f"{directory} is a checkpoint of another training:{lines}\nTrain as then to go on from it "
+        "or to have its model again. For a training of its own give another checkpointPath, or "
+        f"start anew in this one with resume='never'.{advice and f' {advice}'}"
+    )
+
+
+def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[str]:
+    """In what two descriptions differ, a line each.
+
+    Args:
+        saved: by their names settings, as JSON, or objects as ``identity.describe`` tells them.
+        present: the same names.
     """
     for key in present:
-        # As text, because NaN differs from itself and JSON makes lists of tuples.
-        before, now = json.dumps(saved.get(key)), json.dumps(present[key])
-        if before != now:
-            raise ConfigError(
-                f"the checkpoint is of another training: its {what} has {key} {before}, this one "
-                f"{now}. Train as before, give another checkpointPath, or set resume='never'"
-            )
+        before, now = saved[key], present[key]
+        if isinstance(before, dict) and isinstance(now, dict) and "parts" in now:
+            yield from _object_difference(key, before, now)
+        elif isinstance(before, dict) and isinstance(now, dict):
+            for name in {**now, **before}:
+                yield from difference(name, before.get(name), now.get(name))
+        else:
+            yield from difference(key, before, now)
+
+
+def difference(name: str, before: Any, now: Any) -> Iterator[str]:
+    """Yield a line that says in what two values differ, unless they are the same.
+
+    Args:
+        name: what they are of.
+        before: JSON.
+        now: the same, or what JSON makes of it.
+    """
+    # As text, because NaN differs from itself and JSON makes lists of tuples.
+    if json.dumps(before) != json.dumps(now):
+        yield f"{name}: was {_shown(before)}, is now {_shown(now)}"
+
+
+def _object_difference(
+    key: str, before: Mapping[str, Any], now: Mapping[str, Any]
+) -> Iterator[str]:
+    same_text = before["is"] == now["is"]
+    same = before["parts"] == now["parts"]
+    if before["python"] != now["python"]:
+        same = same_text
+    if same:
+        return
+    if not same_text:
+        yield f"{key}: was {_unlike(before['is'], now['is'])}"
+        return
+    names = before["parts"].keys() | now["parts"].keys()
+    changed = sorted(k for k in names if before["parts"].get(k) != now["parts"].get(k))
+    what = _shown(", ".join(changed))
+    yield f"{key}: {_shown(now['is'])} is not what it was; what has changed is its {what}"
+
+
+def _unlike(before: str, now: str) -> str:
+    """The first lines in which two texts differ."""
+    pairs = itertools.zip_longest(before.splitlines(), now.splitlines(), fillvalue="nothing")
+    first = next(pair for pair in pairs if pair[0] != pair[1])
+    was, now = (_shown(line.strip().removesuffix("(")) for line in first)
+    return f"{was}, is now {now}"
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    text = "none" if value is None else " ".join(text.split())
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."

@@ -146,7 +146,8 @@ class TorchEstimator(
             goes on in the middle of one. None for checkpoints at the ends of epochs only.
         keepLast: checkpoints to keep; with 2, one is left if the newest is found damaged.
         resume: ``auto`` goes on from the newest checkpoint in ``checkpointPath`` if there is one,
-            and refuses one of another training; ``never`` starts anew.
+            or gives its model if that training has ended, and refuses one of other rows, code or
+            settings; ``never`` starts anew.
         collectiveInterface: for strategies whose workers exchange among themselves, the network
             interface by which they do: its name (``eth1``), or an address or subnet
             (``10.1.0.0/16``) in which each host has one. None for what the Spark setting

@@ -8,13 +8,14 @@ the store afterwards (``block_order``), which is where a worker goes on that was
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import COUNTS, ColumnFacts, ShardFacts
+from sparkdl.feed.fingerprint import fingerprint
 from sparkdl.feed.reading import Reading
 from sparkdl.feed.shuffle import generator
 from sparkdl.feed.store import PartitionStore
@@ -106,10 +107,16 @@ class Arrivals:
         self._waiting: list[list[Tensor]] = []
         self._rows_waiting = 0
         self._shown: ShardFacts | None = None
+        self._opening: int | None = None
 
     def first(self) -> ShardFacts:
         """Read the first block; returns what was found, for a first look."""
         self._collect()
+        if self._waiting:
+            # Of so many rows whatever the record batches are, which a checkpoint can be told by
+            # that is written before the last row is there.
+            opening = [column[: self._block_rows] for column in self._joined()]
+            self._opening = fingerprint(opening)
         self._shown = self._shard()
         return self._shown
 
@@ -148,7 +155,7 @@ class Arrivals:
         return block_rows(self._batch_size, self._training.row_bytes)
 
     def _shard(self) -> ShardFacts:
-        return self._reading.shard(complete=self.complete)
+        return replace(self._reading.shard(complete=self.complete), opening=self._opening)
 
     def _collect(self) -> None:
         """Read until a block can be given away."""
@@ -176,14 +183,18 @@ class Arrivals:
         assert self._reading.sound, "rows that cannot be tensors were not refused"
 
     def _take(self, rows: int) -> list[Tensor]:
-        # What is left of a large part is one piece, and would be copied once for each block of it.
-        columns = [
-            torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-            for pieces in zip(*self._waiting, strict=True)
-        ]
+        columns = self._joined()
         self._waiting = [[column[rows:] for column in columns]] if len(columns[0]) > rows else []
         self._rows_waiting -= rows
         return [column[:rows] for column in columns]
+
+    def _joined(self) -> list[Tensor]:
+        """The rows that wait, one tensor a column."""
+        # What is left of a large part is one piece, and would be copied once for each block of it.
+        return [
+            torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+            for pieces in zip(*self._waiting, strict=True)
+        ]
 
 
 def _is_news(before: Sequence[ColumnFacts], now: Sequence[ColumnFacts], schema: FeedSchema) -> bool:

@@ -18,6 +18,7 @@ import torch
 
 from sparkdl.errors import DataError
 from sparkdl.feed.decode import Decoded
+from sparkdl.feed.fingerprint import MODULUS
 from sparkdl.feed.lists import numpy_of
 from sparkdl.feed.ranges import all_within, beyond, holds_all, limits
 from sparkdl.protocols import ColumnSpec
@@ -115,6 +116,9 @@ class ShardFacts:
         held_out: how many more there are to validate with.
         weight: the sum of the weights of those to train on; 0 without weights.
         complete: whether those are all its rows.
+        fingerprint: of the rows to train on; see ``fingerprint``.
+        held_out_fingerprint: of those to validate with.
+        opening: of the first block, if rows are trained on while others arrive.
     """
 
     rows: int
@@ -122,6 +126,9 @@ class ShardFacts:
     held_out: int = 0
     weight: float = 0.0
     complete: bool = True
+    fingerprint: int = 0
+    held_out_fingerprint: int = 0
+    opening: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +141,10 @@ class DataFacts:
         held_out: rows of all workers to validate with.
         weight: the sum of the weights of all rows to train on; 0 without weights.
         pending: the ranks that have more rows, of which nothing is known yet.
+        fingerprint: of the rows of all workers to train on; see ``fingerprint``.
+        held_out_fingerprint: of those to validate with.
+        openings: of the first block of each worker's rows, by rank; none if all rows were read
+            before the first was trained on.
     """
 
     shard_rows: tuple[int, ...]
@@ -141,6 +152,9 @@ class DataFacts:
     held_out: int = 0
     weight: float = 0.0
     pending: tuple[int, ...] = ()
+    fingerprint: int = 0
+    held_out_fingerprint: int = 0
+    openings: tuple[int | None, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -155,8 +169,10 @@ class DataFacts:
     def lasting(self) -> dict[str, Any]:
         """What is the same when the rows are read again, as JSON: all but where something was.
 
-        A shuffle delivers them in any order. Only of rows that are complete.
+        A shuffle delivers them in any order. Of rows that are not complete, it is how they begin.
         """
+        if not self.complete:
+            return {"openings": list(self.openings)}
         fields = asdict(self)
         del fields["pending"]
         for column in fields["columns"]:
@@ -176,12 +192,16 @@ class DataFacts:
             shards: one a worker, by rank.
         """
         columns = zip(*(shard.columns for shard in shards), strict=True)
+        openings = tuple(shard.opening for shard in shards)
         return cls(
             tuple(shard.rows for shard in shards),
             tuple(sum(facts, ColumnFacts()) for facts in columns),
             sum(shard.held_out for shard in shards),
             sum(shard.weight for shard in shards),
             tuple(rank for rank, shard in enumerate(shards) if not shard.complete),
+            sum(shard.fingerprint for shard in shards) % MODULUS,
+            sum(shard.held_out_fingerprint for shard in shards) % MODULUS,
+            openings if any(each is not None for each in openings) else (),
         )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from sparkdl.feed.columns import ORDER_COLUMN, FeedSchema
 from sparkdl.feed.decode import GROWING, Decoded, decode, decoded_elements, to_tensor
 from sparkdl.feed.facts import ColumnFacts, ShardFacts, look_at, says_nothing_new
+from sparkdl.feed.fingerprint import MODULUS, fingerprint
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import ColumnSpec
 
@@ -45,6 +46,7 @@ class Reading:
         self._training = training
         self._held_out = held_out
         self._weights: list[Tensor] = []
+        self._fingerprints = {training: 0, held_out: 0}
 
     @property
     def sound(self) -> bool:
@@ -87,7 +89,15 @@ class Reading:
         # Sorted, because a shuffle delivers the rows in any order and sums depend on it.
         weights = torch.cat(self._weights).double().sort().values if self._weights else None
         weight = 0.0 if weights is None else weights.sum().item()
-        return ShardFacts(self.rows - held_out, self.facts, held_out, weight, complete)
+        return ShardFacts(
+            self.rows - held_out,
+            self.facts,
+            held_out,
+            weight,
+            complete,
+            fingerprint=self._fingerprints[self._training],
+            held_out_fingerprint=self._fingerprints[self._held_out],
+        )
 
     def _look_at(self, decoded: list[Decoded]) -> None:
         place = (self._rank, self.rows)
@@ -121,7 +131,9 @@ class Reading:
             self.keys[store].append(tensors.pop().clone())
         if self._schema.weight is not None and store is self._training:
             self._weights.append(tensors[-1].clone())
-        store.append(specs, tensors)
+        packed = store.append(specs, tensors)
+        found = fingerprint(packed, may_hold_nan=any(facts.not_finite for facts in self.facts))
+        self._fingerprints[store] = (self._fingerprints[store] + found) % MODULUS
         return tensors
 
 

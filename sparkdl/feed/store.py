@@ -56,21 +56,27 @@ class PartitionStore:
         """What the columns are; none before the first rows."""
         return self._specs
 
-    def append(self, specs: Sequence[ColumnSpec], batch: Sequence[Tensor]) -> None:
+    def append(self, specs: Sequence[ColumnSpec], batch: Sequence[Tensor]) -> list[Tensor]:
         """Add rows.
 
         Args:
             specs: what the columns are, the same at every call.
             batch: one tensor a column, shape (n, *row_shape), in the column's dtype.
 
+        Returns:
+            The same rows as ``take_packed`` gives them.
+
         Raises:
             TrainingError: there is no room for them.
         """
         if not self._groups:
             self.create(specs, 0)
+        packed = []
         for group in self._groups:
-            group.append(group.pack([batch[column.index] for column in group.columns]))
+            packed.append(group.pack([batch[column.index] for column in group.columns]))
+            group.append(packed[-1])
         self.rows += len(batch[0])
+        return packed
 
     def flush(self) -> None:
         """Write the last of the rows that were appended; it happens by itself when they are read.

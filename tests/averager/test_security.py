@@ -42,7 +42,16 @@ COLUMN = {
     "reason": None,
     "places": {"smallest": [0, 1]},
 }
-SHARD = {"rows": 3, "columns": [COLUMN], "held_out": 0, "weight": 0.0, "complete": True}
+SHARD = {
+    "rows": 3,
+    "columns": [COLUMN],
+    "held_out": 0,
+    "weight": 0.0,
+    "complete": True,
+    "fingerprint": 5,
+    "held_out_fingerprint": 0,
+    "opening": None,
+}
 WINDOW = {
     "rank": 0,
     "epoch": 1,

@@ -74,7 +74,7 @@ def test_bad_rows_are_counted_to_the_last_one(tmp_path: Path, name: str, times: 
 def test_good_rows_are_told_with_their_number_length_and_range(tmp_path: Path) -> None:
     with open_feed(tmp_path) as feed:
         facts = feed.fill(record_batches([3, 0, 4]))
-    assert facts == ShardFacts(
+    assert dataclasses.replace(facts, fingerprint=0) == ShardFacts(
         7, (ColumnFacts(shortest=2, longest=2), ColumnFacts(smallest=0, largest=6))
     )
 
