@@ -1,13 +1,12 @@
 """Calling the project's ports by hand: bytes over TCP, a local socket or TLS, and what they mean.
 
-Written anew from the descriptions in ``connection.py`` and ``local.py``, so that what is read at
-the other end is not read by the same code here.
+Written anew from the descriptions in ``handshake.py`` and ``connection.py``, so that what is read
+at the other end is not read by the same code here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import random
 import socket
@@ -31,6 +30,9 @@ PATIENCE_S = 5.0
 """Seconds that a port has to answer or to hang up."""
 HELLO_BYTES = 40
 """A word of 8 and a challenge of 32."""
+PROOF_BYTES = 32
+REFUSALS = (b"", bytes(PROOF_BYTES))
+"""What may be answered to who has not proved the token, and no more than that."""
 HEADER, VALUES = 1, 2
 Message = Mapping[str, Any] | bytes
 """What is a header, and what are values."""
@@ -59,10 +61,14 @@ class Call:
     def __init__(self, place: Place, over: str = "tcp", *, bare: bool = False) -> None:
         self._token = place.token
         address = place.host, place.port
+        self.line: Any = None
         if over == "local" and place.fingerprint is None:
-            self.line: Any = local.connect(address, place.token, None, PATIENCE_S)
-        else:
+            self.line = local.connect(address, place.token, PATIENCE_S)
+            if self.line is not None:
+                self._channel = b"local" + self.line.getpeername()
+        if self.line is None:
             self.line = socket.create_connection(address, timeout=PATIENCE_S)
+            self._channel = b"tcp" if place.fingerprint is None else b"tls"
         self.line.settimeout(PATIENCE_S)
         if place.fingerprint is not None and not bare:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -83,10 +89,31 @@ class Call:
                 octets += more
         return octets
 
-    def proof(self, hello: bytes, token: str | None = None) -> bytes:
-        """What shows that this end knows the token, and a challenge of its own."""
+    def proof(self, hello: bytes, token: str | None = None, channel: bytes | None = None) -> bytes:
+        """What shows that this end knows the token, and a challenge of its own.
+
+        Args:
+            hello: what the port has said.
+            token: another one than the port's.
+            channel: another way than the one that this call takes.
+        """
+        return self._proved(b"worker", hello[-32:], token, channel) + bytes(32)
+
+    def reflected(self, hello: bytes) -> bytes:
+        """The port's own proof for its own challenge."""
+        return self._proved(b"averager", hello[-32:], None, None)
+
+    @property
+    def welcome(self) -> bytes:
+        """What the port has to answer to who has proved the token, before anything else."""
+        return self._proved(b"averager", bytes(32), None, None)
+
+    def _proved(
+        self, role: bytes, challenge: bytes, token: str | None, channel: bytes | None
+    ) -> bytes:
         key = (self._token if token is None else token).encode()
-        return hmac.digest(key, b"worker" + hello[-32:], hashlib.sha256) + bytes(32)
+        way = self._channel if channel is None else channel
+        return hmac.digest(key, role + way + challenge, "sha256")
 
     def send(self, octets: bytes) -> None:
         """Send bytes; the other end may have hung up."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hmac
 import random
 import secrets
 
-from fuzzing.calling import HELLO_BYTES, Call, Place, any_way, framed
+from fuzzing.calling import HELLO_BYTES, REFUSALS, Call, Place, any_way, framed
 from fuzzing.loop import Fault, Target, require_threads_gone
 from fuzzing.mutation import mutated_bytes
 from sparkdl.averager.connection import Connection
@@ -24,6 +23,9 @@ class Handshake(Target):
 
     name = "handshake"
     reads = (
+        "averager/acceptor.py",
+        "averager/strangers.py",
+        "averager/handshake.py",
         "averager/port.py",
         "averager/connection.py",
         "averager/local.py",
@@ -37,20 +39,22 @@ class Handshake(Target):
         port = Port("127.0.0.1", token, _serve, encrypted=encrypted)
         try:
             place = Place("127.0.0.1", port.number, token, port.fingerprint)
-            known, answer = call(draw, place)
-            if known != answer.endswith(framed({"served": True})) or (answer and not known):
-                raise Fault(f"{'no' if known else 'an'} answer of {len(answer)} bytes to a caller")
+            welcome, answer = call(draw, place)
+            if welcome is not None and answer != welcome + framed({"served": True}):
+                raise Fault(f"{len(answer)} other bytes than are due to who knows the token")
+            if welcome is None and answer not in REFUSALS:
+                raise Fault(f"an answer of {len(answer)} bytes to a stranger")
         finally:
             port.close()
         require_threads_gone()
-        return known
+        return welcome is not None
 
 
 def _serve(connection: Connection) -> None:
     connection.send_header({"served": True})
 
 
-def call(draw: random.Random, place: Place) -> tuple[bool, bytes]:
+def call(draw: random.Random, place: Place) -> tuple[bytes | None, bytes]:
     """Call a port without knowing its token, or hardly so.
 
     Args:
@@ -58,12 +62,12 @@ def call(draw: random.Random, place: Place) -> tuple[bool, bytes]:
         place: where the port is, and its token.
 
     Returns:
-        Whether the caller has proved the token all the same, for one in twelve does; and what came
-        back after the port's first word.
+        With what the port has to begin its answer, as the caller has proved the token all the same,
+        or None; and what came back after the port's first word.
     """
-    kind = draw.randrange(12)
+    kind = draw.randrange(13)
     if place.fingerprint is not None and kind <= 4:
-        return False, _without_encryption(draw, place)
+        return None, _without_encryption(draw, place)
     with Call(place, any_way(draw)) as line:
         heard = line.hello()
         # In one of ten calls it is not listened to.
@@ -77,11 +81,12 @@ def call(draw: random.Random, place: Place) -> tuple[bool, bytes]:
             4: lambda: right[: draw.randrange(64)],
             5: lambda: line.proof(mutated_bytes(draw, hello)),
             6: lambda: _flipped(draw, right),
-            7: lambda: hmac.digest(place.token.encode(), b"averager" + hello[8:], "sha256") * 2,
+            7: lambda: line.reflected(hello) * 2,
             8: lambda: b"GET / HTTP/1.1\r\n\r\n" + draw.randbytes(64),
             9: lambda: framed({"join": 0, "host": "h"}) * draw.choice([1, 10]),
             10: lambda: right[32:] + right[:32],
-            11: lambda: right,
+            11: lambda: line.proof(hello, channel=_another_way(draw, place)),
+            12: lambda: right,
         }[kind]()
         proved = len(said) >= 64 and said[:32] == line.proof(hello)[:32]
         # To a challenge that was never heard nobody knows the answer.
@@ -92,7 +97,13 @@ def call(draw: random.Random, place: Place) -> tuple[bool, bytes]:
             line.send(said[:at])
             said = said[at:]
         line.send(said)
-        return proved, line.answer()
+        return line.welcome if proved else None, line.answer()
+
+
+def _another_way(draw: random.Random, place: Place) -> bytes:
+    """A channel that no call to this port can have."""
+    others = [b"", b"local", b"local\0sparkdl-" + b"0" * 64]
+    return draw.choice([*others, b"tls" if place.fingerprint is None else b"tcp"])
 
 
 def _flipped(draw: random.Random, proof: bytes) -> bytes:

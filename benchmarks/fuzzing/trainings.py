@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fuzzing.averager import _memory, _secrets
-from fuzzing.calling import Place
+from fuzzing.calling import REFUSALS, Place
 from fuzzing.handshake import call
 from fuzzing.loop import Fault, Target
 from sparkdl.averager.server import Averager
@@ -37,7 +37,7 @@ class Trainings(Target):
     """A training after the other in a thread, and a stranger an input on whichever runs."""
 
     name = "trainings"
-    reads = ("averager/port.py", "averager/connection.py", "averager/local.py")
+    reads = ("averager/acceptor.py", "averager/strangers.py", "averager/handshake.py")
 
     def __enter__(self) -> Trainings:
         self._folder = Path(tempfile.mkdtemp(prefix="fuzzing-", dir=_memory()))
@@ -69,12 +69,12 @@ class Trainings(Target):
                 address = averager.address
                 place = Place(*address.host_and_port, *_secrets(averager))
                 while True:
-                    proved, answer = call(draw, place)
-                    if not proved:  # who has the token may well end the run
+                    welcome, answer = call(draw, place)
+                    if welcome is None:  # who has the token may well end the run
                         break
             except OSError:
                 continue  # it has ended between two looks at it
-            if answer:
+            if answer not in REFUSALS:
                 raise Fault("a stranger was answered")
             return False
         raise Fault("a training beside strangers went wrong", self._wrong)
