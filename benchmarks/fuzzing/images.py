@@ -39,7 +39,7 @@ class ImagesTarget(Target):
     """A few rows of images, of which one is whole: it has to be among what is decoded."""
 
     name = "images"
-    reads = ("feed/images.py", "feed/lists.py")
+    reads = ("feed/images.py", "feed/image_headers.py", "feed/lists.py")
     deadline_s = 10.0
 
     def __enter__(self) -> ImagesTarget:

@@ -26,6 +26,7 @@ def announced_sizes(octets: memoryview) -> Iterator[Size]:
     Raises:
         ValueError: the header ends too soon.
     """
+    octets = octets.cast("B")  # Arrow's are signed, and a length could be negative
     head = octets[:12].tobytes()
     try:
         if head.startswith(b"\x89PNG\r\n\x1a\n"):

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.feed.decode import decode
-from sparkdl.feed.images import FORMATS
+from sparkdl.feed.images import FORMATS, decode_images
 from sparkdl.protocols import ColumnSpec
 
 SPEC = ColumnSpec("i", torch.uint8, (3, 6, 8), "image")
@@ -186,6 +186,15 @@ def test_every_format_of_the_list_is_read(kind: str) -> None:
     assert decoded.broken is None
     pixels = decoded.values.flatten().to_numpy().reshape(3, 6, 8)
     assert np.array_equal(pixels, np.asarray(expected).transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize("length", [127, 128, 200, 255, 1000])
+def test_a_gif_is_read_whatever_the_length_of_the_comment_before_its_pixels(length: int) -> None:
+    target = io.BytesIO()
+    PIL.Image.new("RGB", (8, 6), "red").save(target, "GIF", comment=b"c" * length)
+    values, broken = decode_images(pa.array([target.getvalue()]), SPEC)
+    assert broken is None
+    assert len(values) == 1
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "MPO"])
