@@ -131,12 +131,15 @@ class Call:
             socket.socket.shutdown(self.line, socket.SHUT_WR)
         octets = bytearray()
         try:
-            while (more := self.line.recv(1 << 16)) and len(octets) < at_most:
-                octets += more
+            with contextlib.suppress(ssl.SSLError, ConnectionError):
+                while (more := self.line.recv(1 << 16)) and len(octets) < at_most:
+                    octets += more
+            # TLS may say how it ends before the port has looked at that.
+            with contextlib.suppress(ConnectionError):
+                while socket.socket.recv(self.line, 1 << 16):
+                    pass
         except TimeoutError:
             raise Stuck("a port neither answered nor hung up", stacks()) from None
-        except OSError:
-            pass  # it hung up on what it had not read
         return bytes(octets)
 
 

@@ -21,7 +21,7 @@ from fuzzing.mutation import ODD, as_text, mutated, mutated_bytes, number_of_cha
 from fuzzing.tensors import mutated_file
 from sparkdl.averager.progress import Progress
 from sparkdl.averager.saving import CENTER, Resumed, own_state_file
-from sparkdl.checkpoint.state_files import STATE_FILE, load_checkpoint, save_state
+from sparkdl.checkpoint.state_files import STATE_FILE, load_state, save_state
 from sparkdl.checkpoint.storage import MANIFEST, CheckpointStore
 from sparkdl.checkpoint.tensor_file import write_tensors
 from sparkdl.events import EpochSummary, WindowReport
@@ -189,7 +189,7 @@ class StateTarget(_Stored):
         if draw.random() < 0.1:
             manifest = mutated(draw, manifest, 1, MANIFEST_ODD)
         self._put({STATE_FILE: octets, MANIFEST: _sealed(manifest)})
-        return load_checkpoint(str(self._path)) is not None
+        return load_state(str(self._path)) is not None
 
 
 def _mutated_archive(draw: random.Random, octets: bytes, changes: int) -> bytes:
