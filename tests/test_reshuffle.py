@@ -256,6 +256,17 @@ def test_a_plan_deals_as_if_every_assignment_were_equally_likely() -> None:
     assert abs(plans.var() - 30 * 0.5 * 0.5 * 10 / 39) < 0.2
 
 
+@pytest.mark.parametrize("rows", [[600_000_000, 399_999_999, 1], [7 * 10**12, 0, 3, 10**10 + 1]])
+def test_a_plan_deals_more_rows_than_numpy_draws_from(rows: list[int]) -> None:
+    plan = exchange_plan(rows, seed=1, epoch=2)
+    assert (plan >= 0).all()
+    assert plan.sum(axis=1).tolist() == rows
+    received = plan.sum(axis=0)
+    assert received.max() - received.min() <= 1
+    expected = np.outer(rows, received / sum(rows))
+    assert np.abs(plan - expected).max() < 1e-4 * max(rows)
+
+
 class World:
     """Gather among threads, without an averager."""
 

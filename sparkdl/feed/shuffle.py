@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 Rows = TypeVar("Rows", int, np.ndarray)
+DRAWABLE = 999_999_999
+"""The most that numpy draws from without putting it back."""
 
 
 def permutation(rows: int, *, seed: int, epoch: int, rank: int) -> Tensor:
@@ -64,7 +67,7 @@ def exchange_plan(rows: Sequence[int], *, seed: int, epoch: int) -> np.ndarray:
 
     The counts are those of a redistribution in which every assignment of rows to workers is equally
     likely: rank by rank, the multivariate hypergeometric distribution of its rows over the places
-    that are still free.
+    that are still free. Of more than ``DRAWABLE`` rows, a few go together each time.
 
     Args:
         rows: the workers' rows, by rank.
@@ -81,8 +84,13 @@ def exchange_plan(rows: Sequence[int], *, seed: int, epoch: int) -> np.ndarray:
     free[:left_over] += 1
     drawn = np.random.Generator(np.random.PCG64(stream_seed(seed, epoch, 0, 1)))
     plan = np.zeros((workers, workers), dtype=np.int64)
-    for rank, count in enumerate(rows):
-        # "marginals" draws in O(workers), whatever the number of rows.
-        plan[rank] = drawn.multivariate_hypergeometric(free, count, method="marginals")
-        free -= plan[rank]
+    for size in sorted({max(1, math.ceil(total / DRAWABLE)), 1}, reverse=True):
+        places = (free - plan.sum(axis=0)) // size
+        for rank, count in enumerate((np.array(rows) - plan.sum(axis=1)) // size):
+            # "marginals" draws in O(workers), whatever the number of rows.
+            dealt = drawn.multivariate_hypergeometric(
+                places, min(count, places.sum()), method="marginals"
+            )
+            places -= dealt
+            plan[rank] += size * dealt
     return plan
