@@ -9,6 +9,7 @@ place that the plan gives it: the order of the rows is the same in every run.
 from __future__ import annotations
 
 import contextlib
+import math
 import reprlib
 import threading
 import time
@@ -36,10 +37,14 @@ from sparkdl.errors import (
 )
 from sparkdl.feed.shuffle import exchange_plan, permutation
 from sparkdl.feed.store import PartitionStore
-from sparkdl.protocols import ColumnSpec
+from sparkdl.protocols import UNKNOWN, ColumnSpec
 
 CHUNK_BYTES = 4 << 20
 """What is sent at once."""
+MAX_ROWS = 1 << 48
+"""More than anybody has."""
+MAX_ROW_BYTES = (1 << 31) - 1
+"""Of one column; neither Spark nor numpy has more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +99,11 @@ class Reshuffle:
                 "rows": store.rows,
                 "shapes": shapes,
             }
-            everyone = self.gather(mine)
-            plan = exchange_plan([w["rows"] for w in everyone], seed=self.seed, epoch=epoch)
+            everyone = [_Peer.of(rank, told, self) for rank, told in enumerate(self.gather(mine))]
+            rows = [peer.rows for peer in everyone]
+            if sum(rows) > MAX_ROWS:
+                raise TrainingError(f"the workers tell of {sum(rows)} rows: one of them lies")
+            plan = exchange_plan(rows, seed=self.seed, epoch=epoch)
             received.create(self._known_specs(everyone), int(plan[:, self.rank].sum()))
             arrivals.expect(plan[:, self.rank], self.rank)
             dealt = order[permutation(store.rows, seed=~self.seed, epoch=epoch, rank=self.rank)]
@@ -110,24 +118,27 @@ class Reshuffle:
         finally:
             port.close()
 
-    def _known_specs(self, everyone: Sequence[dict[str, Any]]) -> tuple[ColumnSpec, ...]:
+    def _known_specs(self, everyone: Sequence[_Peer]) -> tuple[ColumnSpec, ...]:
         """The columns with the lengths that the workers with rows found."""
-        shapes = next(w["shapes"] for w in everyone if w["shapes"] is not None)
+        shapes = {peer.shapes: rank for rank, peer in enumerate(everyone) if peer.shapes}
+        if len(shapes) != 1:
+            told = ", ".join(f"rank {rank} {reprlib.repr(each)}" for each, rank in shapes.items())
+            raise TrainingError(f"the workers have rows of different shapes: {told or 'none'}")
         return tuple(
-            replace(spec, row_shape=tuple(shape))
-            for spec, shape in zip(self.specs, shapes, strict=True)
+            replace(spec, row_shape=shape)
+            for spec, shape in zip(self.specs, next(iter(shapes)), strict=True)
         )
 
-    def _send(self, peer: int, address: dict[str, Any], chunks: Any) -> None:
+    def _send(self, peer: int, address: _Peer, chunks: Any) -> None:
         try:
             connection = reach(
                 partial(
                     introduced,
                     self.rank,
                     f"rank {peer}",
-                    (address["host"], address["port"]),
+                    (address.host, address.port),
                     self.token,
-                    address["fingerprint"],
+                    address.fingerprint,
                     self.deadline_s,
                 ),
                 self.deadline_s,
@@ -151,11 +162,66 @@ class Reshuffle:
             ) from error
         except (ConnectionLostError, DisconnectedError) as error:
             raise WorkerLostError(
-                f"rank {self.rank} lost rank {peer} on {address['host']} while it sent rows to "
+                f"rank {self.rank} lost rank {peer} on {address.host} while it sent rows to "
                 f"it: {error}"
             ) from error
         except StoppedError as error:
             raise TrainingError(f"rank {peer} does not know the job's token") from error
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """What a worker has told about itself before an exchange."""
+
+    host: str
+    port: int
+    fingerprint: str | None
+    rows: int
+    shapes: tuple[tuple[int, ...], ...] | None
+    """Of a row of each column; None of a worker that has seen no rows."""
+
+    @classmethod
+    def of(cls, rank: int, told: Any, exchange: Reshuffle) -> _Peer:
+        """Read it.
+
+        Raises:
+            TrainingError: no worker of this job tells that.
+        """
+        kinds: dict[str, tuple[type, ...]] = {
+            "host": (str,),
+            "port": (int,),
+            "fingerprint": (str,) if exchange.tls else (type(None),),
+            "rows": (int,),
+            "shapes": (list, type(None)),
+        }
+        if (
+            not isinstance(told, dict)
+            or told.keys() != kinds.keys()
+            or not all(type(told[name]) in kinds[name] for name in kinds)
+            or told["port"] not in range(1, 1 << 16)
+            or told["rows"] not in range(MAX_ROWS)
+            or not (_fits(told["shapes"], exchange.specs) if told["shapes"] else not told["rows"])
+        ):
+            raise TrainingError(
+                f"rank {rank} tells {reprlib.repr(told)} before an exchange of rows, and no worker "
+                "of this job does"
+            )
+        shapes = tuple(map(tuple, told["shapes"])) if told["shapes"] else None
+        return cls(**{**told, "shapes": shapes})
+
+
+def _fits(shapes: list[Any], specs: Sequence[ColumnSpec]) -> bool:
+    """Whether a row can have these shapes, of which the specs may leave lengths open."""
+    return len(shapes) == len(specs) and all(
+        isinstance(shape, list)
+        and len(shape) == len(spec.row_shape)
+        and all(type(length) is int and length >= 0 for length in shape)
+        and math.prod(shape) * spec.dtype.itemsize <= MAX_ROW_BYTES
+        and all(
+            known in (UNKNOWN, length) for length, known in zip(shape, spec.row_shape, strict=True)
+        )
+        for shape, spec in zip(shapes, specs, strict=True)
+    )
 
 
 class _Arrivals:

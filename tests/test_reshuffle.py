@@ -330,7 +330,7 @@ def test_the_columns_of_a_row_travel_together_in_large_numbers(tmp_path: Path) -
         assert torch.equal(half, some.bfloat16())
 
 
-def pretend(port: int, rows: int = 5) -> Any:
+def pretend(port: int, /, rows: int = 5, **lies: Any) -> Any:
     """A gather in which rank 1 is somebody else."""
 
     def gather(value: Any) -> list[Any]:
@@ -342,6 +342,7 @@ def pretend(port: int, rows: int = 5) -> Any:
                 "fingerprint": None,
                 "rows": rows,
                 "shapes": [[3], [], []],
+                **lies,
             },
         ]
 
@@ -355,6 +356,48 @@ def refuse(tmp_path: Path, gather: Any, error: type[SparkDLError], match: str) -
     new.close()
     assert list(tmp_path.iterdir()) == []
     assert not [t for t in threading.enumerate() if t.name.startswith("sparkdl")]
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"host": None},
+        {"port": "1"},
+        {"port": 1 << 16},
+        {"fingerprint": "0" * 64},
+        {"rows": -1},
+        {"rows": 1.0},
+        {"rows": 1 << 63},
+        {"shapes": None},
+        {"shapes": "abc"},
+        {"shapes": [[3], []]},
+        {"shapes": [[3], [], [1]]},
+        {"shapes": [[-1], [], []]},
+        {"shapes": [[1 << 29], [], []]},
+        {"shapes": [[[3]], [], []]},
+        {"more": 1},
+    ],
+    ids=repr,
+)
+def test_what_no_worker_tells_before_an_exchange_is_refused_in_words(
+    tmp_path: Path, lie: dict[str, Any]
+) -> None:
+    refuse(tmp_path, pretend(1, **lie), TrainingError, "^rank 1 tells .* no worker of this job")
+
+
+def test_what_is_no_object_is_refused_in_words(tmp_path: Path) -> None:
+    refuse(tmp_path, lambda mine: [mine, [mine]], TrainingError, "^rank 1 tells ")
+
+
+def test_rows_of_another_shape_than_ones_own_are_refused(tmp_path: Path) -> None:
+    lie = pretend(1, shapes=[[4], [], []])
+    refuse(tmp_path, lie, TrainingError, "different shapes: rank 0 .*3.*, rank 1 .*4")
+
+
+def test_no_rows_go_unencrypted_to_a_worker_that_leaves_its_certificate_out(tmp_path: Path) -> None:
+    ids, new = torch.arange(5), PartitionStore(tmp_path)
+    with pytest.raises(TrainingError, match=r"^rank 1 tells "):
+        dealer(0, pretend(1), tls=True)(filled(tmp_path, ids), ids, new, 2)
 
 
 def test_a_worker_that_is_gone_ends_the_exchange_with_its_name(tmp_path: Path) -> None:

@@ -47,11 +47,11 @@ class ReshuffleTarget(Target):
 
     def attempt(self, draw: random.Random) -> bool:
         """One exchange."""
-        rows = draw.choice([2, 7, 40])
+        rows, tls = draw.choice([2, 7, 40]), draw.random() < 0.1
         told: dict[str, Any] = {
             "host": "127.0.0.1",
             "port": 1,
-            "fingerprint": None,
+            "fingerprint": "0" * 64 if tls else None,
             "rows": rows,
             "shapes": [[WIDTH], []],
         }
@@ -73,7 +73,7 @@ class ReshuffleTarget(Target):
             specs=SPECS,
             seed=draw.randrange(4),
             deadline_s=DEADLINE_S,
-            tls=draw.random() < 0.1,
+            tls=tls,
         )
         done = self._pool.submit(
             exchange, PartitionStore(self._folder), torch.arange(0), received, epoch=2
