@@ -24,7 +24,7 @@ import storm_processes
 from harness import Claim, parse, parser, report
 from storms import Ended
 
-from sparkdl.averager import members
+from sparkdl.averager import membership
 
 PARTS = {
     "processes": (storm_processes.run_part, 0.4),
@@ -43,7 +43,7 @@ def main() -> None:
     faults = 20 if parsed.quick else parsed.faults
     names = parsed.parts or list(PARTS)
     shares = {name: PARTS[name][1] for name in names}
-    members.STRAGGLER_S = 2.0
+    membership.STRAGGLER_S = 2.0
     ended: list[Ended] = []
     left_out: dict[str, str] = {}
     for name in names:

@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from sparkdl.averager.attendance import Event, NewRows
+from sparkdl.averager.events import NewRows
+from sparkdl.averager.events import RunEvent as Event
 from sparkdl.averager.kept import KeptState
-from sparkdl.averager.members import Tolerance, too_many_losses
+from sparkdl.averager.membership import Tolerance, too_many_losses
 from sparkdl.averager.progress import Progress
 from sparkdl.averager.saving import CheckpointPlan, Resumed
 from sparkdl.averager.server import Averager

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
 
-from sparkdl.averager import members
+from sparkdl.averager import membership
 from sparkdl.driver import Outcome
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
@@ -63,7 +63,7 @@ def assert_whole_and_clean(chaos: Chaos, outcome: Outcome) -> None:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch, nobody_stays: None) -> None:
-    monkeypatch.setattr(members, "STRAGGLER_S", 1.0)
+    monkeypatch.setattr(membership, "STRAGGLER_S", 1.0)
 
 
 @pytest.mark.timeout(180)

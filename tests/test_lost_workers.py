@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
 
-from sparkdl.averager import Averager, members
+from sparkdl.averager import Averager, membership
 from sparkdl.driver import Outcome, run
 from sparkdl.errors import DeadlineError, WorkerError, WorkerLostError
 from sparkdl.strategies import ParameterAveraging
@@ -216,7 +216,7 @@ def test_a_killed_process_is_started_again_and_no_row_is_lost(
 def test_a_stopped_process_is_dropped_and_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "STRAGGLER_S", 0.5)
+    monkeypatch.setattr(membership, "STRAGGLER_S", 0.5)
     job = make_job(Misbehaves(tmp_path, stop, after=5), epochs=3, max_failures=2)
     shards = classification(SIZES).shards()
     averagers: list[Averager] = []

@@ -22,7 +22,7 @@ from test_resume import die_after, policy, same_bits, save_and_stop
 from torch import Tensor, nn
 from toys import Data, classification, make_job, mlp, schema
 
-from sparkdl.averager import members
+from sparkdl.averager import membership
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import run
 from sparkdl.errors import ConfigError, DataError, WorkerError
@@ -253,7 +253,7 @@ def test_an_error_in_the_middle_of_it_is_told_though_the_source_is_stuck_and_lea
 def test_who_waits_for_rows_in_the_first_epoch_is_no_straggler(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(members, "STRAGGLER_S", 0.2)
+    monkeypatch.setattr(membership, "STRAGGLER_S", 0.2)
 
     def slow(shard: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for index, batch in enumerate(shard):

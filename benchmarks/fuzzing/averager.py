@@ -15,9 +15,9 @@ import torch
 
 from fuzzing.calling import Call, Message, Place, any_way, conversation
 from fuzzing.loop import Fault, Target, require_threads_gone
-from sparkdl.averager.attendance import NewRows
 from sparkdl.averager.codec import BFloat16Changes, Codec, FullPrecision
-from sparkdl.averager.members import Tolerance
+from sparkdl.averager.events import NewRows
+from sparkdl.averager.membership import Tolerance
 from sparkdl.averager.saving import CheckpointPlan
 from sparkdl.averager.server import Averager
 from sparkdl.checkpoint.storage import CheckpointStore

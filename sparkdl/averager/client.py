@@ -265,8 +265,15 @@ class AveragerClient:
         self._line.send_header(validation_header(report))
 
     def finish(self) -> None:
-        """Leave the run after the last epoch."""
-        self._line.send_last({"finish": True})
+        """Leave the run after the last epoch.
+
+        Raises:
+            DisconnectedError: the averager may not know that this worker has finished.
+        """
+        self._line.send_header({"finish": True})
+        header = self._line.receive_header()
+        if "finished" not in header:
+            raise TrainingError(f"rank {self.rank} was sent {header} when it had finished")
 
     def report_failure(self, error: WorkerError | CollectiveError) -> None:
         """End the run for everyone, with this worker's error as the reason."""

@@ -43,12 +43,12 @@ class Codec(Protocol):
             The new center, and the tensors to reply with; the buffers given are reused.
         """
 
-    def unchanged(self, center: list[Tensor], scratch: list[Tensor]) -> list[Tensor]:
-        """Averager: the tensors to reply with when nobody contributed, so that the center stays.
+    def unchanged(self, center: list[Tensor], spare: list[Tensor]) -> list[Tensor]:
+        """Averager: the tensors to reply with after a round to which nobody has contributed.
 
         Args:
-            center: it, a tensor a segment.
-            scratch: as many tensors of the same kind; may be overwritten and returned.
+            center: the center, which stays as it is.
+            spare: of the same shapes and dtypes; may be overwritten.
         """
 
 
@@ -74,8 +74,8 @@ class FullPrecision:
         """The mean is the center."""
         return mean, mean
 
-    def unchanged(self, center: list[Tensor], scratch: list[Tensor]) -> list[Tensor]:
-        """The center itself."""
+    def unchanged(self, center: list[Tensor], spare: list[Tensor]) -> list[Tensor]:
+        """The center once more."""
         return center
 
 
@@ -113,14 +113,14 @@ class BFloat16Changes:
                 middle.copy_(change)
         return center, mean
 
-    def unchanged(self, center: list[Tensor], scratch: list[Tensor]) -> list[Tensor]:
-        """A change of nothing; integers as they are."""
-        for middle, change in zip(center, scratch, strict=True):
+    def unchanged(self, center: list[Tensor], spare: list[Tensor]) -> list[Tensor]:
+        """No change, and integers once more."""
+        for middle, change in zip(center, spare, strict=True):
             if middle.is_floating_point():
                 change.zero_()
             else:
                 change.copy_(middle)
-        return scratch
+        return spare
 
 
 CODECS: dict[str, type[FullPrecision] | type[BFloat16Changes]] = {

@@ -1,17 +1,14 @@
 """One connection between a worker and the averager: proved, framed, and with deadlines.
 
-A message is a header (a JSON object) or values (the bytes of a tensor), each behind a prefix that
-says which of the two and how long. Values go from the sender's flat tensor into the receiver's
-through the kernel and nothing else; the receiver knows how many there have to be, so that no
-length from the wire decides about memory. Nothing is ever unpickled. Before the first message both
-ends prove that they know the job's token (``handshake.py``).
+``framing.py`` has what a message looks like. Values go from the sender's flat tensor into the
+receiver's through the kernel and nothing else. Before the first message both ends prove that they
+know the job's token (``handshake.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
-import json
 import secrets
 import socket
 import struct
@@ -20,9 +17,17 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from sparkdl.averager.framing import (
+    HEADER_KIND,
+    PREFIX_BYTES,
+    header_message,
+    octets_of,
+    read_header,
+    read_prefix,
+    values_prefix,
+)
 from sparkdl.averager.handshake import (
     AVERAGER,
     CHALLENGE_BYTES,
@@ -36,12 +41,8 @@ from sparkdl.averager.handshake import (
 from sparkdl.averager.tls import Encrypted
 from sparkdl.errors import TrainingError
 
-MAX_HEADER_BYTES = 16 << 20
-"""Longest header; the facts about 50,000 columns fit in it."""
 INTRODUCE_S = 20.0
 """Seconds that an averager has to let a worker in; others may wait at its port before that one."""
-_HEADER, _VALUES = 1, 2
-_PREFIX = struct.Struct("!BI")
 _SECONDS = struct.Struct("ll")
 _SHORTEST_S = 1e-3
 """What is less may be 0 for the kernel, and that is no limit."""
@@ -80,8 +81,7 @@ class Connection:
         self._socket = connected
         self._sending = threading.Lock()
         self._silence_s = silence_s
-        if connected.family in (socket.AF_INET, socket.AF_INET6):
-            _set_up_tcp(connected)
+        set_up_tcp(connected)
         self._limit_silence(silence_s)
 
     def welcome(self, proof: bytes) -> None:
@@ -120,9 +120,9 @@ class Connection:
             ConnectionLostError: the other end is gone.
             SilenceError: it does not take what is sent.
         """
-        octets = json.dumps(fields).encode()
+        message = header_message(fields)
         with self._sending:
-            self._send(_PREFIX.pack(_HEADER, len(octets)) + octets)
+            self._send(message)
 
     def send_values(self, values: Tensor) -> None:
         """Send a contiguous 1-D tensor on the CPU, as it lies in memory.
@@ -131,8 +131,8 @@ class Connection:
             ConnectionLostError: the other end is gone.
             SilenceError: it does not take what is sent.
         """
-        octets = _octets(values)
-        prefix = _PREFIX.pack(_VALUES, octets.nbytes)
+        octets = octets_of(values)
+        prefix = values_prefix(octets.nbytes)
         try:
             sent = self._socket.sendmsg([prefix, octets])
         except OSError as error:
@@ -151,10 +151,10 @@ class Connection:
             SilenceError: nothing came.
             TrainingError: it is no header.
         """
-        kind, length = self._receive_prefix()
-        if kind != _HEADER:
+        kind, length = read_prefix(self._receive(PREFIX_BYTES))
+        if kind != HEADER_KIND:
             raise TrainingError("values arrived where a header was due")
-        return self._receive_header(length)
+        return read_header(self._receive(length))
 
     def receive_values(self, into: Tensor) -> dict[str, Any] | None:
         """Fill a tensor with the next message, or return it if it is a header.
@@ -167,10 +167,10 @@ class Connection:
             SilenceError: nothing came.
             TrainingError: another number of bytes came.
         """
-        kind, length = self._receive_prefix()
-        if kind == _HEADER:
-            return self._receive_header(length)
-        octets = _octets(into)
+        kind, length = read_prefix(self._receive(PREFIX_BYTES))
+        if kind == HEADER_KIND:
+            return read_header(self._receive(length))
+        octets = octets_of(into)
         if length != octets.nbytes:
             raise TrainingError(
                 f"{length} bytes arrived where {len(into)} values of {into.dtype} ({octets.nbytes} "
@@ -206,23 +206,6 @@ class Connection:
     def close(self) -> None:
         """Close at once."""
         self._socket.close()
-
-    def _receive_prefix(self) -> tuple[int, int]:
-        kind, length = _PREFIX.unpack(self._receive(_PREFIX.size))
-        if kind not in (_HEADER, _VALUES):
-            raise TrainingError(f"a message of unknown kind {kind} arrived")
-        return kind, length
-
-    def _receive_header(self, length: int) -> dict[str, Any]:
-        if length > MAX_HEADER_BYTES:
-            raise TrainingError(f"a header of {length} bytes arrived, over {MAX_HEADER_BYTES}")
-        try:
-            fields = json.loads(self._receive(length))
-        except (ValueError, RecursionError):
-            fields = None
-        if not isinstance(fields, dict):
-            raise TrainingError("a message without a readable header arrived where one was due")
-        return fields
 
     def _receive(self, size: int) -> bytes:
         octets = bytearray(size)
@@ -278,13 +261,12 @@ class Connection:
         return ConnectionLostError(f"the connection broke: {error}")
 
 
-def _set_up_tcp(connected: socket.socket | Encrypted) -> None:
+def set_up_tcp(connected: socket.socket | Encrypted) -> None:
+    """Have what is sent leave at once, and the kernel ask after the other end, if it is TCP."""
+    if connected.family not in (socket.AF_INET, socket.AF_INET6):
+        return
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
         if hasattr(socket, option):  # not all are known to every operating system
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-def _octets(values: Tensor) -> memoryview:
-    return values.detach().view(torch.uint8).numpy().data

@@ -8,7 +8,7 @@ import reprlib
 import socket
 from typing import Any, cast
 
-from sparkdl.averager.connection import MAX_HEADER_BYTES
+from sparkdl.averager.framing import MAX_HEADER_BYTES
 from sparkdl.errors import CollectiveError, DataError, NonFiniteError, TrainingError, WorkerError
 from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.facts import COUNTS, ColumnFacts, DataFacts, Place, ShardFacts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from sparkdl.errors import TrainingError
 
@@ -13,29 +13,32 @@ does, for the driver's memory must not grow with the workers."""
 
 
 class KeptState:
-    """Some bytes of a worker; read by one thread at a time.
+    """Some bytes of a worker; used by one thread at a time.
 
-    Args:
-        blocks: they.
-
-    Raises:
-        TrainingError: they are too many for the driver's memory, and for its disk.
+    Attributes:
+        size: how many.
     """
 
-    def __init__(self, blocks: Iterable[bytes | memoryview]) -> None:
+    def __init__(self) -> None:
         self.size = 0
         # Open as long as this object lives; the file has no name, so that nothing is left behind.
         self._file = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY_BYTES)  # noqa: SIM115
-        for block in blocks:
-            try:
-                self._file.write(block)
-            except OSError as error:
-                raise TrainingError(
-                    f"the driver could not keep what it has to know of a worker, to start it again "
-                    f"({self.size} bytes and more), in {tempfile.gettempdir()}: {error}. Set "
-                    "TMPDIR to a folder with more room"
-                ) from error
-            self.size += len(block)
+
+    def add(self, block: bytes | memoryview) -> None:
+        """Keep more.
+
+        Raises:
+            TrainingError: it is too much for the driver's memory, and for its disk.
+        """
+        try:
+            self._file.write(block)
+        except OSError as error:
+            raise TrainingError(
+                f"the driver could not keep what it has to know of a worker, to start it again "
+                f"({self.size} bytes and more), in {tempfile.gettempdir()}: {error}. Set "
+                "TMPDIR to a folder with more room"
+            ) from error
+        self.size += len(block)
 
     def blocks(self, size: int) -> Iterator[bytes]:
         """The bytes from the first to the last.

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -75,7 +76,6 @@ class Saving:
         data: the facts about the rows, for whoever resumes; JSON.
         layout: kinds and sizes of the center's segments.
         center: its segments, not written to any more.
-        ranks: whose own states belong to it.
     """
 
     def __init__(
@@ -85,58 +85,24 @@ class Saving:
         data: dict[str, Any],
         layout: Layout,
         center: Sequence[Tensor],
-        ranks: Iterable[int],
     ) -> None:
-        self.started = time.monotonic()
         self.failed = False
+        self._started = time.monotonic()
         self._plan = plan
         self._progress = progress
         self._data = data
         self._center = dict(zip(_segment_names(layout), center, strict=True))
         self._lock = threading.Lock()
-        self._awaited = set(ranks)
         self._pending: PendingCheckpoint | None = None
 
-    @property
-    def epoch(self) -> int:
-        """The epoch that was under way, counted from 1."""
-        return self._progress.epoch
-
-    @property
-    def awaited(self) -> frozenset[int]:
-        """Ranks whose own states have yet to come."""
-        with self._lock:
-            return frozenset(self._awaited)
-
-    def awaits(self, rank: int) -> bool:
-        """Whether a rank's own state has yet to come."""
-        return rank in self._awaited
-
-    def take(self, rank: int, blocks: Iterator[memoryview]) -> bool:
-        """Write a rank's own state as it arrives; returns whether it was the last that was awaited.
-
-        Args:
-            rank: whose.
-            blocks: its bytes; read to the end in any case.
-        """
-        with self._giving_up(), self._file(own_state_file(rank)) as file:
-            for block in blocks:
-                file.write(block)
-        for _ in blocks:
-            pass  # the worker sends all of it, whatever became of the first part
-        return self.forgo(rank)
-
-    def forgo(self, rank: int) -> bool:
-        """Do without a rank's own state; returns whether it was the last that was awaited."""
-        with self._lock:
-            was_awaited = rank in self._awaited
-            self._awaited.discard(rank)
-            return was_awaited and not self._awaited
+    def own_state(self, rank: int) -> OwnStateFile:
+        """Where a rank's own state goes, block by block."""
+        return OwnStateFile(self, own_state_file(rank))
 
     def publish(self) -> None:
-        """Write the center and make the checkpoint exist."""
-        with self._giving_up():
-            with self._file(CENTER) as file:
+        """Write the center and make the checkpoint exist; every own state is there."""
+        with self.giving_up():
+            with self.create(CENTER) as file:
                 write_tensors(file, self._center)
             self._open().publish(
                 {
@@ -149,7 +115,7 @@ class Saving:
             self.abandon()
             return
         self._plan.store.prune()
-        seconds = time.monotonic() - self.started
+        seconds = time.monotonic() - self._started
         logger.info("wrote %s in %.2f s", self._open().directory, seconds)
 
     def abandon(self) -> None:
@@ -161,7 +127,8 @@ class Saving:
             pending.abandon()
 
     @contextlib.contextmanager
-    def _file(self, name: str) -> Iterator[BinaryIO]:
+    def create(self, name: str) -> Iterator[BinaryIO]:
+        """One of its files."""
         if self.failed:
             raise CheckpointError("another part of it could not be written")
         with self._open().create(name) as file:
@@ -174,7 +141,8 @@ class Saving:
             return self._pending
 
     @contextlib.contextmanager
-    def _giving_up(self) -> Iterator[None]:
+    def giving_up(self) -> Iterator[None]:
+        """Give the checkpoint up, with a warning, if it cannot be written."""
         try:
             yield
         except CheckpointError as error:
@@ -186,6 +154,44 @@ class Saving:
                     self._progress.epoch,
                     error,
                 )
+
+
+class OwnStateFile:
+    """One rank's own state in a checkpoint; used by one thread at a time.
+
+    Args:
+        saving: the checkpoint.
+        name: of the file in it.
+    """
+
+    def __init__(self, saving: Saving, name: str) -> None:
+        self._saving = saving
+        self._name = name
+        self._stack = contextlib.ExitStack()
+        self._file: BinaryIO | None = None
+        self._lock = threading.Lock()
+
+    def write(self, block: memoryview) -> None:
+        """Add to it; of a checkpoint that was given up nothing is written."""
+        with self._lock, self._saving.giving_up(), self._open() as file:
+            if not self._saving.failed:
+                file.write(block)
+
+    def close(self) -> None:
+        """Nothing follows."""
+        with self._lock, self._saving.giving_up(), self._open():
+            self._stack.close()
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[BinaryIO]:
+        if self._file is None:
+            self._file = self._stack.enter_context(self._saving.create(self._name))
+        try:
+            yield self._file
+        except BaseException:
+            # It knows what its errors mean.
+            if not self._stack.__exit__(*sys.exc_info()):
+                raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +253,30 @@ class Resumed:
         name = own_state_file(rank)
         return self.saved.size(name) if self.saved.has(name) else 0
 
-    def open_own_state(self, rank: int) -> contextlib.AbstractContextManager[BinaryIO]:
-        """A rank's own state, to be read as a stream."""
-        return self.saved.open(own_state_file(rank))
+    def open_own_state(self, rank: int) -> OwnStateSource:
+        """A rank's own state, to be read block by block."""
+        return OwnStateSource(self, own_state_file(rank))
+
+
+class OwnStateSource:
+    """One rank's own state from a checkpoint; used by one thread at a time.
+
+    Args:
+        resumed: the checkpoint.
+        name: of the file in it.
+    """
+
+    def __init__(self, resumed: Resumed, name: str) -> None:
+        self._resumed = resumed
+        self._name = name
+        self._stack = contextlib.ExitStack()
+        self._file: BinaryIO | None = None
+
+    def read(self, size: int) -> bytes:
+        """The next ``size`` bytes; fewer at the end, where the file is closed, and then none."""
+        if self._file is None:
+            self._file = self._stack.enter_context(self._resumed.saved.open(self._name))
+        block = self._file.read(size)
+        if not block:
+            self._stack.close()
+        return block

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import secrets
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
 from torch import Tensor
 
+from sparkdl.averager import events as on
 from sparkdl.averager.address import AveragerAddress
-from sparkdl.averager.attendance import Event
+from sparkdl.averager.center import Center
 from sparkdl.averager.codec import Codec
-from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
-from sparkdl.averager.headers import raise_reported_failure, read_join
+from sparkdl.averager.connection import set_up_tcp
+from sparkdl.averager.coordinator import Coordinator
+from sparkdl.averager.events import RunEvent
 from sparkdl.averager.kept import KeptState
-from sparkdl.averager.members import FencedError, Member, Tolerance
-from sparkdl.averager.port import Port
+from sparkdl.averager.loop import Loop
+from sparkdl.averager.membership import Tolerance
+from sparkdl.averager.port import Listener
 from sparkdl.averager.progress import Progress
-from sparkdl.averager.rounds import Rounds
-from sparkdl.averager.saving import CheckpointPlan, Resumed
-from sparkdl.averager.session import Session
-from sparkdl.errors import DeadlineError, SparkDLError, TrainingError
+from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
+from sparkdl.averager.streams import stream_over
+from sparkdl.averager.tls import Encrypted
+from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.events import EpochSummary
 from sparkdl.protocols import Layout
-
-logger = logging.getLogger(__name__)
-
-FAREWELL_S = 5.0
-"""Seconds that a worker has to read why it was stopped."""
 
 
 class Averager:
@@ -69,22 +67,22 @@ class Averager:
         tolerance: Tolerance | None = None,
         tls: bool = False,
     ) -> None:
-        self._rounds = Rounds(
-            layout,
-            center,
+        self._coordinator = Coordinator(
             world_size,
-            codec,
             deadline_s,
+            time.monotonic(),
+            tolerance=tolerance,
             progress=progress,
             kept=kept,
-            plan=plan,
-            tolerance=tolerance,
+            checkpoints=plan,
+            resumed=resumed is not None,
         )
-        self._resumed = resumed
+        self._plan = plan
+        self._center = Center(layout, center, world_size, codec)
+        self._loop = Loop(self._coordinator, self._center, plan, resumed)
         token = secrets.token_urlsafe(32)
-        self._codec = codec
         name = advertised_host or host
-        self._port = Port(host, token, self._serve, advertised_host=name, encrypted=tls)
+        self._port = Listener(host, token, self._admit, advertised_host=name, encrypted=tls)
         name = f"[{name}]" if ":" in name else name
         uri = f"tcp://{name}:{self._port.number}"
         self.address = AveragerAddress(uri, token, self._port.fingerprint)
@@ -98,73 +96,90 @@ class Averager:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._rounds.fail(TrainingError("the driver closed the averager"))
+        self.fail(TrainingError("the driver closed the averager"))
         self._port.close()
-        self._rounds.close()
+        self._loop.close()
 
     @property
     def center(self) -> list[Tensor]:
         """The current center, a tensor of ``center_dtype`` a segment."""
-        return self._rounds.center
+        return self._center.values
 
     @property
     def history(self) -> list[EpochSummary]:
         """The epochs that have ended, those before a checkpoint included."""
-        return self._rounds.history
+        with self._loop.lock:
+            return list(self._coordinator.committed.history)
 
     @property
     def progress(self) -> Progress:
         """How far the training of ``center`` has come."""
-        return self._rounds.progress
+        with self._loop.lock:
+            return self._coordinator.committed.progress()
 
     @property
     def kept(self) -> dict[int, KeptState]:
         """What is kept of each rank, to start it again from ``progress``."""
-        return self._rounds.kept
+        with self._loop.lock:
+            return dict(self._coordinator.committed.kept)
 
     @property
     def losses(self) -> list[str]:
         """Which workers were lost so far, and why."""
-        return self._rounds.losses
+        with self._loop.lock:
+            return list(self._coordinator.members.losses)
 
     @property
     def dropped(self) -> list[int]:
         """The rank of each worker that was dropped for its silence so far, in that order."""
-        return self._rounds.dropped
+        with self._loop.lock:
+            return list(self._coordinator.members.dropped)
 
     @property
     def anyone_joined(self) -> bool:
         """Whether a worker has ever joined."""
-        return self._rounds.anyone_joined
+        return self._coordinator.members.joined > 0
 
     def postpone_deadline(self) -> None:
         """Begin anew to count the time in which workers have to join.
 
         For whoever starts them and knows that they are about to be started.
         """
-        self._rounds.postpone_deadline()
+        self._loop.post(on.WorkersExpected())
 
     def start(self) -> None:
         """Let the workers train, if they do not, for the facts about their rows were found good."""
-        self._rounds.start()
+        self._loop.post(on.Started())
 
     def approve(self, rank: int) -> None:
         """Let a worker train on rows that arrived while it trains; the answer to ``NewRows``."""
-        self._rounds.approve(rank)
+        self._loop.post(on.Approved(rank))
 
     def save_and_fail(self, reason: SparkDLError) -> None:
         """End the run with ``reason`` as soon as a commit has become a checkpoint."""
-        self._rounds.save_and_fail(reason)
+        self._loop.post(on.Preempted(reason))
 
     def save_center(self) -> None:
-        """After a failure, write a checkpoint of the last commit if that is not one yet."""
-        self._rounds.save_center()
+        """After a failure, write a checkpoint of the last commit if that is not one yet.
+
+        Without the workers' own states. Nothing if nothing was committed.
+        """
+        self._loop.join_writer()
+        with self._loop.lock:
+            # Nothing is committed after a failure, so the center stays as it is.
+            assert self._coordinator.failure is not None
+            if self._plan is None or self._coordinator.has_checkpoint:
+                return
+            data = self._coordinator.shards.facts.lasting()
+            progress = self._coordinator.committed.progress()
+            saving = Saving(self._plan, progress, data, self._center.layout, self._center.values)
+        saving.publish()
 
     def fail(self, error: SparkDLError) -> None:
         """End the run from the driver's side; ``events`` then raises the error."""
-        self._rounds.fail(error)
+        self._loop.post(on.Failed(error))
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[RunEvent]:
         """Yield what is reported: the data's facts, then windows and epochs until all finished.
 
         The workers train only after ``start``, which has to follow the facts.
@@ -175,57 +190,18 @@ class Averager:
             CollectiveError: the exchange among the workers broke.
             DeadlineError: a worker that was waited for was silent for ``deadline_s``.
         """
-        interval_s = self._rounds.look_s
-        check_at = time.monotonic() + interval_s
         while True:
-            if time.monotonic() >= check_at:
-                check_at = time.monotonic() + interval_s
-                try:
-                    self._rounds.check_deadline()
-                except DeadlineError as error:
-                    self._rounds.fail(error)
             try:
-                event = self._rounds.events.get(timeout=interval_s)
+                event = self._loop.reports.get(timeout=1.0)
             except queue.Empty:
                 continue
             if event is not None:
                 yield event
-            elif self._rounds.failure is not None:
-                raise self._rounds.failure
+            elif self._coordinator.failure is not None:
+                raise self._coordinator.failure
             else:
                 return
 
-    def _serve(self, connection: Connection) -> None:
-        """Serve one worker from joining to leaving; its thread runs this."""
-        member: Member | None = None
-        try:
-            hello = connection.receive_header()
-            raise_reported_failure(hello)
-            member = self._rounds.join(*read_join(hello), connection.interrupt)
-            Session(member, connection, self._rounds, self._codec, self._resumed).run()
-        except FencedError as error:
-            self._say_farewell(connection, error)
-        except SparkDLError as error:
-            self._rounds.fail(error)
-            self._say_farewell(connection, self._rounds.failure or error)
-        except (ConnectionLostError, SilenceError) as error:
-            if member is None:
-                logger.info("a worker left before it had joined: %s", error)
-                return
-            self._rounds.lose(
-                member,
-                f"ended its connection in the middle of training ({error}). The executor's log "
-                "says why",
-            )
-        except Exception as error:  # a mistake of ours must not leave the driver waiting
-            name = "a worker" if member is None else f"rank {member.rank}"
-            self._rounds.fail(TrainingError(f"the averager's thread for {name}: {error!r}"))
-            raise
-
-    @staticmethod
-    def _say_farewell(connection: Connection, reason: SparkDLError) -> None:
-        try:
-            connection.send_header({"stopped": str(reason)})
-            connection.close_after(FAREWELL_S)
-        except (ConnectionLostError, SilenceError) as error:
-            logger.debug("a worker left before it was told why: %s", error)
+    def _admit(self, connected: socket.socket | Encrypted, proof: bytes) -> None:
+        set_up_tcp(connected)
+        self._loop.adopt(stream_over(connected), proof)

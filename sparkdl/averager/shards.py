@@ -1,4 +1,4 @@
-"""What the ranks have found in their rows. No locks; ``Attendance`` holds one."""
+"""What the ranks have found in their rows."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ class Shards:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._found: dict[int, ShardFacts] = {}
-        self._told: DataFacts | None = None
+        self._unread = set(range(world_size))
+        self._columns: int | None = None
         self._facts: DataFacts | None = None
+        self._told: DataFacts | None = None
+
+    def __contains__(self, rank: int) -> bool:
+        """Whether a rank has found something."""
+        return rank in self._found
 
     @property
-    def ranks(self) -> set[int]:
-        """Those that have found something."""
-        return set(self._found)
+    def known(self) -> bool:
+        """Whether every rank has found something."""
+        return len(self._found) == self._world_size
 
     @property
     def facts(self) -> DataFacts:
         """What all found together; once every rank has found something."""
-        if (
-            self._facts is None
-        ):  # each worker asks for it, and it takes as long as there are of them
+        if self._facts is None:
             self._facts = DataFacts.of([self._found[rank] for rank in range(self._world_size)])
         return self._facts
 
@@ -48,7 +52,9 @@ class Shards:
             DataError: the rank has come back, and its rows are not what they were.
             TrainingError: the rank has other columns than the rest.
         """
-        if any(len(s.columns) != len(shard.columns) for s in self._found.values()):
+        if self._columns is None:
+            self._columns = len(shard.columns)
+        if self._columns != len(shard.columns):
             raise TrainingError(f"rank {rank} has {len(shard.columns)} columns, others do not")
         before = self._found.get(rank)
         if before is not None and before.complete:
@@ -57,13 +63,13 @@ class Shards:
             _require_same(rank, before, shard)
         self._found[rank] = shard
         self._facts = None
-        if len(self._found) < self._world_size:
+        if shard.complete:
+            self._unread.discard(rank)
+        is_news = self._told is None or (not self._unread and not self._told.complete)
+        if len(self._found) < self._world_size or not is_news:
             return None
-        facts = self.facts
-        if self._told is not None and (self._told.complete or not facts.complete):
-            return None
-        self._told = facts
-        return facts
+        self._told = self.facts
+        return self._told
 
 
 def _require_same(rank: int, before: ShardFacts, now: ShardFacts) -> None:

@@ -118,6 +118,11 @@ class Encrypted:
         self._lock = threading.Lock()
 
     @property
+    def ssl_socket(self) -> ssl.SSLSocket:
+        """The socket itself, for whoever does not wait on it."""
+        return self._encrypted
+
+    @property
     def certificate(self) -> bytes:
         """The other end's certificate, in DER."""
         return self._encrypted.getpeercert(binary_form=True) or b""

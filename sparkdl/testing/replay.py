@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from sparkdl.averager.committed import CommittedProgress
 from sparkdl.averager.kept import KeptState
-from sparkdl.averager.tally import Tally
 from sparkdl.driver import build_replica, initial_center
 from sparkdl.events import WindowReport
 from sparkdl.feed.feed import Feed
@@ -31,20 +31,20 @@ Commits = list[list[WindowReport]]
 def recorded_commits() -> Iterator[Commits]:
     """Take down what the runs of this process commit meanwhile; one run at a time."""
     commits: Commits = []
-    commit = Tally.commit
+    commit = CommittedProgress.commit
 
     def recording(
-        self: Tally, windows: Iterable[WindowReport], kept: Mapping[int, KeptState]
+        self: CommittedProgress, windows: Iterable[WindowReport], kept: Mapping[int, KeptState]
     ) -> None:
         windows = list(windows)
         commits.append(windows)
         commit(self, windows, kept)
 
-    Tally.commit = recording  # type: ignore[method-assign]
+    CommittedProgress.commit = recording  # type: ignore[method-assign]
     try:
         yield commits
     finally:
-        Tally.commit = commit  # type: ignore[method-assign]
+        CommittedProgress.commit = commit  # type: ignore[method-assign]
 
 
 def replay(job: Job, shards: Sequence[Shard], commits: Commits) -> nn.Module:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.averager.address import AveragerAddress
-from sparkdl.averager.attendance import Event
+from sparkdl.averager.events import RunEvent as Event
 from sparkdl.averager.server import Averager
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.collective import Network

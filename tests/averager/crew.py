@@ -12,9 +12,9 @@ import torch
 from toys import drive
 
 from sparkdl.averager import Averager, AveragerClient
-from sparkdl.averager.attendance import Event
 from sparkdl.averager.codec import Codec, FullPrecision
-from sparkdl.averager.members import Tolerance
+from sparkdl.averager.events import RunEvent as Event
+from sparkdl.averager.membership import Tolerance
 from sparkdl.events import WindowReport
 from sparkdl.feed.facts import ShardFacts
 from sparkdl.protocols import Segment

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from sparkdl.averager import connection
 from sparkdl.averager.connection import (
-    MAX_HEADER_BYTES,
     Connection,
     ConnectionLostError,
     SilenceError,
 )
+from sparkdl.averager.framing import MAX_HEADER_BYTES
 from sparkdl.averager.handshake import ANSWER_BYTES, MAGIC, REFUSAL, Challenge, channel_of
 from sparkdl.errors import TrainingError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,7 +17,9 @@ Deed = Callable[[Crew], "Future[Any] | None"]
 
 
 def finish(workers: Crew, rank: int) -> None:
-    workers.client(rank).finish()
+    """Leave, and hear that the run ends if one may not."""
+    with contextlib.suppress(StoppedError):
+        workers.client(rank).finish()
 
 
 def leave_in_the_middle(workers: Crew) -> Future[Any]:

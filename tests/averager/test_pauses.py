@@ -18,9 +18,9 @@ import torch
 from crew import LAYOUT, WAIT_S, crew, window
 from toys import drive
 
-from sparkdl.averager import Averager, AveragerClient, members
+from sparkdl.averager import Averager, AveragerClient, membership
 from sparkdl.averager.codec import FullPrecision
-from sparkdl.averager.members import Tolerance
+from sparkdl.averager.membership import Tolerance
 from sparkdl.averager.saving import CheckpointPlan
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import SparkDLError
@@ -137,7 +137,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_pause_is_no_long_window_by_which_patience_is_measured(
     passed: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "STRAGGLER_S", 0.5)
+    monkeypatch.setattr(membership, "STRAGGLER_S", 0.5)
     with crew(2, deadline_s=60.0) as workers:
         first = [workers.exchange(window(rank)) for rank in range(2)]
         assert [reply.result(WAIT_S) for reply in first] == [[1.0] * 3] * 2

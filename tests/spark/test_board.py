@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sparkdl.averager import connection, headers
+from sparkdl.averager import framing, headers
 from sparkdl.averager.connection import Connection
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerError, WorkerLostError
 from sparkdl.feed.facts import ColumnFacts, DataFacts, ShardFacts
@@ -59,7 +59,7 @@ def test_the_facts_about_all_rows_take_no_more_than_those_of_one_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many workers there are: 63 with 1,000 columns each were too many for a header."""
-    for module in (connection, headers):
+    for module in (framing, headers):
         monkeypatch.setattr(module, "MAX_HEADER_BYTES", 40_000)
     shards = [
         ShardFacts(

@@ -22,7 +22,7 @@ from pyspark.sql.types import LongType
 from torch import Tensor, nn
 
 import sparkdl
-from sparkdl.averager import members
+from sparkdl.averager import membership
 from sparkdl.errors import DeadlineError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -72,7 +72,7 @@ def test_the_stacks_of_a_worker_that_is_dropped_are_logged_and_training_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(members, "STRAGGLER_S", 1.5)
+    monkeypatch.setattr(membership, "STRAGGLER_S", 1.5)
     model = Stuck(str(tmp_path / "stuck"), 5.0)
     with caplog.at_level(logging.WARNING, logger="sparkdl"):
         fitted = estimator(model=model, epochs=3).fit(frame(spark))

@@ -27,8 +27,8 @@ from toys import (
 )
 
 from sparkdl.averager import Averager, AveragerAddress, AveragerClient
-from sparkdl.averager.attendance import Event
 from sparkdl.averager.connection import Connection
+from sparkdl.averager.events import RunEvent as Event
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts, ShardFacts

@@ -1,0 +1,292 @@
+"""One worker's connection at the loop: messages in, messages out, and never a wait.
+
+The conversation (``conversation.py``) is a generator: it yields what it needs next, the loop goes
+on with others until that is there, and sends it in. So it reads like a thread's program, and costs
+neither a thread nor a lock.
+
+    HEADER              the next message, a header
+    values of a tensor  the next message, its bytes received in place
+    PAUSE               whatever ``wake`` is called with; nothing is received meanwhile
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Generator
+from enum import Enum
+from typing import Any, Final
+
+from sparkdl.averager.center import Frames
+from sparkdl.averager.framing import (
+    HEADER_KIND,
+    PREFIX_BYTES,
+    header_message,
+    read_header,
+    read_prefix,
+)
+from sparkdl.averager.headers import raise_reported_failure
+from sparkdl.averager.streams import Stream
+from sparkdl.errors import TrainingError
+
+BUDGET_BYTES = 4 << 20
+"""What one worker's messages may amount to before it is the others' turn."""
+FRAMES_AT_ONCE = 64
+
+
+class _Need(Enum):
+    HEADER = "header"
+    PAUSE = "pause"
+
+
+HEADER: Final = _Need.HEADER
+PAUSE: Final = _Need.PAUSE
+
+Need = _Need | memoryview
+Conversation = Generator[Need, Any, None]
+
+
+class LeftError(Exception):
+    """The other end is gone."""
+
+
+class Channel:
+    """Messages over a stream.
+
+    Args:
+        stream: owned from here on.
+        staging: where what has arrived is received into, shared by all channels of a loop.
+        touched: called when there is something to send, or the conversation goes on.
+    """
+
+    def __init__(
+        self, stream: Stream, staging: memoryview, touched: Callable[[Channel], None]
+    ) -> None:
+        self.stream = stream
+        self._staging = staging
+        self._touched = touched
+        self._conversation: Conversation | None = None
+        self._need: Need = PAUSE
+        self._running = False
+        self._wakes: deque[Any] = deque()
+        # What has arrived and was not asked for yet.
+        self._left = b""
+        self._prefix = bytearray()
+        self._header: bytearray | None = None
+        # What of the message's body has yet to come.
+        self._rest = memoryview(b"")
+        self._outgoing: deque[_Outgoing] = deque()
+
+    def begin(self, conversation: Conversation) -> None:
+        """Run a conversation; it is the channel's only one."""
+        self._conversation = conversation
+        self._advance(None)
+
+    def wake(self, value: Any = None) -> None:
+        """Let the conversation go on that has paused, or is about to."""
+        if self._conversation is None:
+            return
+        self._wakes.append(value)
+        if not self._running and self._need is PAUSE:
+            self._advance(self._wakes.popleft())
+        self._touched(self)
+
+    def end_conversation(self) -> None:
+        """Listen to the other end no longer; what it still sends is thrown away."""
+        if self._conversation is not None and not self._running:
+            self._conversation.close()
+        self._conversation = None
+
+    def redirect(self, into: memoryview) -> None:
+        """Receive the values that are on their way elsewhere: their place is needed."""
+        if isinstance(self._need, memoryview):
+            into = into[: len(self._need)]
+            came = len(self._need) - len(self._rest) if self._rest else 0
+            if self._rest and self._header is None:
+                self._rest = into[came:]
+            self._need = into
+
+    @property
+    def listens(self) -> bool:
+        """Whether what arrives is wanted now."""
+        return self._conversation is None or self._need is not PAUSE
+
+    @property
+    def has_left(self) -> bool:
+        """Whether something wanted has arrived already, of which a selector knows nothing."""
+        return self.listens and bool(self._left)
+
+    def receive(self) -> bool:
+        """Receive what has arrived; returns whether there may be more.
+
+        Raises:
+            LeftError: the other end is gone.
+            TrainingError: it has sent what no worker sends.
+            SparkDLError: as the conversation does.
+        """
+        received = 0
+        while self.listens and received < BUDGET_BYTES:
+            if self._left:
+                octets, self._left = self._left, b""
+                self._take(memoryview(octets))
+                continue
+            buffers = [self._rest, self._staging] if self._rest else [self._staging]
+            try:
+                count = self.stream.receive(buffers)
+            except OSError as error:
+                raise LeftError(f"the connection broke: {error}") from error
+            if count is None:
+                return False
+            if count == 0:
+                raise LeftError("the other end closed the connection")
+            received += count
+            in_place = min(count, len(self._rest))
+            if in_place:
+                self._rest = self._rest[in_place:]
+                if not self._rest:
+                    self._end_message()
+            if count > in_place:
+                self._take(self._staging[: count - in_place])
+        return self.listens
+
+    def send_header(self, fields: dict[str, Any]) -> None:
+        """Send a JSON object."""
+        self.send([memoryview(header_message(fields))])
+
+    def send(self, frames: Frames, then: Callable[[], None] | None = None) -> None:
+        """Send messages, as they are.
+
+        Args:
+            frames: their bytes; they must not change before they are sent.
+            then: called when they are.
+        """
+        self._outgoing.append(_Outgoing(frames, then))
+        self._touched(self)
+
+    def flush(self) -> bool:
+        """Send what can be sent now; returns whether anything was.
+
+        Raises:
+            LeftError: the other end is gone.
+        """
+        moved = False
+        while self._outgoing:
+            first = self._outgoing[0]
+            if first.left:
+                try:
+                    sent = self.stream.send(first.next())
+                except OSError as error:
+                    raise LeftError(f"the connection broke: {error}") from error
+                if sent is None:
+                    return moved
+                moved = True
+                first.advance(sent)
+            if not first.left:
+                self._outgoing.popleft()
+                if first.then is not None:
+                    first.then()
+        return moved
+
+    def end_sending(self) -> None:
+        """Let the other end see that nothing follows; it may be gone already."""
+        with contextlib.suppress(OSError):
+            self.stream.end_sending()
+
+    @property
+    def sends(self) -> bool:
+        """Whether something has yet to be sent."""
+        return bool(self._outgoing)
+
+    def close(self) -> None:
+        """Close at once."""
+        self.end_conversation()
+        self._outgoing.clear()
+        self.stream.close()
+
+    def _take(self, octets: memoryview) -> None:
+        """Go through what has arrived; what is not wanted yet is kept."""
+        while octets:
+            if self._conversation is None:
+                return
+            if not self.listens:
+                self._left = bytes(octets)
+                return
+            if self._rest:
+                count = min(len(octets), len(self._rest))
+                self._rest[:count] = octets[:count]
+                self._rest = self._rest[count:]
+                octets = octets[count:]
+            else:
+                count = PREFIX_BYTES - len(self._prefix)
+                self._prefix += octets[:count]
+                octets = octets[count:]
+                if len(self._prefix) < PREFIX_BYTES:
+                    return
+                self._begin_message()
+            if not self._rest:
+                self._end_message()
+
+    def _begin_message(self) -> None:
+        kind, length = read_prefix(self._prefix)
+        self._prefix.clear()
+        if kind == HEADER_KIND:
+            self._header = bytearray(length)
+            self._rest = memoryview(self._header)
+            return
+        if not isinstance(self._need, memoryview):
+            raise TrainingError("values arrived where a header was due")
+        if length != len(self._need):
+            raise TrainingError(
+                f"{length} bytes of values arrived where {len(self._need)} belong; both ends must "
+                "train the same model"
+            )
+        self._rest = self._need
+
+    def _end_message(self) -> None:
+        if self._header is None:
+            self._advance(None)
+            return
+        header, self._header = read_header(self._header), None
+        raise_reported_failure(header)
+        if self._need is not HEADER:
+            raise TrainingError(f"a header arrived in the middle of values: {header}")
+        self._advance(header)
+
+    def _advance(self, value: Any) -> None:
+        conversation = self._conversation
+        assert conversation is not None
+        self._running = True
+        try:
+            self._need = conversation.send(value)
+            while self._need is PAUSE and self._wakes and self._conversation is not None:
+                self._need = conversation.send(self._wakes.popleft())
+        except StopIteration:
+            self._conversation = None
+        finally:
+            self._running = False
+
+
+class _Outgoing:
+    """Frames on their way."""
+
+    def __init__(self, frames: Frames, then: Callable[[], None] | None) -> None:
+        self.then = then
+        self._frames = frames
+        self._at = 0
+        self._sent = 0
+
+    @property
+    def left(self) -> bool:
+        return self._at < len(self._frames)
+
+    def next(self) -> Frames:
+        frames = self._frames[self._at : self._at + FRAMES_AT_ONCE]
+        if self._sent:
+            frames[0] = frames[0][self._sent :]
+        return frames
+
+    def advance(self, count: int) -> None:
+        self._sent += count
+        while self._at < len(self._frames) and self._sent >= len(self._frames[self._at]):
+            self._sent -= len(self._frames[self._at])
+            self._at += 1

@@ -1,0 +1,319 @@
+"""What one worker and the averager say to each other, from joining to leaving.
+
+One worker is one connection (``framing.py`` has its form):
+
+    worker                               averager
+    {"join": rank, "host": ...,
+     "attempt": of its task,
+     "task": ...}                ------>
+    {"reading": rows so far}     ------> now and then, while its rows arrive
+    {"shard": what they are}     ------> wait for all ranks, and for the driver to look at it
+                                 <------ or {"read_on": true}, to one that has not read all of
+                                         them and does not begin its training, or goes on from a
+                                         checkpoint, which may be of other rows: the same again
+                                 <------ {"waiting": true}, now and then
+                                 <------ {"chunk_bytes": size of the largest message of values,
+                                          "position": where to go on,
+                                          "own_state": bytes of it, or null at the very start,
+                                          "mean_weight": of a row, "shard_rows": by rank}
+                                 <------ the center's parameters and buffers, chunk by chunk
+                                 <------ unless at the very start: the rest of the center, and the
+                                         worker's own state from the checkpoint, or from the
+                                         last commit of the workers before, if all start again
+    {"gather": something small}  ------> wait for all ranks, whenever these agree to
+                                 <------ {"gathered": [everyone's, by rank]}
+    {"reading": rows so far},
+    {"shard": what they are}     ------> while rows arrive that are trained on: wait for the driver
+                                 <------ {"go_on": true}
+    {"rows": true}               ------> when all rows were read by all
+                                 <------ {"mean_weight": of a row, "shard_rows": by rank}
+    {"validation": report}       ------> after an epoch, from who has held-out rows
+    {"window": report,
+     "takes_reply": whether,
+     "own_state": bytes}, bytes,
+    chunks                       ------> add in rank order, wait for the round
+                                 <------ {"waiting": true}, now and then after a last window
+                                 <------ {"checkpoint": true}, if this commit becomes one; with
+                                         "now" after a last window: send your own state at once
+                                 <------ the reply, chunk by chunk, or {"committed": true}
+    {"own_state": bytes}, bytes  ------> only if it becomes a checkpoint
+                                 <------ or {"again": true}: a member of the round was lost;
+    {"window": report}, chunks   ------> the same once more
+    ... a round a window ...
+    {"finish": true}             ------> wait for a checkpoint that is being written
+                                 <------ {"finished": true}; without it the worker comes back
+    or {"failure": {...}}        ------> the run ends, with the worker's traceback
+    or {"broken": why}           ------> the run ends; it is the exchange among the workers
+
+A worker that sends faster than its chunks can be added is held back by the connection itself.
+A worker whose connection breaks may come back: it joins anew, and its training goes on behind its
+last committed window. If the run ends elsewhere, the next thing that a worker hears is {"stopped":
+reason}.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparkdl.averager import events as on
+from sparkdl.averager.accumulator import Accumulator
+from sparkdl.averager.center import Center
+from sparkdl.averager.channel import HEADER, PAUSE, Channel, Conversation
+from sparkdl.averager.coordinator import Coordinator
+from sparkdl.averager.events import Member
+from sparkdl.averager.finite import require_finite
+from sparkdl.averager.framing import octets_of, values_prefix
+from sparkdl.averager.headers import (
+    read_gather,
+    read_join,
+    read_own_state,
+    read_shard,
+    read_validation,
+    read_window,
+)
+from sparkdl.averager.kept import KeptState
+from sparkdl.averager.saving import Resumed, Saving
+from sparkdl.averager.wire import Chunk
+from sparkdl.errors import TrainingError
+
+MAX_OWN_STATE_BYTES = 1 << 40
+"""It goes to the checkpoint's storage block by block, or to a file, so this bounds no memory."""
+
+T = TypeVar("T")
+
+
+class Edge(Protocol):
+    """What a conversation needs of the loop around it."""
+
+    coordinator: Coordinator
+    center: Center
+    saving: Saving | None
+    resumed: Resumed | None
+
+    def tell(self, event: on.Event) -> None:
+        """Have the coordinator decide what follows from an event, once this one has paused."""
+
+    def joined(self, member: Member, worker: Worker) -> None:
+        """Take note of whom decisions about a member concern."""
+
+    def await_turn(self, worker: Worker, index: int) -> None:
+        """Wake a worker when it is its turn to add a chunk."""
+
+    def pass_turn(self, index: int) -> None:
+        """Wake whoever waits to add a chunk, if it is its turn now."""
+
+    def in_background(self, job: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Do what may take long, with files, elsewhere; ``then`` gets what it has returned."""
+
+
+class Worker:
+    """One worker at its connection.
+
+    Args:
+        channel: to it.
+        edge: the loop that serves it.
+
+    Attributes:
+        channel: as given.
+        member: who it is, once it has joined.
+        sum: what it contributes to; None if it does not, or if the round has started over.
+    """
+
+    def __init__(self, channel: Channel, edge: Edge) -> None:
+        self.channel = channel
+        self.member: Member | None = None
+        self.sum: Accumulator | None = None
+        self._edge = edge
+        self._owes_own_state = False
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    # What decisions have it do.
+
+    def welcome(self) -> None:
+        """Send the center, and what only this worker knew."""
+        edge, member = self._edge, self._member()
+        committed, resumed, rank = edge.coordinator.committed, edge.resumed, member.rank
+        position, kept = committed.positions[rank], committed.kept.get(rank)
+        own_state_bytes, from_checkpoint = None, False
+        if kept is not None:
+            own_state_bytes = kept.size
+        elif resumed is not None and position == resumed.progress.positions[rank]:
+            own_state_bytes, from_checkpoint = resumed.own_state_bytes(rank), True
+        elif committed.begun:
+            own_state_bytes = 0
+        self.channel.send_header(
+            {
+                "chunk_bytes": edge.center.chunk_bytes,
+                "position": dataclasses.asdict(position),
+                "own_state": own_state_bytes,
+                "epoch_ended": committed.at_end_of_epoch,
+                **self._all_rows(),
+            }
+        )
+        self.channel.send(edge.center.state("parameters", "buffers"))
+        if own_state_bytes is not None:
+            self.channel.send(edge.center.state("optimizer"))
+        if kept is not None:
+            blocks = kept.blocks(edge.center.chunk_bytes)
+            self._send_blocks(lambda: next(blocks, b""))
+        elif resumed is not None and from_checkpoint and own_state_bytes:
+            file = resumed.open_own_state(rank)
+            self._send_blocks(lambda: file.read(edge.center.chunk_bytes))
+        else:
+            self.channel.send([], then=self._taken)
+
+    def reply(self, decision: on.Reply) -> None:
+        """Send what a round came to."""
+        if decision.own_state:
+            self.ask_own_state()
+        if not decision.values:
+            self.channel.send_header({"committed": True})
+        # Who was done early has missed rounds: the changes of the last one would not be enough.
+        center = self._edge.center
+        frames = center.state() if decision.final else center.reply()
+        self.channel.send(frames if decision.values else [], then=self._taken)
+
+    def ask_own_state(self, *, now: bool = False) -> None:
+        """Have the worker send its own state, after the reply that follows or ``now``."""
+        self._owes_own_state = True
+        self.channel.send_header({"checkpoint": True, **({"now": True} if now else {})})
+
+    def receive(self, total: Accumulator, weight: int) -> None:
+        """Add the worker's contribution to a sum."""
+        total.declare(self._member().rank, weight)
+        self.channel.wake(total)
+
+    def start_over(self) -> None:
+        """Forget what it contributes; what is still on its way goes nowhere."""
+        self.channel.send_header({"again": True})
+        if self.sum is not None:
+            self.sum = None
+            self.channel.redirect(self._scratch(self._edge.center.chunk_bytes))
+
+    def _taken(self) -> None:
+        self._edge.tell(on.Taken(self._member()))
+
+    def _send_blocks(self, read: Callable[[], bytes]) -> None:
+        """Send the worker's own state as it is read from a file, each block when it has the last.
+
+        Args:
+            read: the next block; none at the end.
+        """
+
+        def send(block: bytes) -> None:
+            if block:
+                frames = [values_prefix(len(block)), memoryview(block)]
+                self.channel.send(frames, then=read_next)
+            else:
+                self._taken()
+
+        def read_next() -> None:
+            self._edge.in_background(read, send)
+
+        self.channel.send([], then=read_next)
+
+    # What the worker says.
+
+    def conversation(self) -> Conversation:
+        """Listen to the worker, from joining to leaving."""
+        edge = self._edge
+        self.member = member = Member(*read_join((yield HEADER)))
+        edge.joined(member, self)
+        edge.tell(on.Joined(member))
+        while True:
+            header = yield HEADER
+            if self._owes_own_state:
+                yield from self._take_own_state(header)
+            elif "window" in header:
+                yield from self._contribute(header)
+            elif "gather" in header:
+                value = read_gather(header, member.rank, edge.coordinator.members.world_size)
+                edge.tell(on.Gave(member, value))
+            elif "shard" in header:
+                edge.tell(on.RowsFound(member, read_shard(header, member.rank)))
+            elif "rows" in header and edge.coordinator.shards.known:
+                self.channel.send_header(self._all_rows())
+            elif "validation" in header:
+                edge.tell(on.Validated(member, read_validation(header, member.rank)))
+            elif header.get("finish"):
+                edge.tell(on.Finished(member))
+                return
+            elif "reading" not in header:
+                raise TrainingError(f"{member} sent a header that no worker sends: {header}")
+
+    def _contribute(self, header: dict[str, Any]) -> Conversation:
+        """Receive a contribution, each chunk into the sum as soon as it is its turn."""
+        edge, member = self._edge, self._member()
+        rank = member.rank
+        report = read_window(header, rank)
+        size = read_own_state({"own_state": 0, **header}, rank, MAX_OWN_STATE_BYTES)
+        kept = KeptState() if size else None
+        for block in self._blocks(size):
+            yield block
+            kept.add(block)  # type: ignore[union-attr]
+        takes_reply = header.get("takes_reply") is not False
+        edge.tell(on.WindowClosed(member, report, kept, takes_reply))
+        if not report.weight:
+            return
+        self.sum = yield PAUSE
+        for index, chunk in enumerate(edge.center.chunks):
+            place = None if self.sum is None else self.sum.in_place(rank, index)
+            values = self._values(chunk) if place is None else place
+            yield octets_of(values)
+            require_finite(values, report)
+            if self.sum is not None and self.sum.turn(index) != rank:
+                edge.await_turn(self, index)
+                yield PAUSE
+            if self.sum is not None:
+                self.sum.add(rank, index, values if place is None else None)
+                edge.pass_turn(index)
+        if self.sum is not None:
+            self.sum = None
+            edge.tell(on.Contributed(member))
+
+    def _take_own_state(self, header: dict[str, Any]) -> Conversation:
+        """Write the worker's own state into the checkpoint that waits for it."""
+        edge, member = self._edge, self._member()
+        size = read_own_state(header, member.rank, MAX_OWN_STATE_BYTES)
+        self._owes_own_state = False
+        assert edge.saving is not None
+        file = edge.saving.own_state(member.rank)
+        try:
+            for block in self._blocks(size):
+                yield block
+                edge.in_background(lambda block=block: file.write(block), self.channel.wake)  # type: ignore[misc]
+                yield PAUSE
+        finally:
+            edge.in_background(file.close, self.channel.wake)
+        yield PAUSE
+        edge.tell(on.OwnStateWritten(member))
+
+    def _member(self) -> Member:
+        assert self.member is not None
+        return self.member
+
+    def _all_rows(self) -> dict[str, object]:
+        facts = self._edge.coordinator.shards.facts
+        return {"mean_weight": facts.mean_weight, "shard_rows": list(facts.shard_rows)}
+
+    def _blocks(self, size: int) -> Iterator[memoryview]:
+        """Where to receive so many bytes; each block is overwritten by the one after it."""
+        step = self._edge.center.chunk_bytes
+        for start in range(0, size, step):
+            yield self._scratch(min(step, size - start))
+
+    def _values(self, chunk: Chunk) -> Tensor:
+        """Where to receive a chunk that cannot be added yet."""
+        dtype = self._edge.center.wire_dtype(chunk)
+        self._scratch((chunk.stop - chunk.start) * dtype.itemsize)
+        return self._buffer[: (chunk.stop - chunk.start) * dtype.itemsize].view(dtype)
+
+    def _scratch(self, size: int) -> memoryview:
+        if len(self._buffer) < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        return octets_of(self._buffer[:size])

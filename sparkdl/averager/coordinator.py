@@ -1,0 +1,645 @@
+"""What the averager decides: events with a time in, decisions out.
+
+No lock, thread, socket or clock is in here, so that the same decisions serve two workers over TCP
+and ten thousand in a simulation. One run goes like this:
+
+    every worker     Joined, RowsFound                      -> the driver is told the facts
+    the driver       Started                                -> Welcome
+    every worker     Taken, WindowClosed, Contributed, ...  -> Receive; Commit and Reply
+    every worker     Finished                               -> End
+
+Workers may be lost as often as the run tolerates. Rounds go on without them; a round that had part
+of a lost worker's contribution starts over from what the others still hold. Positions count only
+what was committed, and an epoch ends when every rank is through with it, so that a worker that
+comes back goes on behind its last committed window, and no row is counted twice.
+
+A round behind which a checkpoint is due waits for the one that is being written. A checkpoint has
+the own states of those who stand where it says: who contributed to its commit, and who waits for
+the epoch's end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from sparkdl.averager import events as on
+from sparkdl.averager.committed import CommittedProgress
+from sparkdl.averager.events import Decision, Event, Member
+from sparkdl.averager.gathers import Gathers
+from sparkdl.averager.kept import KeptState
+from sparkdl.averager.membership import FencedError, Membership, Tolerance
+from sparkdl.averager.progress import Position, Progress
+from sparkdl.averager.round import Loss, Round
+from sparkdl.averager.shards import Shards
+from sparkdl.errors import DeadlineError, SparkDLError, TrainingError
+from sparkdl.feed.facts import ShardFacts
+
+logger = logging.getLogger(__name__)
+
+ONE_LAST_WINDOW = (
+    "A strategy has to exchange exactly one window with last=True in each epoch, on every rank"
+)
+
+
+class Schedule(Protocol):
+    """Which commits become checkpoints."""
+
+    def due(self, epoch: int) -> bool:
+        """Whether the end of an epoch is one."""
+
+    def due_within(self, rounds: int) -> bool:
+        """Whether it is time for one, so many rounds after the last."""
+
+
+class Coordinator:
+    """The decisions of one run.
+
+    Args:
+        world_size: number of workers.
+        deadline_s: the longest that a rank may be silent while it is waited for, and a checkpoint
+            be written, in seconds.
+        now: the time, in seconds; of the same clock as in ``handle``.
+        tolerance: what losses the run survives; none by default.
+        progress: how far the training has come already; by default it starts.
+        kept: what was kept of each rank at its last commit; by default nothing.
+        checkpoints: which commits become checkpoints; none by default.
+        resumed: whether the training goes on from a checkpoint, which may be of other rows.
+
+    Attributes:
+        members: who is in the run.
+        shards: what they have found in their rows.
+        round: who takes part in the round that is under way.
+        committed: how far the training has come.
+        failure: what has ended the run, if it failed.
+        ended: whether the run is over.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        deadline_s: float,
+        now: float,
+        *,
+        tolerance: Tolerance | None = None,
+        progress: Progress | None = None,
+        kept: Mapping[int, KeptState] | None = None,
+        checkpoints: Schedule | None = None,
+        resumed: bool = False,
+    ) -> None:
+        self.members = Membership(world_size, deadline_s, tolerance or Tolerance(), now)
+        self.shards = Shards(world_size)
+        self.round = Round(self.members.everyone)
+        self.committed = CommittedProgress(
+            progress or Progress.start(world_size), kept or {}, now=now
+        )
+        self.failure: SparkDLError | None = None
+        self._world_size = world_size
+        self._deadline_s = deadline_s
+        self._gathers = Gathers(world_size)
+        self._started = False
+        # Who has read its rows and waits to be let in; who of those has come back to a run.
+        self._ready: dict[int, Member] = {}
+        self._knocking: set[int] = set()
+        # Who waits for the driver to look at rows, and who for what all others give.
+        self._shown: dict[int, Member] = {}
+        self._giving: dict[int, Member] = {}
+        self._finished: set[int] = set()
+        self._checkpoints = checkpoints
+        self._resumed = resumed
+        self._saving_since: float | None = None
+        # Whose own states have yet to come for the checkpoint that is being put together.
+        self._awaited: set[int] = set()
+        self._checkpoint_asked = False
+        self._saved_round = 0
+        self._told_to_end: SparkDLError | None = None
+        # Who has finished, but for a checkpoint that is being written.
+        self._leaving: dict[int, Member] = {}
+        self._said_waiting = now
+        self._now = now
+        self._decided: list[Decision] = []
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            on.Joined: self._joined,
+            on.Lost: lambda event: self._lose(event.member, event.why),
+            on.RowsFound: self._rows_found,
+            on.Gave: self._gave,
+            on.WindowClosed: self._window_closed,
+            on.Contributed: lambda event: self._complete(event.member.rank),
+            on.Taken: self._taken,
+            on.OwnStateWritten: lambda event: self._do_without_own_state(event.member.rank),
+            on.Validated: self._validated,
+            on.Finished: self._finish,
+            on.Failed: lambda event: self._fail(event.error),
+            on.Started: self._start,
+            on.Approved: self._approved,
+            on.Preempted: self._preempted,
+            on.WorkersExpected: self._workers_expected,
+            on.CheckpointWritten: self._checkpoint_written,
+            on.Tick: self._tick,
+        }
+
+    def handle(self, event: Event, now: float) -> list[Decision]:
+        """Take note of an event, and decide what follows from it.
+
+        Args:
+            event: what has happened. Of members that have lost their place only ``Finished`` says
+                something: they will not come back, for their work is done.
+            now: when, in seconds; never less than in the call before.
+
+        Returns:
+            What is to be done, in this order.
+        """
+        self._now = now
+        self._decided = []
+        if self.members.look(now) and self._saving_since is not None:
+            self._saving_since = now
+        member: Member | None = getattr(event, "member", None)
+        if self.ended:
+            self._after_the_end(event)
+        elif member is None or not member.gone or isinstance(event, on.Finished):
+            if member is not None and not isinstance(event, on.Joined):
+                self.members.hear(member.rank, now)
+            try:
+                self._handlers[type(event)](event)
+            except FencedError as error:
+                assert member is not None
+                self._refuse(member, str(error))
+            except SparkDLError as error:
+                self._fail(error)
+        return self._decided
+
+    def heard(self, member: Member, now: float) -> None:
+        """Take note that something of a worker arrived, or that it took something."""
+        if not member.gone:
+            self.members.hear(member.rank, now)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is over."""
+        return self.failure is not None or len(self._finished) == self._world_size
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether the last commit has become a checkpoint, or none is written at all."""
+        written = self._saving_since is None and self._saved_round == self.committed.round
+        return self._checkpoints is None or written
+
+    def _after_the_end(self, event: Event) -> None:
+        if isinstance(event, on.Joined):
+            reason = "all workers have finished" if self.failure is None else str(self.failure)
+            self._refuse(event.member, f"the run ended: {reason}")
+        elif isinstance(event, on.CheckpointWritten):
+            self._saving_since = None
+
+    # Joining, reading, starting.
+
+    def _joined(self, event: on.Joined) -> None:
+        if self._is_done(event.member.rank):
+            raise FencedError(f"rank {event.member.rank} has finished its last epoch already")
+        before = self.members.join(event.member, self._now)
+        if before is not None:
+            self._lose(before, "was replaced before its connection was known to be lost")
+
+    def _rows_found(self, event: on.RowsFound) -> None:
+        member, shard = event.member, event.shard
+        rank = member.rank
+        if rank in self.round.admitted:
+            if not self.members.reads(rank):
+                raise TrainingError(f"rank {rank} said a second time what its rows are")
+            self._note_shard(rank, shard)
+            self._shown[rank] = member
+            self._decided.append(on.Report(on.NewRows(rank, shard)))
+            return
+        begins = not self._resumed and self.committed.positions[rank] == Position()
+        if not shard.complete and not begins:
+            self._decided.append(on.ReadOn(member))
+            return
+        self._note_shard(rank, shard)
+        self._ready[rank] = member
+        if self._started:
+            self._knocking.add(rank)
+            if not self.round.is_open:
+                self._admit()
+            self._commit_if_complete()
+
+    def _note_shard(self, rank: int, shard: ShardFacts) -> None:
+        news = self.shards.note(rank, shard)
+        self.members.note_reading(rank, reading=not shard.complete)
+        if news is not None:
+            self._decided.append(on.Report(news))
+
+    def _start(self, event: on.Started) -> None:
+        if self._started:
+            return
+        self._started = True
+        self.committed.start_epoch(self._now)
+        self.round.admit(self._ready)
+        self._welcome(self._ready)
+        self.members.expect_anew(self._now)
+
+    def _approved(self, event: on.Approved) -> None:
+        member = self._shown.pop(event.rank, None)
+        if member is not None:
+            self.members.hear(event.rank, self._now)
+            self._decided.append(on.GoOn(member))
+
+    def _admit(self) -> None:
+        """Let those in who came back; they read the center before the next round."""
+        self.round.admit(self._knocking)
+        self.round.readers |= self._knocking
+        self._welcome(self._knocking)
+        self._knocking = set()
+
+    def _welcome(self, ranks: Iterable[int]) -> None:
+        for rank in sorted(ranks):
+            self.members.hear(rank, self._now)
+            self._decided.append(on.Welcome(self._ready.pop(rank)))
+
+    def _require_admitted(self, member: Member) -> None:
+        """Check that a worker has been let start.
+
+        Raises:
+            TrainingError: it has not.
+        """
+        if member.rank not in self.round.admitted:
+            raise TrainingError(f"{member} acts as if it had been let start, and it has not")
+
+    def _workers_expected(self, event: on.WorkersExpected) -> None:
+        if self.members.joined < self._world_size:
+            for rank in self.members.everyone - self.members.there:
+                self.members.hear(rank, self._now)
+
+    def _gave(self, event: on.Gave) -> None:
+        self._require_admitted(event.member)
+        self._require_everyone(
+            event.member, "takes part in what the workers exchange among themselves"
+        )
+        if event.member.rank in self._giving:
+            raise TrainingError(f"{event.member} gave twice before all others had given once")
+        self._giving[event.member.rank] = event.member
+        values = self._gathers.give(event.member.rank, event.value)
+        if values is not None:
+            members, self._giving = tuple(self._giving.values()), {}
+            self.members.expect_anew(self._now)
+            self._decided.append(on.Tell(members, values))
+
+    # Rounds.
+
+    def _window_closed(self, event: on.WindowClosed) -> None:
+        rank = event.member.rank
+        self._require_admitted(event.member)
+        if rank in self.round.held:
+            raise TrainingError(f"{event.member} closed a window twice")
+        self.members.end_window(rank, self._now)
+        self._require_everyone(event.member, f"contributed a window of epoch {event.report.epoch}")
+        self.round.held[rank] = event
+        self._enter([event])
+
+    def _enter(self, windows: Iterable[on.WindowClosed]) -> None:
+        """Let in who is about to contribute, as soon as the sum may be added to."""
+        if self.round.readers:
+            return
+        for window in windows:
+            if not self._must_wait_for_checkpoint(window):
+                del self.round.held[window.member.rank]
+                self._enter_one(window)
+
+    def _enter_one(self, window: on.WindowClosed) -> None:
+        member, report = window.member, window.report
+        rank = member.rank
+        if report.epoch != self.committed.epoch:
+            raise TrainingError(
+                f"{member} contributed a window of epoch {report.epoch}, but the run is in epoch "
+                f"{self.committed.epoch}. {ONE_LAST_WINDOW}"
+            )
+        if rank not in self.round.active or rank in self.round.entered:
+            raise TrainingError(
+                f"rank {rank} contributed out of turn in epoch {report.epoch}, step {report.step}"
+            )
+        if self.round.enter(window):
+            self._decided.append(on.OpenSum(tuple(sorted(self.round.active))))
+        if report.weight:
+            self._decided.append(on.Receive(member, report.weight))
+        else:
+            self._decided.append(on.Skip(rank))
+            self._complete(rank)
+
+    def _enter_held(self) -> None:
+        self._enter(list(self.round.held.values()))
+
+    def _complete(self, rank: int) -> None:
+        self.round.finish(rank)
+        # Who waited for its turn to add could not be heard of.
+        self.members.pass_turn(self._now)
+        self._commit_if_complete()
+
+    def _commit_if_complete(self) -> None:
+        enough = len(self.round.admitted) + len(self._knocking)
+        if self.round.is_complete and enough >= self.members.tolerance.min_workers:
+            self._commit()
+
+    def _commit(self) -> None:
+        """Make the round's sum the new center, and its windows happen."""
+        windows = self.round.commit()
+        self._decided.append(on.Commit(any(window.report.weight for window in windows)))
+        self.committed.commit(
+            [window.report for window in windows],
+            {window.member.rank: window.kept for window in windows if window.kept is not None},
+        )
+        self._decided.extend(on.Report(window.report) for window in windows)
+        waiting = self.round.through
+        final: list[on.WindowClosed] = []
+        if not self.round.pending:
+            summary = self.committed.end_epoch(self._now)
+            self._decided.append(on.Report(summary))
+            if self._checkpoints is not None and self._checkpoints.due(summary.epoch):
+                self._checkpoint_asked = True
+            final = self.round.end_epoch()
+        replies = [
+            window for window in windows if not window.report.last and not window.member.gone
+        ]
+        saves = self._save_if_due([*replies, *waiting.values()])
+        for window in replies:
+            self._decided.append(on.Reply(window.member, False, window.takes_reply, saves))
+        for window in final:
+            self._decided.append(on.Reply(window.member, True, window.takes_reply, saves))
+        if saves and not final:
+            self._decided.extend(on.AskOwnState(window.member) for window in waiting.values())
+        self._admit()
+        self.members.expect_anew(self._now)
+
+    def _taken(self, event: on.Taken) -> None:
+        readers = self.round.readers
+        readers.discard(event.member.rank)
+        self.members.begin_window(event.member.rank, self._now)
+        if not readers:
+            self.members.pass_turn(self._now)
+            self._enter_held()
+
+    def _validated(self, event: on.Validated) -> None:
+        self._require_admitted(event.member)
+        self.committed.validated(event.report)
+
+    # Checkpoints.
+
+    def _must_wait_for_checkpoint(self, window: on.WindowClosed) -> bool:
+        """Whether a round that this window belongs to may become a checkpoint before another is."""
+        if self._checkpoints is None or self._saving_since is None:
+            return False
+        rounds = self.committed.round + 1 - self._saved_round
+        ends = self._told_to_end is not None
+        return ends or window.report.last or self._checkpoints.due_within(rounds)
+
+    def _save_if_due(self, windows: Iterable[on.WindowClosed]) -> bool:
+        """Begin a checkpoint behind the commit that has just been, if it is time.
+
+        Args:
+            windows: the last ones of those who stand where the commit says.
+        """
+        if self._checkpoints is None or self._saving_since is not None:
+            return False
+        rounds = self.committed.round - self._saved_round
+        if not self._checkpoint_asked and not self._checkpoints.due_within(rounds):
+            return False
+        self._checkpoint_asked = False
+        self._saved_round = self.committed.round
+        self._saving_since = self._now
+        self._awaited = {window.member.rank for window in windows}
+        progress = self.committed.progress()
+        self._decided.append(on.BeginCheckpoint(progress, self.shards.facts))
+        if not self._awaited:
+            self._decided.append(on.WriteCheckpoint())
+        return True
+
+    def _do_without_own_state(self, rank: int) -> None:
+        """Take note that a rank's own state has come, or never will."""
+        if rank in self._awaited:
+            self._awaited.discard(rank)
+            if not self._awaited:
+                self._decided.append(on.WriteCheckpoint())
+
+    def _preempted(self, event: on.Preempted) -> None:
+        self._checkpoint_asked = True
+        self._told_to_end = event.reason
+
+    def _checkpoint_written(self, event: on.CheckpointWritten) -> None:
+        self._saving_since = None
+        if self._told_to_end is not None and not self._checkpoint_asked:
+            self._fail(self._told_to_end)
+            return
+        for rank in self.round.held:
+            self.members.hear(rank, self._now)
+        leaving, self._leaving = self._leaving, {}
+        for member in leaving.values():
+            self._dismiss(member)
+        self._enter_held()
+
+    # Losing, leaving, failing.
+
+    def _lose(self, member: Member, why: str) -> None:
+        """Take a worker out of everything that is under way."""
+        rank = member.rank
+        if self._is_done(rank):
+            return
+        error = self.members.lose(member, why, self._now)
+        self._decided.append(on.Drop(member))
+        if error is not None:
+            self._fail(error)
+            return
+        logger.warning("%s; going on with the others until it comes back", self.members.losses[-1])
+        for waiting in (self._ready, self._shown, self._giving):
+            waiting.pop(rank, None)
+        self._gathers.withdraw(rank)
+        self._knocking.discard(rank)
+        loss = self.round.lose(rank)
+        if loss is Loss.BROKEN:
+            self._decided.append(on.StartOver(self.round.start_over()))
+            self._admit()
+        elif loss is Loss.SKIPPED:
+            self._decided.append(on.Skip(rank))
+        self._do_without_own_state(rank)
+        # Who waited for the lost one could not be heard of.
+        self.members.expect_anew(self._now)
+        self._enter_held()
+        self._commit_if_complete()
+
+    def _is_done(self, rank: int) -> bool:
+        """Whether a rank has finished, perhaps but for a checkpoint that is being written."""
+        return rank in self._finished or rank in self._leaving
+
+    @property
+    def _done(self) -> set[int]:
+        """The ranks that have finished, as ``_is_done`` says of one of them."""
+        return self._finished | self._leaving.keys()
+
+    def _finish(self, event: on.Finished) -> None:
+        member = event.member
+        if not member.gone:
+            self._require_admitted(member)
+            self._require_end_of_epoch(member)
+        elif self.members.of(member.rank) is not member:
+            return  # another has its place, and finishes for the rank
+        if self._saving_since is not None:
+            self._leaving[member.rank] = member
+        else:
+            self._dismiss(member)
+
+    def _require_end_of_epoch(self, member: Member) -> None:
+        """Check that a rank does not leave others who wait for it.
+
+        Raises:
+            TrainingError: it does.
+        """
+        under_way = self.round.entered or self.round.held or self.round.through
+        if self._gathers.present is not None:
+            what = "while others wait for it in what the workers exchange among themselves"
+        elif under_way or self.committed.has_windows:
+            what = f"in epoch {self.committed.epoch}, which is not over. {ONE_LAST_WINDOW}"
+        else:
+            return
+        raise TrainingError(f"{member} has left the run {what}")
+
+    def _require_everyone(self, member: Member, what: str) -> None:
+        """Check that nobody has left for good whom a worker would wait for.
+
+        Raises:
+            TrainingError: somebody has.
+        """
+        left = self._finished | self._leaving.keys()
+        if left:
+            raise TrainingError(
+                f"{member} {what}, but {self.members.name(left)} left the run before: each worker "
+                "has to train as many epochs as the others"
+            )
+
+    def _dismiss(self, member: Member) -> None:
+        self._finished.add(member.rank)
+        self._decided.append(on.Dismiss(member))
+        if len(self._finished) == self._world_size:
+            self._decided.append(on.End(None))
+
+    def _fail(self, error: SparkDLError) -> None:
+        # Who was told to end may see the workers end too.
+        self.failure = self._told_to_end or error
+        self._decided.append(on.End(self.failure))
+
+    def _refuse(self, member: Member, reason: str) -> None:
+        member.gone = True
+        self._decided.append(on.Refuse(member, reason))
+
+    # The clock.
+
+    def _tick(self, event: on.Tick) -> None:
+        if self._now - self._said_waiting >= self._deadline_s / 4:
+            self._say_waiting()
+        if self._saving_since is not None and self._now - self._saving_since > self._deadline_s:
+            why = "Is the storage of checkpointPath slow or gone?"
+            if self._awaited:
+                why = f"It still waits for the own state of {self.members.name(self._awaited)}"
+            raise DeadlineError(
+                f"the checkpoint of epoch {self.committed.epoch} was not written within "
+                f"{self._deadline_s:g} s. {why}"
+            )
+        silent = self._overdue()
+        present = silent & self.members.there
+        if present and self.members.tolerance.max_failures and self._started:
+            self._drop(silent, present)
+        elif silent:
+            late = (silent - self.members.ever_joined) or silent
+            raise DeadlineError(
+                f"{self.members.name(late)} {self._what_is_missing(late)} within "
+                f"{self._deadline_s:g} s. If it takes longer here, raise the estimator's 'timeout'"
+            )
+
+    def _drop(self, silent: set[int], present: set[int]) -> None:
+        """Go on without those who are there and silent.
+
+        Args:
+            silent: for longer than they are granted.
+            present: those of them who are there.
+        """
+        held_up = self._held_up_by(silent)
+        if not held_up:
+            # All may be busy, or have trained their last epoch: to drop them would help nobody.
+            present = {
+                rank
+                for rank in present
+                if self.members.silent_s(rank, self._now) >= self._deadline_s
+            }
+        for rank in sorted(present):
+            patience = self.members.patience_s(rank) if held_up else self._deadline_s
+            what = self._what_is_missing({rank})
+            self.members.dropped.append(rank)
+            self._lose(self.members.of(rank), f"{what} within {patience:.1f} s")
+            if self.ended:
+                return
+        if present:
+            self.members.double_patience()
+
+    def _say_waiting(self) -> None:
+        self._said_waiting = self._now
+        through = {rank: window.member for rank, window in self.round.through.items()}
+        waiting = self._ready | self._shown | self._giving | self._leaving | through
+        if waiting:
+            self._decided.append(on.SayWaiting(tuple(waiting.values())))
+
+    def _overdue(self) -> set[int]:
+        """Who is waited for, and was silent for longer than it is granted."""
+        everyone, overdue = self.members.everyone, self.members.overdue
+        if not self._started:
+            return overdue((rank for rank in everyone if rank not in self.shards), self._now)
+        present = self._gathers.present
+        if present is not None:
+            return overdue(everyone - present, self._now)
+        return self._overdue_in_round() - self._done
+
+    def _held_up_by(self, silent: set[int]) -> bool:
+        """Whether anyone who is not silent itself has to wait for those who are."""
+        this = self.round
+        waiting = this.entered.keys() | this.held.keys() | this.through.keys()
+        return bool((waiting | self._giving.keys()) - silent)
+
+    def _overdue_in_round(self) -> set[int]:
+        this, overdue = self.round, self.members.overdue
+        if this.readers:
+            return overdue(this.readers, self._now)
+        if self._awaited:
+            return overdue(self._awaited, self._now)
+        late = this.active - this.entered.keys() - this.held.keys() - self._done
+        adding = this.entered.keys() - this.complete
+        # Who adds waits for its turn: only the first can always go on, if it is not late itself,
+        # nor held until a checkpoint is written.
+        first = min(late | adding | this.held.keys(), default=None)
+        absent: set[int] = set()
+        if len(this.admitted) < self.members.tolerance.min_workers:
+            absent = set(self.members.everyone - this.admitted)
+        elif first is None:
+            # Everyone who is here waits for those who are not.
+            absent = this.pending - this.admitted
+        silent = overdue(late | absent, self._now)
+        if first in adding and self.members.overdue_in_turn(first, self._now):
+            silent.add(first)
+        return silent
+
+    def _what_is_missing(self, ranks: set[int]) -> str:
+        joined = self.members.ever_joined
+        if not ranks <= joined:
+            return (
+                f"did not start ({len(joined)} of {self._world_size} workers did; all have to "
+                "run at once: are other jobs using the cluster? An executor that cannot reach the "
+                "driver says so in its log)"
+            )
+        if not ranks & self.members.there:
+            reasons = "; ".join(self.members.last_loss(rank) for rank in sorted(ranks))
+            return f"did not come back ({reasons}; is there a slot to start it again?)"
+        if not self._started:
+            return "did not receive more of its rows"
+        if self._gathers.present is not None:
+            return "did not take part in what the workers exchange among themselves"
+        epoch = self.committed.epoch
+        if self.round.readers:
+            return f"did not take the center of round {self.committed.round}"
+        if self._awaited:
+            return f"did not send its own state for the checkpoint before epoch {epoch}"
+        return f"did not contribute to round {self.committed.round + 1} (epoch {epoch})"

@@ -1,0 +1,68 @@
+"""How messages lie on the wire: a prefix with kind and length, then a header or values.
+
+A header is a JSON object, values are the bytes of a tensor. The receiver knows how many values
+there have to be, so that no length from the wire decides about memory. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkdl.errors import TrainingError
+
+MAX_HEADER_BYTES = 16 << 20
+"""Longest header; the facts about 50,000 columns fit in it."""
+HEADER_KIND, VALUES_KIND = 1, 2
+_PREFIX = struct.Struct("!BI")
+PREFIX_BYTES = _PREFIX.size
+
+
+def octets_of(values: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, where they lie."""
+    return values.detach().view(torch.uint8).numpy().data
+
+
+def values_prefix(size: int) -> memoryview:
+    """What stands before ``size`` bytes of values."""
+    return memoryview(_PREFIX.pack(VALUES_KIND, size))
+
+
+def header_message(fields: Mapping[str, Any]) -> bytes:
+    """A whole message, a JSON object."""
+    octets = json.dumps(fields).encode()
+    return _PREFIX.pack(HEADER_KIND, len(octets)) + octets
+
+
+def read_prefix(octets: bytes | bytearray) -> tuple[int, int]:
+    """Kind and length of the message behind a prefix.
+
+    Raises:
+        TrainingError: no message of ours begins so.
+    """
+    kind, length = _PREFIX.unpack(octets)
+    if kind not in (HEADER_KIND, VALUES_KIND):
+        raise TrainingError(f"a message of unknown kind {kind} arrived")
+    if kind == HEADER_KIND and length > MAX_HEADER_BYTES:
+        raise TrainingError(f"a header of {length} bytes arrived, over {MAX_HEADER_BYTES}")
+    return kind, length
+
+
+def read_header(octets: bytes | bytearray) -> dict[str, Any]:
+    """The JSON object of a message.
+
+    Raises:
+        TrainingError: it is none.
+    """
+    try:
+        fields = json.loads(octets)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise TrainingError("a message without a readable header arrived where one was due")
+    return fields

@@ -1,0 +1,127 @@
+"""Who takes part in a synchronous round, and how far each of them has come.
+
+    admitted    let in; all others have yet to join, or were lost
+    pending     not yet through with the epoch
+    active      both: a round is committed when each of them has contributed
+    held        about to contribute, and waiting until the sum may be added to
+    entered     contributing, or done with it
+    complete    done with it
+    through     waiting for the epoch's final center, after a last window
+    readers     being sent a center, which the next sum must not overwrite
+
+A rank whose window was its last of the epoch is no longer active; its reply comes when no rank has
+rows left, that is with the epoch's final center. Then all are active again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, auto
+
+from sparkdl.averager.events import Member, WindowClosed
+
+
+class Loss(Enum):
+    """What the loss of a rank means for the sum."""
+
+    NOTHING = auto()
+    """It is complete without the rank, or the rank's part of it is whole."""
+    SKIPPED = auto()
+    """The rank has added nothing yet: the sum goes on without it."""
+    BROKEN = auto()
+    """The sum has part of a contribution that will never be whole."""
+
+
+class Round:
+    """One round after another; ``commit`` begins the next.
+
+    Args:
+        everyone: all ranks of the run.
+    """
+
+    def __init__(self, everyone: Iterable[int]) -> None:
+        self._everyone = frozenset(everyone)
+        self.admitted: set[int] = set()
+        self.pending: set[int] = set(self._everyone)
+        self.active: set[int] = set()
+        self.held: dict[int, WindowClosed] = {}
+        self.entered: dict[int, WindowClosed] = {}
+        self.complete: set[int] = set()
+        self.through: dict[int, WindowClosed] = {}
+        self.readers: set[int] = set()
+        self.is_open = False
+        # Active and not complete; kept, for it is asked after every contribution.
+        self._missing: set[int] = set()
+
+    def admit(self, ranks: Iterable[int]) -> None:
+        """Let ranks in, between two sums; who was through with the epoch says so once more."""
+        assert not self.is_open
+        for rank in ranks:
+            self.admitted.add(rank)
+            self.pending.add(rank)
+            self.active.add(rank)
+            self._missing.add(rank)
+
+    def lose(self, rank: int) -> Loss:
+        """Take a rank out."""
+        for ranks in (self.readers, self.admitted, self.active, self._missing):
+            ranks.discard(rank)
+        self.held.pop(rank, None)
+        self.through.pop(rank, None)
+        if not self.is_open or rank in self.complete:
+            return Loss.NOTHING
+        return Loss.BROKEN if rank in self.entered else Loss.SKIPPED
+
+    def enter(self, window: WindowClosed) -> bool:
+        """Let a rank contribute; returns whether it is the first, so that a sum has to begin."""
+        self.entered[window.member.rank] = window
+        is_first, self.is_open = not self.is_open, True
+        return is_first
+
+    def finish(self, rank: int) -> None:
+        """Take note that a rank's contribution is whole."""
+        self.complete.add(rank)
+        self._missing.discard(rank)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everyone who takes part in it has contributed."""
+        return self.is_open and not self._missing
+
+    def start_over(self) -> tuple[Member, ...]:
+        """Forget the sum; returns who has to contribute once more."""
+        again = tuple(window.member for window in self.entered.values())
+        self._begin_next()
+        return tuple(member for member in again if not member.gone)
+
+    def commit(self) -> list[WindowClosed]:
+        """End the round; returns the windows of its contributions, by rank.
+
+        Those that were the last of their ranks' epochs are ``through`` from here on, the others'
+        ranks are readers of the outcome.
+        """
+        windows = [self.entered[rank] for rank in sorted(self.complete)]
+        for window in windows:
+            rank = window.member.rank
+            if window.report.last:
+                self.pending.discard(rank)
+                self.active.discard(rank)
+                if not window.member.gone:
+                    self.through[rank] = window
+            elif not window.member.gone:
+                self.readers.add(rank)
+        self._begin_next()
+        return windows
+
+    def end_epoch(self) -> list[WindowClosed]:
+        """Make everyone active again; returns the windows of those who wait for the center."""
+        waiting, self.through = list(self.through.values()), {}
+        self.readers |= {window.member.rank for window in waiting}
+        self.pending = set(self._everyone)
+        self.active = set(self.admitted)
+        self._missing = set(self.active)
+        return waiting
+
+    def _begin_next(self) -> None:
+        self.entered, self.complete, self.is_open = {}, set(), False
+        self._missing = set(self.active)

@@ -1,0 +1,176 @@
+"""A run without threads, sockets or a clock: events with made-up times in, decisions out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import pytest
+
+from sparkdl.averager import events as on
+from sparkdl.averager.coordinator import Coordinator, Schedule
+from sparkdl.averager.events import Decision, Event, Member
+from sparkdl.averager.membership import Tolerance
+from sparkdl.averager.progress import Progress
+from sparkdl.errors import SparkDLError
+from sparkdl.events import WindowReport
+from sparkdl.feed.facts import ColumnFacts, ShardFacts
+
+T = TypeVar("T")
+
+
+def shard(rows: int = 1, *, complete: bool = True, columns: int = 1, **found: Any) -> ShardFacts:
+    """A worker's rows."""
+    return ShardFacts(rows, (ColumnFacts(**found),) * columns, complete=complete)
+
+
+def report(
+    rank: int, *, examples: int = 1, last: bool = False, epoch: int = 1, step: int = 1
+) -> WindowReport:
+    """What a worker has trained on."""
+    return WindowReport(
+        rank=rank, epoch=epoch, step=step, examples=examples, loss_sum=0.0, last=last
+    )
+
+
+def only(kind: type[T], decisions: list[Decision]) -> list[T]:
+    """The decisions of one kind."""
+    return [decision for decision in decisions if isinstance(decision, kind)]
+
+
+class Every:
+    """A checkpoint every so many rounds, or with every epoch's end."""
+
+    def __init__(self, rounds: int | None = None, *, epochs: bool = False) -> None:
+        self._rounds = rounds
+        self._epochs = epochs
+
+    def due(self, epoch: int) -> bool:
+        """As all epochs or none are."""
+        return self._epochs
+
+    def due_within(self, rounds: int) -> bool:
+        """As soon as there are enough."""
+        return self._rounds is not None and rounds >= self._rounds
+
+
+class Run:
+    """A coordinator, who has joined, and what time it is."""
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        deadline_s: float = 60.0,
+        max_failures: int = 0,
+        min_workers: int = 1,
+        checkpoints: Schedule | None = None,
+        progress: Progress | None = None,
+        kept: Mapping[int, bytes] | None = None,
+    ) -> None:
+        self.now = 1000.0
+        self.members: dict[int, Member] = {}
+        self.coordinator = Coordinator(
+            world_size,
+            deadline_s,
+            self.now,
+            tolerance=Tolerance(max_failures, min_workers),
+            checkpoints=checkpoints,
+            progress=progress,
+            kept=kept,
+        )
+        self.ranks = range(world_size)
+
+    @property
+    def failure(self) -> SparkDLError | None:
+        return self.coordinator.failure
+
+    def tell(self, event: Event) -> list[Decision]:
+        """Everything happens now, until somebody waits."""
+        return self.coordinator.handle(event, self.now)
+
+    def wait(self, seconds: float) -> list[Decision]:
+        """Let time pass, and look at the clock as often as the loop does."""
+        tick_s, until = self.coordinator.members.tick_s, self.now + seconds
+        decisions: list[Decision] = []
+        while self.now + tick_s <= until + 1e-9:
+            self.now += tick_s
+            decisions += self.tell(on.Tick())
+        self.now = until
+        return decisions
+
+    def join(
+        self, rank: int, attempt: int = 0, host: str | None = None, task: int = -1
+    ) -> list[Decision]:
+        self.members[rank] = Member(rank, host or f"host-{rank}", attempt, task)
+        return self.tell(on.Joined(self.members[rank]))
+
+    def read(self, rank: int, found: ShardFacts | None = None) -> list[Decision]:
+        return self.tell(on.RowsFound(self.members[rank], found or shard()))
+
+    def start(self) -> list[Decision]:
+        """What the driver does once it has looked at the rows."""
+        return self.tell(on.Started())
+
+    def take(self, *ranks: int) -> list[Decision]:
+        """Workers have taken the center or a reply; without any, all of them have."""
+        decisions: list[Decision] = []
+        for rank in ranks or self.members:
+            decisions += self.tell(on.Taken(self.members[rank]))
+        return decisions
+
+    def close(self, rank: int, *, takes_reply: bool = True, **window: Any) -> list[Decision]:
+        """A worker is about to contribute."""
+        event = on.WindowClosed(self.members[rank], report(rank, **window), takes_reply=takes_reply)
+        return self.tell(event)
+
+    def add(self, rank: int) -> list[Decision]:
+        """A worker's contribution is in the sum."""
+        return self.tell(on.Contributed(self.members[rank]))
+
+    def contribute(self, rank: int, **window: Any) -> list[Decision]:
+        return self.close(rank, **window) + self.add(rank)
+
+    def round(self, *ranks: int, **window: Any) -> list[Decision]:
+        """Contributions of all, and everybody takes what came out."""
+        decisions: list[Decision] = []
+        for rank in ranks or self.ranks:
+            decisions += self.contribute(rank, **window)
+        self.take()
+        return decisions
+
+    def finish(self, rank: int) -> list[Decision]:
+        return self.tell(on.Finished(self.members[rank]))
+
+    def lose(self, rank: int) -> list[Decision]:
+        return self.tell(on.Lost(self.members[rank], "was killed"))
+
+    def come_back(self, rank: int, attempt: int = 1) -> list[Decision]:
+        """Join again and read the rows; the decisions are those of the latter."""
+        self.join(rank, attempt, "elsewhere")
+        return self.read(rank)
+
+    def positions(self) -> list[int]:
+        """Steps that are committed, by rank."""
+        return [position.step for position in self.coordinator.committed.positions]
+
+
+def started(world_size: int, **options: Any) -> Run:
+    """A run that everybody has been let start, and has the center of."""
+    run = Run(world_size, **options)
+    for rank in run.ranks:
+        run.join(rank)
+    for rank in run.ranks:
+        run.read(rank)
+    run.start()
+    run.take()
+    return run
+
+
+def expect_failure(
+    run: Run, decisions: list[Decision], kind: type[SparkDLError], words: str
+) -> None:
+    """The run has ended, with an error that says these words."""
+    assert decisions[-1:] == [on.End(run.failure)]
+    with pytest.raises(kind, match=words):
+        raise run.failure or AssertionError("the run goes on")
