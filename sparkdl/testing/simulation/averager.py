@@ -1,0 +1,347 @@
+"""The averager's edge in virtual time: what ``loop.py`` and ``conversation.py`` do with sockets."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from sparkdl.averager import events as on
+from sparkdl.averager.coordinator import Coordinator
+from sparkdl.averager.events import Member
+from sparkdl.averager.progress import Position, Progress
+from sparkdl.errors import SparkDLError
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.facts import DataFacts, ShardFacts
+from sparkdl.testing.simulation.clock import Clock
+from sparkdl.testing.simulation.values import Sum, replayed
+from sparkdl.testing.simulation.workers import Link, Message
+
+
+class Observer(Protocol):
+    """Who is told what the averager does, and checks it."""
+
+    def before(self, event: on.Event) -> None:
+        """An event is about to be decided on."""
+
+    def decided(self, decisions: Sequence[on.Decision]) -> None:
+        """Decisions were made."""
+
+    def committed(self, windows: Sequence[WindowReport]) -> None:
+        """A round was committed."""
+
+    def epoch_ended(self, summary: EpochSummary) -> None:
+        """An epoch has ended."""
+
+    def facts_known(self, facts: DataFacts) -> None:
+        """The driver was told the facts about the rows."""
+
+    def write(self, progress: Progress, states: Mapping[int, Position]) -> None:
+        """A checkpoint is written."""
+
+
+class Conversation:
+    """One connection, as the averager sees it.
+
+    Args:
+        link: to the worker.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.member: Member | None = None
+        self.inbox: deque[Message] = deque()
+        self.sum: Sum | None = None
+        self.pauses = False
+        # Chunks of a contribution that has started over, on their way or waiting for their turn.
+        self.to_discard = 0
+        self.received = 0
+        self.waiting_chunk: tuple[int, int] | None = None
+        self.owes_own_state = False
+        self.closed = False
+
+
+class Averager:
+    """Decisions, links and a center.
+
+    Args:
+        coordinator: the decisions.
+        center: the initial one.
+        chunks: into how many messages a contribution is cut.
+        clock: of the run.
+        observer: who checks.
+
+    Attributes:
+        ended: whether the run is over.
+        failure: why it failed.
+    """
+
+    def __init__(
+        self, coordinator: Coordinator, center: int, chunks: int, clock: Clock, observer: Observer
+    ) -> None:
+        self.coordinator = coordinator
+        self.center = center
+        self.ended = False
+        self.failure: SparkDLError | None = None
+        self._chunks = chunks
+        self._clock = clock
+        self._observer = observer
+        self._conversations: dict[Member, Conversation] = {}
+        self._waiting: dict[int, Conversation] = {}
+        self._events: deque[on.Event] = deque()
+        self._arrived: deque[tuple[Conversation, Message]] = deque()
+        self._sum: Sum | None = None
+        self._paused_until = 0.0
+        self._saving: Progress | None = None
+        self._states: dict[int, Position] = {}
+
+    def begin(self) -> None:
+        """Begin to look at the clock."""
+        self._clock.after(self.coordinator.members.tick_s, self._tick)
+
+    def pause(self, seconds: float) -> None:
+        """Do nothing for a while; what arrives is looked at afterwards."""
+        self._paused_until = max(self._paused_until, self._clock.now + seconds)
+
+    def accept(self, link: Link) -> None:
+        """A worker connects."""
+        conversation = Conversation(link)
+        link.to_averager = lambda message: self._arrive(conversation, message)
+
+    @property
+    def remembered(self) -> int:
+        """How much is remembered that has to be forgotten some time."""
+        this = self.coordinator.round
+        return len(self._conversations) + sum(
+            map(len, (this.held, this.entered, this.complete, this.through, this.readers))
+        )
+
+    def knows(self, rank: int) -> bool:
+        """Whether a worker of that rank is connected, and has said who it is."""
+        return any(member.rank == rank for member in self._conversations)
+
+    def tell(self, event: on.Event) -> None:
+        """Have an event decided on, and everything that follows from it."""
+        if self._clock.now < self._paused_until:
+            self._clock.at(self._paused_until, lambda: self.tell(event))
+            return
+        self._events.append(event)
+        if len(self._events) > 1:
+            return  # whoever decides on the first goes on with this one
+        while self._events and not self.ended:
+            self._decide(self._events[0])
+            self._events.popleft()
+
+    def _decide(self, event: on.Event) -> None:
+        self._observer.before(event)
+        decisions = self.coordinator.handle(event, self._clock.now)
+        before = self.center
+        for decision in decisions:
+            self._carry_out(decision)
+        if any(isinstance(decision, on.Commit) for decision in decisions):
+            windows = [
+                decision.event
+                for decision in decisions
+                if isinstance(decision, on.Report) and isinstance(decision.event, WindowReport)
+            ]
+            assert self.center == replayed(before, windows), "the center is not what was committed"
+            self._observer.committed(windows)
+        for decision in decisions:
+            if isinstance(decision, on.Report) and isinstance(decision.event, EpochSummary):
+                self._observer.epoch_ended(decision.event)
+        self._observer.decided(decisions)
+
+    def _tick(self) -> None:
+        if self._clock.now < self._paused_until:
+            # Behind everything that has arrived meanwhile.
+            self._clock.at(self._paused_until + 1e-6, self._tick)
+            return
+        self._clock.after(self.coordinator.members.tick_s, self._tick)
+        self.tell(on.Tick())
+
+    # What workers say.
+
+    def _arrive(self, conversation: Conversation, message: Message) -> None:
+        self._arrived.append((conversation, message))
+        if self._clock.now < self._paused_until:
+            if len(self._arrived) == 1:
+                self._clock.at(self._paused_until, self._look_at_what_arrived)
+        elif len(self._arrived) == 1:
+            self._look_at_what_arrived()
+
+    def _look_at_what_arrived(self) -> None:
+        if self._clock.now < self._paused_until:
+            self._clock.at(self._paused_until, self._look_at_what_arrived)
+            return
+        while self._arrived:
+            conversation, message = self._arrived[0]
+            conversation.inbox.append(message)
+            self._listen(conversation)
+            self._arrived.popleft()
+
+    def _listen(self, conversation: Conversation) -> None:
+        while conversation.inbox and not conversation.pauses and not conversation.closed:
+            message = conversation.inbox.popleft()
+            if conversation.member is not None:
+                self.coordinator.heard(conversation.member, self._clock.now)
+            self._hear(conversation, message)
+
+    def _hear(self, conversation: Conversation, message: Message) -> None:
+        member = conversation.member
+        match message:
+            case ("join", rank, attempt):
+                conversation.member = Member(rank, f"host-{rank}", attempt)
+                self._conversations[conversation.member] = conversation
+                self.tell(on.Joined(conversation.member))
+                return
+        if member is None:
+            return  # it broke before it had joined
+        match message:
+            case ("gone",):
+                self.tell(on.Lost(member, "ended its connection"))
+                self._close(member)
+            case ("shard", rank):
+                self.tell(on.RowsFound(member, ShardFacts(10 + rank, ())))
+            case ("window", report):
+                conversation.pauses = bool(report.weight)
+                conversation.received = 0
+                self.tell(on.WindowClosed(member, report))
+            case ("chunk", index, value):
+                self._chunk(conversation, index, value)
+            case ("own state", position):
+                assert conversation.owes_own_state, "a state came that nobody has asked for"
+                conversation.owes_own_state = False
+                self._states[member.rank] = position
+                self.tell(on.OwnStateWritten(member))
+            case ("gather", value):
+                self.tell(on.Gave(member, value))
+            case ("finish",):
+                self.tell(on.Finished(member))
+
+    def _chunk(self, conversation: Conversation, index: int, value: int) -> None:
+        total, member = conversation.sum, conversation.member
+        assert member is not None
+        if conversation.to_discard:
+            conversation.to_discard -= 1
+            return
+        assert total is not None
+        conversation.received += 1
+        if total.turn(index) != member.rank:
+            conversation.waiting_chunk = index, value
+            conversation.pauses = True
+            self._waiting[member.rank] = conversation
+            return
+        self._add(conversation, index, value)
+
+    def _add(self, conversation: Conversation, index: int, value: int) -> None:
+        total, member = conversation.sum, conversation.member
+        assert total is not None
+        assert member is not None
+        total.add(member.rank, index, value)
+        if index + 1 == self._chunks:
+            conversation.sum = None
+            self.tell(on.Contributed(member))
+        if total is self._sum:
+            self._pass_turn(index)
+
+    def _pass_turn(self, index: int) -> None:
+        rank = None if self._sum is None else self._sum.turn(index)
+        conversation = None if rank is None else self._waiting.get(rank)
+        if conversation is None or conversation.waiting_chunk is None:
+            return
+        if conversation.waiting_chunk[0] == index:
+            assert rank is not None
+            del self._waiting[rank]
+            chunk, conversation.waiting_chunk = conversation.waiting_chunk, None
+            conversation.pauses = False
+            self._add(conversation, *chunk)
+            self._clock.after(0.0, lambda: self._listen(conversation))
+
+    # What is decided.
+
+    def _carry_out(self, decision: on.Decision) -> None:
+        match decision:
+            case on.Welcome(member):
+                position = self.coordinator.committed.positions[member.rank]
+                self._send(member, ("welcome", position, self.center), taken=True)
+            case on.Reply(member, final, _, own_state):
+                if own_state:
+                    self._conversations[member].owes_own_state = True
+                self._send(member, ("reply", self.center, final, own_state), taken=True)
+            case on.Tell(members, gathered):
+                for each in members:
+                    self._send(each, ("gathered", gathered))
+            case on.AskOwnState(member):
+                self._conversations[member].owes_own_state = True
+                self._send(member, ("ask own state",))
+            case on.Receive(member, weight):
+                self._receive(member, weight)
+            case on.OpenSum(ranks):
+                self._sum = Sum(ranks, self._chunks)
+            case on.Skip(rank):
+                assert self._sum is not None
+                self._sum.declare(rank, 0)
+                for index in range(self._chunks):
+                    self._pass_turn(index)
+            case on.StartOver(members):
+                self._start_over(members)
+            case on.Commit(weighted):
+                assert self._sum is not None
+                self.center = self._sum.finish() if weighted else self.center
+                self._sum = None
+            case on.Drop(member):
+                self._close(member)
+            case on.Dismiss(member):
+                self._send(member, ("finished",))
+                self._close(member)
+            case on.Refuse(member):
+                self._send(member, ("stopped",))
+                self._close(member)
+            case on.BeginCheckpoint(progress):
+                self._saving, self._states = progress, {}
+            case on.WriteCheckpoint():
+                assert self._saving is not None
+                self._observer.write(self._saving, self._states)
+            case on.Report(event) if isinstance(event, DataFacts):
+                self._observer.facts_known(event)
+            case on.End(failure):
+                self.ended, self.failure = True, failure
+
+    def _send(self, member: Member, message: Message, *, taken: bool = False) -> None:
+        conversation = self._conversations.get(member)
+        if conversation is None:
+            return
+        seconds = conversation.link.down(message)
+        if taken:
+            self._clock.after(
+                seconds, lambda: None if conversation.closed else self.tell(on.Taken(member))
+            )
+
+    def _receive(self, member: Member, weight: int) -> None:
+        conversation = self._conversations[member]
+        assert self._sum is not None
+        self._sum.declare(member.rank, weight)
+        conversation.sum = self._sum
+        conversation.pauses = False
+        self._clock.after(0.0, lambda: self._listen(conversation))
+
+    def _start_over(self, members: Sequence[Member]) -> None:
+        self._sum = None
+        self._waiting = {}
+        for member in members:
+            conversation = self._conversations[member]
+            self._send(member, ("again",))
+            if conversation.sum is not None:
+                conversation.sum = None
+                conversation.to_discard = self._chunks - conversation.received
+                conversation.waiting_chunk = None
+                conversation.pauses = False
+                self._clock.after(0.0, lambda each=conversation: self._listen(each))  # type: ignore[misc]
+
+    def _close(self, member: Member) -> None:
+        conversation = self._conversations.pop(member, None)
+        if conversation is not None:
+            conversation.closed = True
+            conversation.link.close()
+            if self._waiting.get(member.rank) is conversation:
+                del self._waiting[member.rank]

@@ -1,0 +1,106 @@
+"""What a simulated run is like, and what goes wrong in it: everything that follows from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What may go wrong."""
+
+    BREAK = "the worker's connection breaks, and it connects again at once"
+    HALF_OPEN = "the same, but the averager hears of it only after the worker is back"
+    KILL = "the worker's process dies; another attempt starts later"
+    TWIN = "another attempt starts although the worker lives"
+    STALL = "the worker does nothing for a while"
+    PAUSE = "the averager does nothing for a while, and nothing reaches it"
+    PREEMPT = "the driver is told to end, once a commit has become a checkpoint"
+    SLOW_STORAGE = "checkpoints take long to be written from here on"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong.
+
+    Attributes:
+        kind: what.
+        after: how many events the averager has seen before it.
+        rank: of the worker that it strikes.
+        seconds: how long it lasts, or until the next attempt starts.
+    """
+
+    kind: Kind
+    after: int
+    rank: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run.
+
+    Attributes:
+        seed: of the links' delays and the workers' speeds.
+        windows: of each rank in an epoch; 0 for a rank without rows.
+        epochs: how many.
+        chunks: into how many messages a contribution is cut.
+        every_rounds: rounds between two checkpoints; None for none but at ends of epochs.
+        saves: whether checkpoints are written at all.
+        max_failures: how many losses the run survives.
+        min_workers: with how many workers rounds go on.
+        gathers: whether workers tell each other something before each epoch; not if they may
+            be lost.
+        resubmissions: how often all workers are started anew when the run has failed by a loss.
+        window_s: seconds that a window takes, on average.
+        delay_s: the longest that a message is under way, in seconds.
+        faults: what goes wrong.
+    """
+
+    seed: int
+    windows: tuple[int, ...]
+    epochs: int = 2
+    chunks: int = 2
+    every_rounds: int | None = None
+    saves: bool = False
+    max_failures: int = 100
+    min_workers: int = 1
+    gathers: bool = False
+    resubmissions: int = 0
+    window_s: float = 1.0
+    delay_s: float = 0.5
+    faults: tuple[Fault, ...] = ()
+
+
+def random_plan(seed: int) -> Plan:
+    """Draw a plan; the same for the same seed."""
+    draw = random.Random(seed)
+    workers = draw.choice((1, 2, 2, 3, 3, 4))
+    windows = tuple(draw.choice((0, 1, 1, 2, 3)) for _ in range(workers))
+    saves = draw.random() < 0.6
+    tolerant = draw.random() < 0.85
+    faults = tuple(
+        Fault(
+            draw.choice(tuple(Kind)),
+            after=draw.randrange(1, 30 * workers),
+            rank=draw.randrange(workers),
+            seconds=draw.choice((0.1, 2.0, 20.0)),
+        )
+        for _ in range(draw.choice((0, 1, 1, 2, 3, 5)))
+    )
+    return Plan(
+        seed=seed,
+        windows=windows,
+        epochs=draw.choice((1, 2, 3)),
+        chunks=draw.choice((1, 2, 3)),
+        every_rounds=draw.choice((None, 1, 2)) if saves else None,
+        saves=saves,
+        max_failures=100 if tolerant else 0,
+        min_workers=draw.choice((1, 1, workers)),
+        gathers=not tolerant and draw.random() < 0.5,
+        resubmissions=0 if tolerant else draw.choice((0, 100)),
+        window_s=draw.choice((0.1, 1.0, 5.0)),
+        delay_s=draw.choice((0.01, 0.5, 2.0)),
+        faults=faults,
+    )

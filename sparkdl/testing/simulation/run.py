@@ -1,0 +1,304 @@
+"""Simulate one run and check, after every event, what must always hold.
+
+Each row is counted at most once an epoch, and exactly once at its end.
+The center is what a replay of the committed windows gives.
+Nobody waits for something that nobody will do: no wait ends at its deadline.
+Nobody is dropped whom nothing ails. What is remembered does not grow with time.
+A checkpoint has the states of those who stand where it says, and no others.
+Every run ends, with its model or with an error that its faults explain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+from sparkdl.averager import events as on
+from sparkdl.averager.coordinator import Coordinator
+from sparkdl.averager.kept import KeptState
+from sparkdl.averager.membership import Tolerance
+from sparkdl.averager.progress import Position, Progress
+from sparkdl.errors import PreemptedError, SparkDLError, WorkerLostError
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.facts import DataFacts
+from sparkdl.testing.simulation.averager import Averager
+from sparkdl.testing.simulation.clock import Clock
+from sparkdl.testing.simulation.plan import Fault, Kind, Plan
+from sparkdl.testing.simulation.workers import Worker
+
+DEADLINE_S = 600.0
+"""Far above all that a plan's faults amount to: whoever is waited for so long never comes."""
+LONGEST_S = 20_000.0
+MOST_EVENTS = 50_000
+
+
+class Violation(AssertionError):
+    """Something that must always hold did not; the message says what, and when."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a simulated run has ended.
+
+    Attributes:
+        failure: why it failed; None if it has a model.
+        center: its parameters.
+        events: how many the decisions were told.
+        commits: rounds that were committed.
+        losses: workers that were lost.
+        checkpoints: that were written.
+        seconds: of virtual time.
+    """
+
+    failure: SparkDLError | None
+    center: int
+    events: int
+    commits: int
+    losses: int
+    checkpoints: int
+    seconds: float
+
+
+def simulate(
+    plan: Plan,
+    coordinator: Callable[..., Coordinator] = Coordinator,
+    averager: type[Averager] = Averager,
+) -> Outcome:
+    """Run a plan to its end.
+
+    Args:
+        plan: what happens.
+        coordinator: the decisions; others than the real ones to see that the simulation would
+            find a fault in them.
+        averager: what is around them, likewise.
+
+    Raises:
+        Violation: something that must always hold did not.
+    """
+    return _Simulation(plan, coordinator, averager).run()
+
+
+def shrink(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
+    """Make a failing plan smaller, as long as it fails.
+
+    Args:
+        plan: that fails.
+        fails: whether another does.
+    """
+    while True:
+        for smaller in _smaller(plan):
+            if fails(smaller):
+                plan = smaller
+                break
+        else:
+            return plan
+
+
+def _smaller(plan: Plan) -> Sequence[Plan]:
+    change = dataclasses.replace
+    plans = [
+        change(plan, faults=plan.faults[:index] + plan.faults[index + 1 :])
+        for index in range(len(plan.faults))
+    ]
+    if plan.epochs > 1:
+        plans.append(change(plan, epochs=plan.epochs - 1))
+    if plan.chunks > 1:
+        plans.append(change(plan, chunks=1))
+    ranks = {fault.rank for fault in plan.faults}
+    if len(plan.windows) > 1 and len(plan.windows) - 1 not in ranks:
+        fewer = plan.windows[:-1]
+        plans.append(change(plan, windows=fewer, min_workers=min(plan.min_workers, len(fewer))))
+    plans += [
+        change(plan, windows=(*plan.windows[:rank], count - 1, *plan.windows[rank + 1 :]))
+        for rank, count in enumerate(plan.windows)
+        if count > 1
+    ]
+    return plans
+
+
+class _Simulation:
+    """One run; ``values.py`` has its parameters, ``workers.py`` its workers."""
+
+    def __init__(
+        self, plan: Plan, coordinator: Callable[..., Coordinator], averager: type[Averager]
+    ) -> None:
+        self._plan = plan
+        self._make = coordinator
+        self._make_averager = averager
+        self._clock = Clock()
+        self._draw = random.Random(plan.seed)
+        self._faults = sorted(plan.faults, key=lambda fault: fault.after, reverse=True)
+        self._struck: list[Fault] = []
+        self._events = self._commits = self._losses = self._checkpoints = 0
+        self._storage_s = 0.1
+        # What the commits have said, to hold the end of each epoch against.
+        self._positions = [Position() for _ in plan.windows]
+        self._examples = 0
+
+    def run(self) -> Outcome:
+        center, progress, kept = 1, None, {}  # type: ignore[var-annotated]
+        failures = 0
+        while True:
+            failure, averager = self._submit(center, progress, kept)
+            self._losses += len(averager.coordinator.members.losses)
+            if not isinstance(failure, WorkerLostError) or failures >= self._plan.resubmissions:
+                break
+            failures += 1
+            center = averager.center
+            progress = averager.coordinator.committed.progress()
+            kept = dict(averager.coordinator.committed.kept)
+        self._check_end(failure, averager)
+        return Outcome(
+            failure,
+            averager.center,
+            self._events,
+            self._commits,
+            self._losses,
+            self._checkpoints,
+            self._clock.now,
+        )
+
+    def _submit(
+        self, center: int, progress: Progress | None, kept: Mapping[int, KeptState]
+    ) -> tuple[SparkDLError | None, Averager]:
+        plan, world_size = self._plan, len(self._plan.windows)
+        coordinator = self._make(
+            world_size,
+            DEADLINE_S,
+            self._clock.now,
+            tolerance=Tolerance(plan.max_failures, plan.min_workers),
+            progress=progress,
+            kept=kept,
+            checkpoints=_Schedule(plan) if plan.saves else None,
+        )
+        averager = self._make_averager(coordinator, center, plan.chunks, self._clock, self)
+        self._averager = averager
+        self._workers = [self._worker(rank, 0) for rank in range(world_size)]
+        averager.begin()
+        while not averager.ended:
+            if not self._clock.step() or self._clock.now > LONGEST_S:
+                raise Violation(f"the run did not end in {self._clock.now:.0f} s of its time")
+        self._clock.forget()  # nothing of this submission reaches the next
+        return averager.failure, averager
+
+    def _worker(self, rank: int, attempt: int) -> Worker:
+        accept = self._averager.accept
+        return Worker(rank, self._plan, self._clock, self._draw, accept, attempt)
+
+    # What the averager reports.
+
+    def before(self, event: on.Event) -> None:
+        """An event is about to be decided on: count it, and strike if it is time."""
+        if isinstance(event, on.Tick):
+            return
+        self._events += 1
+        if self._events > MOST_EVENTS:
+            raise Violation(f"the run did not end in {MOST_EVENTS} events")
+        while self._faults and self._faults[-1].after <= self._events:
+            fault = self._faults.pop()
+            self._struck.append(fault)
+            self._clock.after(0.0, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+
+    def _strike(self, fault: Fault) -> None:
+        worker = self._workers[fault.rank]
+        if fault.kind is Kind.BREAK:
+            worker.strike(restart_s=None)
+        elif fault.kind is Kind.HALF_OPEN:
+            worker.strike(restart_s=None, noticed_after_s=fault.seconds)
+        elif fault.kind is Kind.KILL:
+            if self._plan.max_failures == 0 and not self._averager.knows(fault.rank):
+                # Nobody but Spark hears of it, and the job fails.
+                self._averager.tell(on.Failed(WorkerLostError("a task has failed")))
+            worker.strike(restart_s=fault.seconds)
+        elif fault.kind is Kind.TWIN:
+            if self._plan.max_failures:
+                self._workers[fault.rank] = self._worker(fault.rank, worker.attempt + 1)
+        elif fault.kind is Kind.PREEMPT:
+            if self._plan.saves:
+                self._averager.tell(on.Preempted(PreemptedError("told to end")))
+        elif fault.kind is Kind.STALL:
+            worker.stall(fault.seconds)
+        elif fault.kind is Kind.PAUSE:
+            self._averager.pause(fault.seconds)
+        else:
+            self._storage_s = fault.seconds
+
+    def decided(self, decisions: Sequence[on.Decision]) -> None:
+        """Decisions were made: they and what is remembered are few."""
+        world_size = len(self._plan.windows)
+        if len(decisions) > 8 * world_size + 8:
+            raise Violation(f"{len(decisions)} decisions on one event, {world_size} workers")
+        own = {Kind.BREAK, Kind.HALF_OPEN, Kind.KILL, Kind.TWIN, Kind.STALL}
+        struck = {fault.rank for fault in self._struck if fault.kind in own}
+        if innocent := set(self._averager.coordinator.members.dropped) - struck:
+            raise Violation(f"{innocent} were dropped for their silence, and nothing ailed them")
+        remembered = self._averager.remembered
+        if remembered > 16 * world_size + 16:
+            raise Violation(f"{remembered} things are remembered of {world_size} workers")
+
+    def committed(self, windows: Sequence[WindowReport]) -> None:
+        """A round was committed: its windows continue what was committed before."""
+        self._commits += 1
+        for window in windows:
+            before = self._positions[window.rank]
+            trains = window.examples > 0
+            expected = before.epoch, before.step_of_epoch + trains
+            if (window.epoch, window.step_of_epoch) != expected:
+                raise Violation(f"{window} was committed behind {before}")
+            self._positions[window.rank] = Position.after(window)
+            self._examples += window.examples
+
+    def epoch_ended(self, summary: EpochSummary) -> None:
+        """An epoch has ended: every row of it was counted once."""
+        done = tuple(position.step_of_epoch for position in self._positions)
+        if done != self._plan.windows:
+            raise Violation(f"epoch {summary.epoch} ended after {done} of {self._plan.windows}")
+        expected = sum((10 + rank) * count for rank, count in enumerate(self._plan.windows))
+        if not expected == self._examples == summary.examples:
+            raise Violation(
+                f"{summary.examples} examples were summed up and {self._examples} committed of "
+                f"{expected} in epoch {summary.epoch}"
+            )
+        self._examples = 0
+        self._positions = [position.next_epoch() for position in self._positions]
+
+    def facts_known(self, facts: DataFacts) -> None:
+        """The driver looks at the rows, and lets the workers start."""
+        self._clock.after(self._draw.random(), lambda: self._averager.tell(on.Started()))
+
+    def write(self, progress: Progress, states: Mapping[int, Position]) -> None:
+        """A checkpoint is written: its states belong to it."""
+        for rank, state in states.items():
+            stands = progress.positions[rank]
+            # If the epoch has ended with this commit, its position is the next one's.
+            if stands not in (state, state.next_epoch()):
+                raise Violation(f"rank {rank} stands at {stands}, and saved its state of {state}")
+        self._checkpoints += 1
+        self._clock.after(self._storage_s, lambda: self._averager.tell(on.CheckpointWritten()))
+
+    def _check_end(self, failure: SparkDLError | None, averager: Averager) -> None:
+        if failure is None:
+            if averager.coordinator.committed.epoch != self._plan.epochs + 1:
+                raise Violation(f"the run ended in epoch {averager.coordinator.committed.epoch}")
+            return
+        if isinstance(failure, PreemptedError):
+            return
+        breaks = {Kind.BREAK, Kind.HALF_OPEN, Kind.KILL}
+        lost = any(fault.kind in breaks for fault in self._struck)
+        if isinstance(failure, WorkerLostError) and lost and self._plan.max_failures == 0:
+            return
+        raise Violation(f"the run ended with {failure!r}, which its faults do not explain")
+
+
+class _Schedule:
+    """Which commits become checkpoints."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._every_rounds = plan.every_rounds
+
+    def due(self, epoch: int) -> bool:
+        return True
+
+    def due_within(self, rounds: int) -> bool:
+        return self._every_rounds is not None and rounds >= self._every_rounds

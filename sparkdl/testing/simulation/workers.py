@@ -1,0 +1,251 @@
+"""Made-up workers: they speak as real ones do, over links that delay, and break when told to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from sparkdl.averager.progress import Position
+from sparkdl.events import WindowReport
+from sparkdl.testing.simulation.clock import Clock
+from sparkdl.testing.simulation.plan import Plan
+from sparkdl.testing.simulation.values import trained
+
+Message = tuple[Any, ...]
+"""A kind, and what belongs to it."""
+
+START_S = 1.0
+RECONNECT_S = 0.05
+
+
+class Link:
+    """One connection: what is sent arrives in order, later, or never.
+
+    Args:
+        clock: of the run.
+        draw: of the delays.
+        delay_s: the longest of them.
+        rank: of the worker at its end.
+        attempt: of the worker's task.
+    """
+
+    def __init__(
+        self, clock: Clock, draw: random.Random, delay_s: float, rank: int, attempt: int
+    ) -> None:
+        self.rank = rank
+        self.attempt = attempt
+        self.to_averager: Callable[[Message], None] = lambda message: None
+        self.to_worker: Callable[[Message], None] = lambda message: None
+        self._clock = clock
+        self._draw = draw
+        self._delay_s = delay_s
+        self._last_up = self._last_down = 0.0
+        self._worker_hears = True
+        self._averager_hears = True
+
+    def up(self, message: Message) -> None:
+        """The worker sends."""
+        self._last_up = max(self._last_up, self._clock.now + self._draw.random() * self._delay_s)
+        self._clock.at(
+            self._last_up,
+            lambda: self.to_averager(message) if self._averager_hears else None,
+        )
+
+    def down(self, message: Message) -> float:
+        """The averager sends; returns after how many seconds it is all on its way."""
+        self._last_down = max(
+            self._last_down, self._clock.now + self._draw.random() * self._delay_s
+        )
+        self._clock.at(
+            self._last_down, lambda: self.to_worker(message) if self._worker_hears else None
+        )
+        return (self._last_down - self._clock.now) * self._draw.random()
+
+    def break_off(self, *, noticed_after_s: float = 0.0) -> None:
+        """The worker hears nothing more; the averager hears, behind all else, that it is gone."""
+        self._worker_hears = False
+        self._last_up = max(self._last_up, self._clock.now + noticed_after_s)
+        self.up(("gone",))
+
+    def close(self) -> None:
+        """The averager has closed it."""
+        self._averager_hears = False
+        self.down(("closed",))
+
+
+class Worker:
+    """One rank, through all its attempts.
+
+    Args:
+        rank: its rank.
+        plan: of the run.
+        clock: of the run.
+        draw: of its speed and its links' delays.
+        connect: opens a link to the averager.
+        attempt: of its task.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        plan: Plan,
+        clock: Clock,
+        draw: random.Random,
+        connect: Callable[[Link], None],
+        attempt: int = 0,
+    ) -> None:
+        self.rank = rank
+        self.attempt = attempt
+        self._plan = plan
+        self._clock = clock
+        self._draw = draw
+        self._connect = connect
+        self._link: Link | None = None
+        self._stalled_until = 0.0
+        self._position = Position()
+        self._center = 0
+        self._window: WindowReport | None = None
+        self._finished = False
+        # Whatever was about to happen in an attempt, or on a link, that is over does not.
+        self._life = 0
+        self._soon(START_S * draw.random(), self._join)
+
+    def strike(self, *, restart_s: float | None, noticed_after_s: float = 0.0) -> None:
+        """Break the connection, if there is one, or kill the process.
+
+        Args:
+            restart_s: seconds until another attempt starts; None if the process lives.
+            noticed_after_s: seconds until the averager hears of it.
+        """
+        if restart_s is None and self._link is None:
+            return
+        self._life += 1
+        if self._link is not None:
+            self._link.break_off(noticed_after_s=noticed_after_s)
+            self._link = None
+        if restart_s is None:
+            self._go_on_without_link()
+        elif self._may_return:
+            self.attempt += 1
+            self._stalled_until = 0.0
+            self._soon(START_S + restart_s, self._join)
+
+    def stall(self, seconds: float) -> None:
+        """Do nothing for a while."""
+        self._stalled_until = max(self._stalled_until, self._clock.now + seconds)
+
+    @property
+    def _may_return(self) -> bool:
+        return self._plan.max_failures > 0 and not self._finished
+
+    def _soon(self, seconds: float, call: Callable[[], None]) -> None:
+        life = self._life
+
+        def happen() -> None:
+            if life != self._life:
+                return
+            if self._clock.now < self._stalled_until:
+                self._clock.at(self._stalled_until, happen)
+            else:
+                call()
+
+        self._clock.after(seconds, happen)
+
+    def _go_on_without_link(self) -> None:
+        if self._may_return:
+            self._soon(RECONNECT_S, self._join)
+
+    def _join(self) -> None:
+        link = Link(self._clock, self._draw, self._plan.delay_s, self.rank, self.attempt)
+        self._link = link
+        life = self._life
+        link.to_worker = lambda message: self._soon(0.0, lambda: self._hear(message, life))
+        self._connect(link)
+        link.up(("join", self.rank, self.attempt))
+        self._soon(self._draw.random(), lambda: link.up(("shard", self.rank)))
+
+    def _hear(self, message: Message, life: int) -> None:
+        if life != self._life:
+            return
+        match message:
+            case ("welcome", position, center):
+                self._position, self._center = position, center
+                self._start_epoch()
+            case ("gathered", values):
+                assert values == tuple(range(len(values)))
+                self._train()
+            case ("reply", center, final, own_state):
+                self._take(center, final, own_state)
+            case ("again",):
+                self._contribute()
+            case ("ask own state",):
+                self._send_own_state()
+            case ("closed",):
+                self._life += 1
+                self._link = None
+                self._go_on_without_link()
+            case ("stopped",) | ("finished",):
+                self._finished = True
+                self._life += 1
+                self._link = None
+
+    def _start_epoch(self) -> None:
+        if self._plan.gathers and self._position.epoch <= self._plan.epochs:
+            assert self._link is not None
+            self._link.up(("gather", self.rank))
+        else:
+            self._train()
+
+    def _train(self) -> None:
+        """Train the next window; who has none left says so with one that weighs nothing."""
+        if self._position.epoch > self._plan.epochs:
+            self._finish()
+            return
+        windows = self._plan.windows[self.rank]
+        done = self._position.step_of_epoch
+        trains = done < windows
+        self._window = WindowReport(
+            rank=self.rank,
+            epoch=self._position.epoch,
+            step=self._position.step + trains,
+            examples=10 + self.rank if trains else 0,
+            loss_sum=0.0,
+            last=done + trains == windows,
+            step_of_epoch=done + trains,
+        )
+        seconds = 2 * self._draw.random() * self._plan.window_s if trains else 0.0
+        self._soon(seconds, self._contribute)
+
+    def _contribute(self) -> None:
+        window, link = self._window, self._link
+        assert window is not None
+        assert link is not None
+        link.up(("window", window))
+        if window.weight:
+            value = trained(self._center, self.rank, window.epoch, window.step_of_epoch)
+            for index in range(self._plan.chunks):
+                link.up(("chunk", index, value))
+
+    def _take(self, center: int, final: bool, own_state: bool) -> None:
+        assert self._window is not None
+        self._center = center
+        self._position = Position.after(self._window)
+        if final:
+            self._position = self._position.next_epoch()
+        if own_state:
+            self._send_own_state()
+        if final:
+            self._start_epoch()
+        else:
+            self._train()
+
+    def _send_own_state(self) -> None:
+        """What a checkpoint needs to go on from: here, how far this worker has come itself."""
+        assert self._window is not None
+        assert self._link is not None
+        self._link.up(("own state", Position.after(self._window)))
+
+    def _finish(self) -> None:
+        assert self._link is not None
+        self._link.up(("finish",))

@@ -1,0 +1,209 @@
+"""The averager's decisions under thousands of schedules of losses, silence, pauses and delays."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkdl.averager import events as on
+from sparkdl.averager.coordinator import Coordinator
+from sparkdl.testing.simulation import (
+    Fault,
+    Kind,
+    Plan,
+    Violation,
+    random_plan,
+    shrink,
+    simulate,
+)
+from sparkdl.testing.simulation.averager import Averager
+
+SCHEDULES = 10_000
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Each loss is a warning, and there are thousands."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_schedule_ends_as_its_faults_allow(part: int) -> None:
+    counted: Counter[str] = Counter()
+    for seed in range(part, SCHEDULES, 4):
+        outcome = simulate(random_plan(seed))
+        counted["ends"] += outcome.failure is None
+        counted["losses"] += outcome.losses
+        counted["checkpoints"] += outcome.checkpoints
+    # The schedules are worth something only if much of each happens in them.
+    assert counted["ends"] > SCHEDULES / 8
+    assert counted["losses"] > SCHEDULES / 20
+    assert counted["checkpoints"] > SCHEDULES / 8
+
+
+def test_a_seed_gives_the_same_run_every_time() -> None:
+    for seed in range(50):
+        plan = random_plan(seed)
+        outcomes = [simulate(plan) for _ in range(2)]
+        assert repr(outcomes[0]) == repr(outcomes[1])
+
+
+FAULTS = st.builds(
+    Fault,
+    kind=st.sampled_from(Kind),
+    after=st.integers(1, 100),
+    rank=st.integers(0, 2),
+    seconds=st.sampled_from([0.1, 2.0, 20.0]),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.builds(
+        Plan,
+        seed=st.integers(0, 1000),
+        windows=st.tuples(*[st.integers(0, 3)] * 3),
+        saves=st.booleans(),
+        every_rounds=st.sampled_from([None, 1, 2]),
+        min_workers=st.integers(1, 3),
+        delay_s=st.sampled_from([0.01, 2.0]),
+        faults=st.lists(FAULTS, max_size=6).map(tuple),
+    )
+)
+def test_no_list_of_faults_that_a_run_survives_ends_it(plan: Plan) -> None:
+    outcome = simulate(plan)
+    preempted = any(fault.kind is Kind.PREEMPT for fault in plan.faults)
+    assert outcome.failure is None or preempted
+
+
+class AsksWhoComesBack(Coordinator):
+    """Waits for the own state of who is let in behind a checkpoint's commit, and asks nobody."""
+
+    def _save_if_due(self, windows: Iterable[on.WindowClosed]) -> bool:
+        saves = super()._save_if_due(windows)
+        if saves:
+            self._awaited |= self._knocking
+        return saves
+
+
+class ActsInASuccessorsName(Coordinator):
+    """Takes what a member says that has lost its place for its successor's word."""
+
+    def handle(self, event: Any, now: float) -> list[on.Decision]:
+        member = getattr(event, "member", None)
+        if member is not None and member.gone and not isinstance(event, on.Lost):
+            event = dataclasses.replace(event, member=self.members.of(member.rank))
+        return super().handle(event, now)
+
+
+class HearsTheDropped(Averager):
+    """Goes through what has arrived on a connection although it was dropped."""
+
+    def _close(self, member: on.Member) -> None:
+        conversation = self._conversations.get(member)
+        super()._close(member)
+        if conversation is not None:
+            conversation.closed = False
+
+
+class JudgesByItsOwnPause(Coordinator):
+    """Takes silence for a worker's although it has itself not listened."""
+
+    def handle(self, event: on.Event, now: float) -> list[on.Decision]:
+        self.members._last_look = now
+        return super().handle(event, now)
+
+
+class LooksAtTheClockFirst(Averager):
+    """Looks at the clock before it looks at what has arrived during a pause."""
+
+    def _tick(self) -> None:
+        just_before = self._paused_until - 1e-6
+        if self._clock.now < just_before:
+            self._clock.at(just_before, self._tick)
+            return
+        until, self._paused_until = self._paused_until, 0.0
+        super()._tick()
+        self._paused_until = until
+
+
+class CountsHalfAContribution(Coordinator):
+    """Goes on with a sum of which a part came from a worker that was lost."""
+
+    def _lose(self, member: on.Member, why: str) -> None:
+        if self.round.is_open and member.rank in self.round.entered:
+            self.round.finish(member.rank)
+        super()._lose(member, why)
+
+
+class EndsAnEpochWithoutTheLost(Coordinator):
+    """Takes who is lost for through with the epoch."""
+
+    def _lose(self, member: on.Member, why: str) -> None:
+        self.round.pending.discard(member.rank)
+        super()._lose(member, why)
+
+
+class AsksTwiceForOneState(Coordinator):
+    """Asks whoever it waits for once more at the next commit."""
+
+    def _save_if_due(self, windows: Iterable[on.WindowClosed]) -> bool:
+        return super()._save_if_due(windows) or bool(self._awaited)
+
+
+class LetsFinishedRanksJoin(Coordinator):
+    """Lets another attempt of a rank in that has finished."""
+
+    def _joined(self, event: on.Joined) -> None:
+        before = self.members.join(event.member, self._now)
+        if before is not None:
+            self._lose(before, "was replaced")
+
+
+PUT_BACK = {
+    "asks who comes back": (AsksWhoComesBack, Averager),
+    "acts in a successor's name": (ActsInASuccessorsName, HearsTheDropped),
+    "judges by its own pause": (JudgesByItsOwnPause, LooksAtTheClockFirst),
+    "counts half a contribution": (CountsHalfAContribution, Averager),
+    "ends an epoch without the lost": (EndsAnEpochWithoutTheLost, Averager),
+    "asks twice for one state": (AsksTwiceForOneState, Averager),
+    "lets finished ranks join": (LetsFinishedRanksJoin, Averager),
+}
+"""Faults that there were, or nearly."""
+FOUND_WITHIN = 5000
+
+
+@pytest.mark.parametrize("fault", PUT_BACK)
+def test_a_fault_that_is_put_back_is_found(fault: str) -> None:
+    coordinator, averager = PUT_BACK[fault]
+
+    def fails(plan: Plan) -> bool:
+        try:
+            simulate(plan, coordinator, averager)
+        except (AssertionError, KeyError):
+            return True
+        return False
+
+    plans = map(random_plan, range(FOUND_WITHIN))
+    found = next((plan for plan in plans if fails(plan)), None)
+    assert found is not None
+    smallest = shrink(found, fails)
+    assert len(smallest.faults) <= 3
+    assert fails(smallest)
+    simulate(smallest)
+
+
+def test_a_violation_says_what_was_wrong() -> None:
+    kill = Fault(Kind.KILL, after=12, rank=1, seconds=1.0)
+    plan = Plan(seed=1, windows=(1, 1), faults=(kill,))
+    with pytest.raises(Violation, match=r"epoch \d ended after \(1, 0\) of \(1, 1\)"):
+        simulate(plan, EndsAnEpochWithoutTheLost)
