@@ -22,13 +22,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from sparkdl.averager import events as on
+from sparkdl.averager.checkpointing import Checkpointing, Schedule
 from sparkdl.averager.committed import CommittedProgress
 from sparkdl.averager.events import Decision, Event, Member
 from sparkdl.averager.gathers import Gathers
 from sparkdl.averager.kept import KeptState
+from sparkdl.averager.lateness import Lateness
 from sparkdl.averager.membership import FencedError, Membership, Tolerance
 from sparkdl.averager.progress import Position, Progress
 from sparkdl.averager.round import Loss, Round
@@ -41,16 +43,6 @@ logger = logging.getLogger(__name__)
 ONE_LAST_WINDOW = (
     "A strategy has to exchange exactly one window with last=True in each epoch, on every rank"
 )
-
-
-class Schedule(Protocol):
-    """Which commits become checkpoints."""
-
-    def due(self, epoch: int) -> bool:
-        """Whether the end of an epoch is one."""
-
-    def due_within(self, rounds: int) -> bool:
-        """Whether it is time for one, so many rounds after the last."""
 
 
 class Coordinator:
@@ -72,6 +64,7 @@ class Coordinator:
         shards: what they have found in their rows.
         round: who takes part in the round that is under way.
         committed: how far the training has come.
+        checkpoints: the one that is being put together, and when the next is due.
         failure: what has ended the run, if it failed.
         ended: whether the run is over.
     """
@@ -94,10 +87,14 @@ class Coordinator:
         self.committed = CommittedProgress(
             progress or Progress.start(world_size), kept or {}, now=now
         )
+        self.checkpoints = Checkpointing(checkpoints, self.committed)
         self.failure: SparkDLError | None = None
         self._world_size = world_size
         self._deadline_s = deadline_s
         self._gathers = Gathers(world_size)
+        self._lateness = Lateness(
+            self.members, self.shards, self._gathers, self.round, self.committed, self.checkpoints
+        )
         self._started = False
         # Who has read its rows and waits to be let in; who of those has come back to a run.
         self._ready: dict[int, Member] = {}
@@ -106,14 +103,7 @@ class Coordinator:
         self._shown: dict[int, Member] = {}
         self._giving: dict[int, Member] = {}
         self._finished: set[int] = set()
-        self._checkpoints = checkpoints
         self._resumed = resumed
-        self._saving_since: float | None = None
-        # Whose own states have yet to come for the checkpoint that is being put together.
-        self._awaited: set[int] = set()
-        self._checkpoint_asked = False
-        self._saved_round = 0
-        self._told_to_end: SparkDLError | None = None
         # Who has finished, but for a checkpoint that is being written.
         self._leaving: dict[int, Member] = {}
         self._said_waiting = now
@@ -133,7 +123,7 @@ class Coordinator:
             on.Failed: lambda event: self._fail(event.error),
             on.Started: self._start,
             on.Approved: self._approved,
-            on.Preempted: self._preempted,
+            on.Preempted: lambda event: self.checkpoints.preempt(event.reason),
             on.WorkersExpected: self._workers_expected,
             on.CheckpointWritten: self._checkpoint_written,
             on.Tick: self._tick,
@@ -152,8 +142,8 @@ class Coordinator:
         """
         self._now = now
         self._decided = []
-        if self.members.look(now) and self._saving_since is not None:
-            self._saving_since = now
+        if self.members.look(now):
+            self.checkpoints.expect_anew(now)
         member: Member | None = getattr(event, "member", None)
         if self.ended:
             self._after_the_end(event)
@@ -179,18 +169,12 @@ class Coordinator:
         """Whether the run is over."""
         return self.failure is not None or len(self._finished) == self._world_size
 
-    @property
-    def has_checkpoint(self) -> bool:
-        """Whether the last commit has become a checkpoint, or none is written at all."""
-        written = self._saving_since is None and self._saved_round == self.committed.round
-        return self._checkpoints is None or written
-
     def _after_the_end(self, event: Event) -> None:
         if isinstance(event, on.Joined):
             reason = "all workers have finished" if self.failure is None else str(self.failure)
             self._refuse(event.member, f"the run ended: {reason}")
         elif isinstance(event, on.CheckpointWritten):
-            self._saving_since = None
+            self.checkpoints.finish()
 
     # Joining, reading, starting.
 
@@ -301,7 +285,7 @@ class Coordinator:
         if self.round.readers:
             return
         for window in windows:
-            if not self._must_wait_for_checkpoint(window):
+            if not self.checkpoints.holds(window):
                 del self.round.held[window.member.rank]
                 self._enter_one(window)
 
@@ -353,8 +337,7 @@ class Coordinator:
         if not self.round.pending:
             summary = self.committed.end_epoch(self._now)
             self._decided.append(on.Report(summary))
-            if self._checkpoints is not None and self._checkpoints.due(summary.epoch):
-                self._checkpoint_asked = True
+            self.checkpoints.end_epoch(summary.epoch)
             final = self.round.end_epoch()
         replies = [
             window for window in windows if not window.report.last and not window.member.gone
@@ -383,50 +366,29 @@ class Coordinator:
 
     # Checkpoints.
 
-    def _must_wait_for_checkpoint(self, window: on.WindowClosed) -> bool:
-        """Whether a round that this window belongs to may become a checkpoint before another is."""
-        if self._checkpoints is None or self._saving_since is None:
-            return False
-        rounds = self.committed.round + 1 - self._saved_round
-        ends = self._told_to_end is not None
-        return ends or window.report.last or self._checkpoints.due_within(rounds)
-
     def _save_if_due(self, windows: Iterable[on.WindowClosed]) -> bool:
         """Begin a checkpoint behind the commit that has just been, if it is time.
 
         Args:
             windows: the last ones of those who stand where the commit says.
         """
-        if self._checkpoints is None or self._saving_since is not None:
+        if not self.checkpoints.begin_if_due(windows, self._now):
             return False
-        rounds = self.committed.round - self._saved_round
-        if not self._checkpoint_asked and not self._checkpoints.due_within(rounds):
-            return False
-        self._checkpoint_asked = False
-        self._saved_round = self.committed.round
-        self._saving_since = self._now
-        self._awaited = {window.member.rank for window in windows}
         progress = self.committed.progress()
         self._decided.append(on.BeginCheckpoint(progress, self.shards.facts))
-        if not self._awaited:
+        if not self.checkpoints.awaited:
             self._decided.append(on.WriteCheckpoint())
         return True
 
     def _do_without_own_state(self, rank: int) -> None:
         """Take note that a rank's own state has come, or never will."""
-        if rank in self._awaited:
-            self._awaited.discard(rank)
-            if not self._awaited:
-                self._decided.append(on.WriteCheckpoint())
-
-    def _preempted(self, event: on.Preempted) -> None:
-        self._checkpoint_asked = True
-        self._told_to_end = event.reason
+        if self.checkpoints.forgo(rank):
+            self._decided.append(on.WriteCheckpoint())
 
     def _checkpoint_written(self, event: on.CheckpointWritten) -> None:
-        self._saving_since = None
-        if self._told_to_end is not None and not self._checkpoint_asked:
-            self._fail(self._told_to_end)
+        told_to_end = self.checkpoints.finish()
+        if told_to_end is not None:
+            self._fail(told_to_end)
             return
         for rank in self.round.held:
             self.members.hear(rank, self._now)
@@ -480,7 +442,7 @@ class Coordinator:
             self._require_end_of_epoch(member)
         elif self.members.of(member.rank) is not member:
             return  # another has its place, and finishes for the rank
-        if self._saving_since is not None:
+        if self.checkpoints.under_way:
             self._leaving[member.rank] = member
         else:
             self._dismiss(member)
@@ -506,8 +468,7 @@ class Coordinator:
         Raises:
             TrainingError: somebody has.
         """
-        left = self._finished | self._leaving.keys()
-        if left:
+        if left := self._done:
             raise TrainingError(
                 f"{member} {what}, but {self.members.name(left)} left the run before: each worker "
                 "has to train as many epochs as the others"
@@ -521,7 +482,7 @@ class Coordinator:
 
     def _fail(self, error: SparkDLError) -> None:
         # Who was told to end may see the workers end too.
-        self.failure = self._told_to_end or error
+        self.failure = self.checkpoints.told_to_end or error
         self._decided.append(on.End(self.failure))
 
     def _refuse(self, member: Member, reason: str) -> None:
@@ -533,23 +494,17 @@ class Coordinator:
     def _tick(self, event: on.Tick) -> None:
         if self._now - self._said_waiting >= self._deadline_s / 4:
             self._say_waiting()
-        if self._saving_since is not None and self._now - self._saving_since > self._deadline_s:
-            why = "Is the storage of checkpointPath slow or gone?"
-            if self._awaited:
-                why = f"It still waits for the own state of {self.members.name(self._awaited)}"
-            raise DeadlineError(
-                f"the checkpoint of epoch {self.committed.epoch} was not written within "
-                f"{self._deadline_s:g} s. {why}"
-            )
-        silent = self._overdue()
+        self.checkpoints.require_in_time(self.members, self._now)
+        silent = self._lateness.overdue(self._now, started=self._started, done=self._done)
         present = silent & self.members.there
         if present and self.members.tolerance.max_failures and self._started:
             self._drop(silent, present)
         elif silent:
             late = (silent - self.members.ever_joined) or silent
+            what = self._lateness.what_is_missing(late, started=self._started)
             raise DeadlineError(
-                f"{self.members.name(late)} {self._what_is_missing(late)} within "
-                f"{self._deadline_s:g} s. If it takes longer here, raise the estimator's 'timeout'"
+                f"{self.members.name(late)} {what} within {self._deadline_s:g} s. If it takes "
+                "longer here, raise the estimator's 'timeout'"
             )
 
     def _drop(self, silent: set[int], present: set[int]) -> None:
@@ -559,7 +514,7 @@ class Coordinator:
             silent: for longer than they are granted.
             present: those of them who are there.
         """
-        held_up = self._held_up_by(silent)
+        held_up = self._lateness.hold_up(silent)
         if not held_up:
             # All may be busy, or have trained their last epoch: to drop them would help nobody.
             present = {
@@ -569,7 +524,7 @@ class Coordinator:
             }
         for rank in sorted(present):
             patience = self.members.patience_s(rank) if held_up else self._deadline_s
-            what = self._what_is_missing({rank})
+            what = self._lateness.what_is_missing({rank}, started=True)
             self.members.dropped.append(rank)
             self._lose(self.members.of(rank), f"{what} within {patience:.1f} s")
             if self.ended:
@@ -583,63 +538,3 @@ class Coordinator:
         waiting = self._ready | self._shown | self._giving | self._leaving | through
         if waiting:
             self._decided.append(on.SayWaiting(tuple(waiting.values())))
-
-    def _overdue(self) -> set[int]:
-        """Who is waited for, and was silent for longer than it is granted."""
-        everyone, overdue = self.members.everyone, self.members.overdue
-        if not self._started:
-            return overdue((rank for rank in everyone if rank not in self.shards), self._now)
-        present = self._gathers.present
-        if present is not None:
-            return overdue(everyone - present, self._now)
-        return self._overdue_in_round() - self._done
-
-    def _held_up_by(self, silent: set[int]) -> bool:
-        """Whether anyone who is not silent itself has to wait for those who are."""
-        this = self.round
-        waiting = this.entered.keys() | this.held.keys() | this.through.keys()
-        return bool((waiting | self._giving.keys()) - silent)
-
-    def _overdue_in_round(self) -> set[int]:
-        this, overdue = self.round, self.members.overdue
-        if this.readers:
-            return overdue(this.readers, self._now)
-        if self._awaited:
-            return overdue(self._awaited, self._now)
-        late = this.active - this.entered.keys() - this.held.keys() - self._done
-        adding = this.entered.keys() - this.complete
-        # Who adds waits for its turn: only the first can always go on, if it is not late itself,
-        # nor held until a checkpoint is written.
-        first = min(late | adding | this.held.keys(), default=None)
-        absent: set[int] = set()
-        if len(this.admitted) < self.members.tolerance.min_workers:
-            absent = set(self.members.everyone - this.admitted)
-        elif first is None:
-            # Everyone who is here waits for those who are not.
-            absent = this.pending - this.admitted
-        silent = overdue(late | absent, self._now)
-        if first in adding and self.members.overdue_in_turn(first, self._now):
-            silent.add(first)
-        return silent
-
-    def _what_is_missing(self, ranks: set[int]) -> str:
-        joined = self.members.ever_joined
-        if not ranks <= joined:
-            return (
-                f"did not start ({len(joined)} of {self._world_size} workers did; all have to "
-                "run at once: are other jobs using the cluster? An executor that cannot reach the "
-                "driver says so in its log)"
-            )
-        if not ranks & self.members.there:
-            reasons = "; ".join(self.members.last_loss(rank) for rank in sorted(ranks))
-            return f"did not come back ({reasons}; is there a slot to start it again?)"
-        if not self._started:
-            return "did not receive more of its rows"
-        if self._gathers.present is not None:
-            return "did not take part in what the workers exchange among themselves"
-        epoch = self.committed.epoch
-        if self.round.readers:
-            return f"did not take the center of round {self.committed.round}"
-        if self._awaited:
-            return f"did not send its own state for the checkpoint before epoch {epoch}"
-        return f"did not contribute to round {self.committed.round + 1} (epoch {epoch})"

@@ -168,7 +168,7 @@ class Averager:
         with self._loop.lock:
             # Nothing is committed after a failure, so the center stays as it is.
             assert self._coordinator.failure is not None
-            if self._plan is None or self._coordinator.has_checkpoint:
+            if self._plan is None or self._coordinator.checkpoints.has_last_commit:
                 return
             data = self._coordinator.shards.facts.lasting()
             progress = self._coordinator.committed.progress()

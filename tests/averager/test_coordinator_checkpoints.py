@@ -283,11 +283,11 @@ class TestPreemption:
 
 def test_it_is_known_whether_the_last_commit_has_become_one() -> None:
     run = started(1, checkpoints=Every(2))
-    assert run.coordinator.has_checkpoint
+    assert run.coordinator.checkpoints.has_last_commit
     run.round()
-    assert not run.coordinator.has_checkpoint
+    assert not run.coordinator.checkpoints.has_last_commit
     run.round()
-    assert not run.coordinator.has_checkpoint
+    assert not run.coordinator.checkpoints.has_last_commit
     write_own_states(run, 0)
     written(run)
-    assert run.coordinator.has_checkpoint
+    assert run.coordinator.checkpoints.has_last_commit

@@ -91,7 +91,7 @@ class AsksWhoComesBack(Coordinator):
     def _save_if_due(self, windows: Iterable[on.WindowClosed]) -> bool:
         saves = super()._save_if_due(windows)
         if saves:
-            self._awaited |= self._knocking
+            self.checkpoints.awaited |= self._knocking
         return saves
 
 
@@ -157,7 +157,7 @@ class AsksTwiceForOneState(Coordinator):
     """Asks whoever it waits for once more at the next commit."""
 
     def _save_if_due(self, windows: Iterable[on.WindowClosed]) -> bool:
-        return super()._save_if_due(windows) or bool(self._awaited)
+        return super()._save_if_due(windows) or bool(self.checkpoints.awaited)
 
 
 class LetsFinishedRanksJoin(Coordinator):
