@@ -7,10 +7,11 @@ memory where they are summed. The clock is looked at only when the sockets have 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import queue
 import selectors
+import socket
 import threading
 import time
 from collections import deque
@@ -83,8 +84,11 @@ class Loop:
         # What other threads want done here; reentrant, so that a signal handler may.
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ringing = threading.RLock()
-        self._bell: int | None = os.eventfd(0, os.EFD_NONBLOCK)
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._bell, self._rung = socket.socketpair()
+        self._rung.setblocking(False)
+        self._bell.setblocking(False)
+        self._closed = False
+        self._selector.register(self._rung, selectors.EVENT_READ)
         self._closing = False
         self._files = ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="sparkdl-files")
         self._writer: threading.Thread | None = None
@@ -127,17 +131,21 @@ class Loop:
     def _post(self, call: Callable[[], None]) -> None:
         self._posted.put(call)
         with self._ringing:
-            if self._bell is not None:
-                os.eventfd_write(self._bell, 1)
+            if not self._closed:
+                with contextlib.suppress(BlockingIOError):  # it has been rung often enough
+                    self._bell.send(b"\0")
             elif threading.current_thread() is not self._thread:
                 self._refuse_late()
 
     def _refuse_late(self) -> None:
         """See that nothing that was posted stays undone: whoever connects now is left."""
-        while not self._posted.empty():
-            self._posted.get()()
+        self._do_posted()
         for channel in list(self._workers):
             self._close(channel)
+
+    def _do_posted(self) -> None:
+        while not self._posted.empty():
+            self._posted.get()()
 
     # What conversations need.
 
@@ -185,6 +193,8 @@ class Loop:
         try:
             while not self._closing:
                 self._turn()
+            self._do_posted()
+            self._settle()  # farewells go as far as they go at once
         except Exception as error:  # a mistake of ours must not leave the driver waiting
             logger.exception("the averager's thread ended")
             failure = TrainingError(f"the averager's thread ended with {error!r}")
@@ -194,20 +204,19 @@ class Loop:
                 self._close(channel)
             self._selector.close()
             with self._ringing:
-                assert self._bell is not None
-                os.close(self._bell)
-                self._bell = None
+                self._closed = True
+                self._bell.close()
+                self._rung.close()
             self._refuse_late()
 
     def _turn(self) -> None:
         timeout_s = 0.0 if self._touched else max(0.0, self._tick_at - time.monotonic())
         for key, mask in self._selector.select(timeout_s):
             if key.data is None:
-                os.eventfd_read(key.fd)
+                self._rung.recv(1 << 12)
             else:
                 self._serve(key.data, mask)
-        while not self._posted.empty():
-            self._posted.get()()
+        self._do_posted()
         self._settle()
         now = time.monotonic()
         if now >= self._tick_at:
