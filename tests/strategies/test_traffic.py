@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from toys import classification, make_job, mlp
 
-from sparkdl.averager.connection import Connection
+from sparkdl.averager import channel
+from sparkdl.averager.center import Frames
+from sparkdl.averager.channel import Channel
+from sparkdl.averager.framing import VALUES_KIND, read_prefix
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
 
@@ -21,20 +24,22 @@ WORKERS, HOSTS, ROUNDS = 4, ["a", "b", "a", "b"], 2
 def traffic(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Bytes of values in and out of this process; the ranks are processes of their own."""
     counted: Counter[str] = Counter()
-    receive, send = Connection.receive_values, Connection.send_values
+    send = Channel.send
 
-    def counting_receive(self: Connection, into: Any) -> Any:
-        header = receive(self, into)
-        if header is None:
-            counted["in"] += into.numel() * into.element_size()
-        return header
+    def counting_read(octets: bytearray) -> tuple[int, int]:
+        kind, length = read_prefix(octets)
+        counted["in"] += length if kind == VALUES_KIND else 0
+        return kind, length
 
-    def counting_send(self: Connection, values: Any) -> None:
-        send(self, values)
-        counted["out"] += values.numel() * values.element_size()
+    def counting_send(
+        self: Channel, frames: Frames, then: Callable[[], None] | None = None
+    ) -> None:
+        send(self, frames, then)
+        if len(frames) > 1:  # prefixes and values in turn; a header is one frame
+            counted["out"] += sum(map(len, frames[1::2]))
 
-    monkeypatch.setattr(Connection, "receive_values", counting_receive)
-    monkeypatch.setattr(Connection, "send_values", counting_send)
+    monkeypatch.setattr(channel, "read_prefix", counting_read)
+    monkeypatch.setattr(Channel, "send", counting_send)
     return counted
 
 
