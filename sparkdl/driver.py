@@ -40,7 +40,7 @@ from sparkdl.feed.facts import DataFacts, check_facts
 from sparkdl.protocols import Layout, LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.randomness import borrowed_random_numbers
 from sparkdl.replica import Replica
-from sparkdl.training import has_ended, identity, require_epochs, require_same_rows
+from sparkdl.training import has_ended, identity, require_progress, require_same_rows
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ def run(
                 )
             plan = _plan(checkpoints, job, world_size, replica, layout)
             held.enter_context(plan.store.held(checkpoints.application))
-            resumed = _find(checkpoints, plan, job.epochs)
+            resumed = _find(checkpoints, plan, job.epochs, world_size)
         center = center if resumed is None else resumed.read_center(layout)
 
         def open_averager(
@@ -359,14 +359,16 @@ def _plan(
     )
 
 
-def _find(policy: CheckpointPolicy, plan: CheckpointPlan, epochs: int) -> Resumed | None:
+def _find(
+    policy: CheckpointPolicy, plan: CheckpointPlan, epochs: int, world_size: int
+) -> Resumed | None:
     """The newest checkpoint, if it is to be used and fits, but for its rows."""
     saved = plan.store.newest() if policy.resume == "auto" else None
     if saved is None:
         return None
     resumed = Resumed.of(saved)
     require_same(saved.directory, saved.description["config"], plan.config)
-    require_epochs(resumed, epochs)
+    require_progress(resumed, epochs, world_size)
     if not has_ended(resumed, epochs):
         logger.info("training goes on from %s", saved.directory)
     return resumed

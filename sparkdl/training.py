@@ -14,6 +14,7 @@ from typing import Any
 from sparkdl.averager.saving import Resumed
 from sparkdl.checkpoint.identity import describe, describe_model, describe_optimizer, text_of
 from sparkdl.checkpoint.policy import difference, refuse
+from sparkdl.errors import CheckpointError
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.protocols import ColumnSpec, Layout
 from sparkdl.replica import Replica
@@ -110,10 +111,18 @@ def require_same_rows(
 
     Raises:
         ConfigError: they are others; the message says in what.
+        CheckpointError: it says nothing of rows.
     """
+    saved = resumed.saved
+    try:
+        found = list(_other_rows(saved.description["data"], present, columns))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{saved.directory} does not say which rows it was trained on: {error!r}"
+        ) from error
     refuse(
-        resumed.saved.directory,
-        list(_other_rows(resumed.saved.description["data"], present, columns)),
+        saved.directory,
+        found,
         "If the rows are computed anew each time and are not quite the same (rand() without a "
         "seed, sums of fractions in another order, a changing source), write them first.",
     )
@@ -124,13 +133,19 @@ def has_ended(resumed: Resumed, epochs: int) -> bool:
     return resumed.progress.epoch > epochs
 
 
-def require_epochs(resumed: Resumed, epochs: int) -> None:
+def require_progress(resumed: Resumed, epochs: int, world_size: int) -> None:
     """Check that a training has not come further than it is wanted now.
 
     Raises:
         ConfigError: it has.
+        CheckpointError: it was of another number of workers than it says.
     """
     progress = resumed.progress
+    if len(progress.positions) != world_size:
+        raise CheckpointError(
+            f"{resumed.saved.directory} says how far {len(progress.positions)} workers had come, "
+            f"and that there were {world_size}"
+        )
     trained = progress.epoch if progress.rounds else progress.epoch - 1
     if trained > epochs:
         line = f"epochs: {trained} were begun, now {epochs} are wanted"

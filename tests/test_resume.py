@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,21 +25,27 @@ from toys import Data, classification, cnn, make_job, mlp, schema
 from sparkdl.averager import Averager
 from sparkdl.averager.progress import Progress
 from sparkdl.averager.saving import Resumed, Saving
-from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.checkpoint.identity import describe
+from sparkdl.checkpoint.policy import CheckpointPolicy, require_same
 from sparkdl.checkpoint.state_files import save_state
 from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint
 from sparkdl.checkpoint.tensor_file import write_tensors
 from sparkdl.driver import Outcome, as_builder, run
 from sparkdl.errors import CheckpointError, ConfigError, TrainingError
-from sparkdl.events import WindowReport
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.facts import DataFacts
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import Segment
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
 from sparkdl.testing.world import _processes, _threads
+from sparkdl.training import require_progress, require_same_rows
 from sparkdl.worker import Job
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+REPORT = WindowReport(rank=0, epoch=1, step=1, examples=2, loss_sum=0.5, last=False)
+SUMMARY = EpochSummary(epoch=1, loss=0.5, examples=2, rounds=1, seconds=1.0)
 
 
 class Interrupted(Exception):
@@ -546,6 +552,13 @@ def test_a_checkpoint_of_another_kind_is_refused_in_words(tmp_path: Path) -> Non
         {"positions": [{"epoch": []}]},
         {"positions": [[]]},
         {"reports": [{}]},
+        {"epoch": -1},
+        {"epoch": 1 << 63},
+        {"rounds": 1.5},
+        {"positions": [{"epoch": None}]},
+        {"positions": [{"step": 2.0}]},
+        {"reports": [{**asdict(REPORT), "last": 1}]},
+        {"history": [{**asdict(SUMMARY), "loss": None}]},
     ],
 )
 def test_a_checkpoint_that_says_nothing_of_its_progress_is_refused_in_words(
@@ -559,6 +572,52 @@ def test_a_checkpoint_that_says_nothing_of_its_progress_is_refused_in_words(
     assert saved is not None
     with pytest.raises(CheckpointError, match="does not say how far"):
         Resumed.of(saved)
+
+
+def test_a_checkpoint_of_other_workers_than_it_says_is_refused_in_words(tmp_path: Path) -> None:
+    job, data = make_job(mlp(), epochs=2), classification([6, 6])
+    run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
+    saved = CheckpointStore(str(tmp_path / "c"), keep_last=1).newest()
+    assert saved is not None
+    saved.description["progress"]["positions"].pop()
+    with pytest.raises(CheckpointError, match="how far 1 workers had come, and that there were 2"):
+        require_progress(Resumed.of(saved), 2, 2)
+
+
+@pytest.mark.parametrize("data", [None, {}, {"openings": 7}, {"openings": []}, {"fingerprint": 1}])
+def test_a_checkpoint_that_says_nothing_of_its_rows_is_refused_in_words(
+    tmp_path: Path, data: dict[str, Any] | None
+) -> None:
+    store = CheckpointStore(str(tmp_path), keep_last=1)
+    progress = Progress.start(1).as_json()
+    store.begin().publish({"config": {}, "data": data, "progress": progress})
+    saved = store.newest()
+    assert saved is not None
+    present = {**DataFacts((3,), (), fingerprint=7).lasting(), "openings": [1]}
+    with pytest.raises(CheckpointError, match="does not say which rows"):
+        require_same_rows(Resumed.of(saved), present, ())
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {},
+        {"is": "MSELoss()"},
+        {**describe(nn.MSELoss()), "parts": {}, "is": None},
+        {**describe(nn.MSELoss()), "parts": 7},
+    ],
+)
+def test_a_checkpoint_that_says_nothing_of_its_training_is_refused_in_words(
+    loss: dict[str, Any],
+) -> None:
+    with pytest.raises(CheckpointError, match="here does not say what training it is of"):
+        require_same("here", {"loss": loss}, {"loss": describe(nn.MSELoss())})
+
+
+def test_texts_that_differ_in_the_end_of_the_last_line_are_told_apart() -> None:
+    now = describe(nn.MSELoss())
+    with pytest.raises(ConfigError, match="loss: was MSELoss"):
+        require_same("here", {"loss": {**now, "is": now["is"] + "\n", "parts": {}}}, {"loss": now})
 
 
 def test_a_center_of_another_model_is_refused_in_words(tmp_path: Path) -> None:

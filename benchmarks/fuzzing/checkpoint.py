@@ -9,6 +9,7 @@ import json
 import random
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,20 @@ from fuzzing.averager import _memory
 from fuzzing.loop import Fault, Target
 from fuzzing.mutation import ODD, as_text, mutated, mutated_bytes, number_of_changes
 from fuzzing.tensors import mutated_file
-from sparkdl.averager.progress import Progress
+from sparkdl.averager.progress import Position, Progress
 from sparkdl.averager.saving import CENTER, Resumed, own_state_file
+from sparkdl.checkpoint.policy import require_same
 from sparkdl.checkpoint.state_files import STATE_FILE, load_state, save_state
-from sparkdl.checkpoint.storage import MANIFEST, CheckpointStore
+from sparkdl.checkpoint.storage import MANIFEST, CheckpointStore, SavedCheckpoint
 from sparkdl.checkpoint.tensor_file import write_tensors
+from sparkdl.driver import build_replica, initial_center
 from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.facts import ColumnFacts, DataFacts
+from sparkdl.protocols import ColumnSpec
+from sparkdl.strategies import ParameterAveraging
+from sparkdl.training import identity, require_progress, require_same_rows
+from sparkdl.worker import Job
 
 MANIFEST_ODD = [
     *ODD,
@@ -39,6 +48,25 @@ REPORT = WindowReport(
     rank=0, epoch=2, step=5, examples=2, loss_sum=0.5, last=False, step_of_epoch=1
 )
 SUMMARY = EpochSummary(epoch=1, loss=0.5, examples=3, rounds=2, seconds=1.5)
+PROGRESS = Progress(
+    epoch=2,
+    rounds=1,
+    positions=(Position(epoch=2, step=5, step_of_epoch=1), Position(epoch=2, step=4)),
+    reports=(REPORT,),
+    history=(SUMMARY,),
+)
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "bool": (bool,),
+    "float": (float, int),
+    "int | None": (int, type(None)),
+    "float | None": (float, int, type(None)),
+}
+"""What a field of these may be, by the words of its annotation."""
+WORKERS, EPOCHS = 2, 5
+COLUMNS = (ColumnSpec("x", torch.float32), ColumnSpec("y", torch.float32))
+FACTS = DataFacts((3, 4), (ColumnFacts(smallest=0.5, largest=2.0),) * 2, fingerprint=1 << 60)
+OPENINGS = DataFacts((3, 4), (), pending=(0, 1), openings=(7, None))
 
 
 class _Stored(Target):
@@ -50,6 +78,20 @@ class _Stored(Target):
         self._folder = Path(tempfile.mkdtemp(prefix="fuzzing-", dir=_memory()))
         self._path = self._folder / "checkpoints"
         (self._folder / "secret").write_text("nobody's business")
+        job = Job(
+            model=partial(nn.Linear, 1, 1),
+            loss=nn.MSELoss(),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            strategy=ParameterAveraging(2),
+            schema=FeedSchema(COLUMNS[:1], COLUMNS[1]),
+            epochs=EPOCHS,
+            batch_size=4,
+            seed=1,
+            deadline_s=1.0,
+        )
+        replica = build_replica(job.model, job.optimizer, job.loss, job.seed)
+        self._layout, self._center = initial_center(replica, with_optimizer=False)
+        self._config = identity(job, WORKERS, replica, self._layout)
         self._write()
         (self._directory,) = self._path.iterdir()
         self._files = {file.name: file.read_bytes() for file in self._directory.iterdir()}
@@ -62,18 +104,27 @@ class _Stored(Target):
         store = CheckpointStore(str(self._path), keep_last=2)
         pending = store.begin()
         with pending.create(CENTER) as file:
-            write_tensors(file, {"0.parameters": torch.ones(5), "1.buffers": torch.arange(2)})
+            names = [f"{at}.{segment.kind}" for at, segment in enumerate(self._layout)]
+            write_tensors(file, dict(zip(names, self._center, strict=True)))
         with pending.create(own_state_file(0)) as file:
             file.write(bytes(12))
-        progress = Progress(
-            epoch=2,
-            rounds=1,
-            positions=Progress.start(2).positions,
-            reports=(REPORT,),
-            history=(SUMMARY,),
-        )
-        data = {"shard_rows": [3, 4], "columns": [], "held_out": 0, "weight": 0.0}
-        pending.publish({"config": {"seed": 1}, "data": data, "progress": progress.as_json()})
+        description = {"data": FACTS.lasting(), "progress": PROGRESS.as_json()}
+        pending.publish({"config": self._config, **description})
+
+    def _resume(self, saved: SavedCheckpoint, *, streamed: bool) -> None:
+        """Do all that a training does that goes on from there."""
+        resumed = Resumed.of(saved)
+        require_same(saved.directory, saved.description["config"], self._config)
+        require_progress(resumed, EPOCHS, WORKERS)
+        resumed.read_center(self._layout)
+        facts = OPENINGS if streamed else FACTS
+        require_same_rows(resumed, {**FACTS.lasting(), **facts.lasting()}, COLUMNS)
+        told = resumed.progress
+        for each in (*told.positions, *told.reports, *told.history):
+            for field in dataclasses.fields(each):
+                value = getattr(each, field.name)
+                if not isinstance(value, _KINDS[str(field.type)]):
+                    raise Fault(f"{field.name} of a {type(each).__name__} is {type(value)}")
 
     def _put(self, files: dict[str, bytes]) -> None:
         shutil.rmtree(self._path)
@@ -125,8 +176,8 @@ class ManifestTarget(_Stored):
             for name in ("../secret", "/dev/zero", f"x/../{CENTER}"):
                 if saved.has(name):
                     raise Fault("a checkpoint has a file outside its directory")
+            self._resume(saved, streamed=draw.random() < 0.1)
             resumed = Resumed.of(saved)
-            resumed.read_center()
             if resumed.own_state_bytes(0):
                 with resumed.open_own_state(0) as file:
                     file.read(100)
@@ -145,12 +196,12 @@ class CheckpointTarget(_Stored):
     """A checkpoint that is whole by its checksums, and wrong in what it holds."""
 
     name = "checkpoint"
-    reads = ("averager/saving.py", "averager/progress.py", "checkpoint/storage.py")
+    reads = ("averager/progress.py", "checkpoint/policy.py", "training.py")
 
     def attempt(self, draw: random.Random) -> bool:
         """One checkpoint."""
         changes, files, manifest = number_of_changes(draw), dict(self._files), self._manifest()
-        if draw.random() < 0.5:
+        if draw.random() < 0.3:
             files[CENTER] = mutated_file(draw, files[CENTER], changes)
         else:
             manifest["description"] = mutated(draw, manifest["description"], changes)
@@ -162,9 +213,7 @@ class CheckpointTarget(_Stored):
         saved = CheckpointStore(str(self._path), keep_last=2).newest()
         if saved is None:
             return False
-        resumed = Resumed.of(saved)
-        resumed.read_center()
-        json.dumps(dataclasses.asdict(resumed.progress))
+        self._resume(saved, streamed=False)
         return True
 
 
@@ -178,7 +227,7 @@ class StateTarget(_Stored):
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         state = {"model": model, "optimizer": optimizer, "epoch": 3, "names": ["a", None]}
-        save_state(str(self._path), state, keep_last=2)
+        save_state(CheckpointStore(str(self._path), keep_last=2), state)
 
     def attempt(self, draw: random.Random) -> bool:
         """One state."""

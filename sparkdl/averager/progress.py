@@ -6,10 +6,14 @@ A row counts as trained on when the round to which it contributed is committed, 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from sparkdl.events import EpochSummary, WindowReport
+
+T = TypeVar("T")
+_COUNTS = range(1 << 63)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,18 +68,25 @@ class Progress:
         Raises:
             AttributeError, KeyError, TypeError: it is something else.
         """
-        counts = _numbers({"epoch": fields["epoch"], "rounds": fields["rounds"]})
+        numbers = {name: _checked(int, name, fields[name]) for name in ("epoch", "rounds")}
         return cls(
-            **counts,
-            positions=tuple(Position(**_numbers(each)) for each in fields["positions"]),
-            reports=tuple(WindowReport(**_numbers(each)) for each in fields["reports"]),
-            history=tuple(EpochSummary(**_numbers(each)) for each in fields["history"]),
+            **numbers,
+            positions=tuple(_read(Position, each) for each in fields["positions"]),
+            reports=tuple(_read(WindowReport, each) for each in fields["reports"]),
+            history=tuple(_read(EpochSummary, each) for each in fields["history"]),
         )
 
 
-def _numbers(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields that all are numbers, or None where they may be left out."""
-    for name, value in fields.items():
-        if not isinstance(value, (int, float, type(None))):
-            raise TypeError(f"{name} is {value!r}")
-    return fields
+def _read(kind: type[T], fields: Mapping[str, Any]) -> T:
+    """One of our dataclasses of numbers."""
+    hints = get_type_hints(kind)
+    return kind(**{name: _checked(hints[name], name, value) for name, value in fields.items()})
+
+
+def _checked(hint: Any, name: str, value: Any) -> Any:
+    """A number of the type that is wanted; whole ones count something."""
+    wanted = hint | int if hint in (float, float | None) else hint
+    counts = hint in (int, int | None)
+    if not isinstance(value, wanted) or (counts and value is not None and value not in _COUNTS):
+        raise TypeError(f"{name} is {value!r}")
+    return value

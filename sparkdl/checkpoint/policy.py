@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sparkdl.checkpoint.storage import OpenElsewhere
-from sparkdl.errors import ConfigError
+from sparkdl.errors import CheckpointError, ConfigError
 
 SHOWN = 20
 """Differences that a message lists."""
@@ -53,6 +53,7 @@ def require_same(
 
     Raises:
         ConfigError: they differ; the message says in what, a line each.
+        CheckpointError: the checkpoint does not say what it is of.
     """
     unknown = [key for key in present if key not in saved]
     if unknown:
@@ -61,7 +62,13 @@ def require_same(
             f"{', '.join(unknown)}: whether it is of this training cannot be told. Let that "
             "version end it, give another checkpointPath, or start anew with resume='never'"
         )
-    refuse(directory, list(differences(saved, present)), advice)
+    try:
+        found = list(differences(saved, present))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{directory} does not say what training it is of: {error!r}"
+        ) from error
+    refuse(directory, found, advice)
 
 
 def refuse(directory: str, found: Sequence[str], advice: str = "") -> None:
@@ -139,7 +146,7 @@ def _object_difference(
 def _unlike(before: str, now: str) -> str:
     """The first lines in which two texts differ."""
     pairs = itertools.zip_longest(before.splitlines(), now.splitlines(), fillvalue="nothing")
-    first = next(pair for pair in pairs if pair[0] != pair[1])
+    first = next((pair for pair in pairs if pair[0] != pair[1]), (before, now))
     was, now = (_shown(line.strip().removesuffix("(")) for line in first)
     return f"{was}, is now {now}"
 
