@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fuzzing.calling import Call, Message, Place, any_way, conversation
+from fuzzing.calling import Call, Message, Place, Said, any_way, dialogue
 from fuzzing.loop import Fault, Target, require_threads_gone
 from sparkdl.averager.codec import BFloat16Changes, Codec, FullPrecision
 from sparkdl.averager.events import NewRows
@@ -44,6 +45,7 @@ WRONG_DEADLINE_S = 0.1
 """Some who send what is wrong are rightly waited for."""
 RIGHT_DEADLINE_S = 15.0
 STATE_BYTES = 12
+WORKERS = 2
 
 
 class AveragerTarget(Target):
@@ -55,21 +57,26 @@ class AveragerTarget(Target):
 
     name = "averager"
     reads = (
-        "averager/connection.py",
+        "averager/channel.py",
+        "averager/framing.py",
+        "averager/streams.py",
         "averager/headers.py",
-        "averager/session.py",
-        "averager/server.py",
-        "averager/attendance.py",
-        "averager/rounds.py",
+        "averager/conversation.py",
+        "averager/coordinator.py",
+        "averager/loop.py",
+        "averager/membership.py",
+        "averager/round.py",
+        "averager/center.py",
+        "averager/gathers.py",
         "averager/shards.py",
-        "averager/tally.py",
+        "averager/committed.py",
         "averager/saving.py",
-        "averager/members.py",
+        "averager/server.py",
         "events.py",
     )
 
     def __enter__(self) -> AveragerTarget:
-        self._pool = ThreadPoolExecutor(1)
+        self._pool = ThreadPoolExecutor(1 + WORKERS)
         self._folder = Path(tempfile.mkdtemp(prefix="fuzzing-", dir=_memory()))
         return self
 
@@ -79,12 +86,12 @@ class AveragerTarget(Target):
 
     def attempt(self, draw: random.Random) -> bool:
         """One run."""
-        workers = draw.choice([1, 1, 1, 2])
+        workers = draw.choice([1, 1, 1, WORKERS])
         saves = workers == 1 and draw.random() < 0.15
         codec: Codec = BFloat16Changes() if draw.random() < 0.3 else FullPrecision()
         steps = _steps(draw)
         said = [
-            conversation(draw, _messages(steps, rank, codec.name, saves=saves))
+            dialogue(draw, _messages(steps, rank, codec.name, saves=saves))
             for rank in range(workers)
         ]
         known = [draw.random() > 0.05 for _ in said]
@@ -105,10 +112,12 @@ class AveragerTarget(Target):
             place = Place(*averager.address.host_and_port, *_secrets(averager))
             driver = self._pool.submit(_drive, averager)
             lines = [stack.enter_context(Call(place, any_way(draw))) for _ in range(workers)]
-            for line, (octets, _), knows in zip(lines, said, known, strict=True):
-                line.send(line.proof(line.hello(), None if knows else "wrong") + octets)
-            for line in lines:
-                line.answer()
+            spoken = [
+                self._pool.submit(_speak, line, messages, None if knows else "wrong")
+                for line, (messages, _), knows in zip(lines, said, known, strict=True)
+            ]
+            for each in spoken:
+                each.result()
             error = self._outcome(averager, driver)
             if not all(bool(torch.isfinite(segment).all()) for segment in averager.center):
                 raise Fault("the center has values that are not finite")
@@ -131,9 +140,16 @@ class AveragerTarget(Target):
             driver.result(timeout=0.01)
         averager.fail(TrainingError("over"))  # dropped if the run has ended
         error = driver.result(timeout=15)
-        if error is not None and "the averager's thread for" in str(error):
-            raise Fault(str(error).partition("thread for ")[2]) from error
+        if error is not None and "the averager's thread" in str(error):
+            raise Fault(str(error)) from error
         return error
+
+
+def _speak(line: Call, said: Sequence[Said], token: str | None) -> None:
+    """Be a worker of a run."""
+    line.send(line.proof(line.hello(), token))
+    line.converse(said)
+    line.answer()
 
 
 def _drive(averager: Averager) -> SparkDLError | None:
@@ -177,19 +193,20 @@ def _steps(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def _messages(steps: dict[str, Any], rank: int, codec: str, *, saves: bool) -> list[Message]:
+def _messages(steps: dict[str, Any], rank: int, codec: str, *, saves: bool) -> list[Said]:
     """All that a worker sends, if nothing is wrong with it."""
-    messages: list[Message] = [{"join": rank, "host": "h", "attempt": 0, "task": rank}]
-    messages += [{"reading": 5}] * steps["reads"]
-    messages += [_shard(complete=not steps["streams"])]
-    own_state: list[Message] = [{"own_state": STATE_BYTES}, bytes(STATE_BYTES)] if saves else []
+    said = [Said({"join": rank, "host": "h", "attempt": 0, "task": rank})]
+    said += [Said({"reading": 5})] * steps["reads"]
+    # The header with the rest, and the center's parameters and buffers.
+    said += [Said(_shard(complete=not steps["streams"]), answers=3)]
+    own_state = [Said({"own_state": STATE_BYTES}), Said(bytes(STATE_BYTES))] if saves else []
     step, all_read = 0, not steps["streams"]
     for epoch, windows in enumerate(steps["windows"], 1):
-        messages += [{"gather": {"a": [1, None, "b"]}}] * steps["gathers"]
+        said += [Said({"gather": {"a": [1, None, "b"]}}, answers=1)] * steps["gathers"]
         for number in range(1, windows + 1):
             step += 1
             if step == 2 and not all_read:
-                messages += [{"reading": 6}, _shard(complete=True)]
+                said += [Said({"reading": 6}), Said(_shard(complete=True), answers=1)]
                 all_read = True
             examples = 0 if steps["weightless"] and number > 1 else 2
             report = WindowReport(
@@ -202,26 +219,32 @@ def _messages(steps: dict[str, Any], rank: int, codec: str, *, saves: bool) -> l
                 step_of_epoch=number,
                 stands_for=steps["stands_for"],
             )
-            kept = bytes(STATE_BYTES) if steps["keeps"] else b""
-            messages += [
-                {
-                    "window": asdict(report),
-                    "takes_reply": steps["takes_reply"],
-                    "own_state": len(kept),
-                },
-                *([kept] if kept else []),
-                *(_values(codec) if report.weight else []),
-                *own_state,
-            ]
+            said += [*_contribution(steps, report, codec), *own_state]
         if not all_read:
-            messages += [_shard(complete=True)]
+            said += [Said(_shard(complete=True), answers=1)]
             all_read = True
         if steps["streams"] and epoch == 1:
-            messages += [{"rows": True}]
+            said += [Said({"rows": True}, answers=1)]
         if steps["validates"]:
             held_out = ValidationReport(rank=rank, epoch=epoch, examples=2, loss_sum=1.0, weight=2)
-            messages += [{"validation": asdict(held_out)}]
-    return [*messages, {"finish": True}]
+            said += [Said({"validation": asdict(held_out)})]
+    return [*said, Said({"finish": True}, answers=1)]
+
+
+def _contribution(steps: dict[str, Any], report: WindowReport, codec: str) -> list[Said]:
+    """A window, behind which the outcome is waited for."""
+    kept = bytes(STATE_BYTES) if steps["keeps"] else b""
+    messages: list[Message] = [
+        {
+            "window": asdict(report),
+            "takes_reply": steps["takes_reply"],
+            "own_state": len(kept),
+        },
+        *([kept] if kept else []),
+        *(_values(codec) if report.weight else []),
+    ]
+    answers = len(LAYOUT) if steps["takes_reply"] else 1
+    return [*(Said(message) for message in messages[:-1]), Said(messages[-1], answers)]
 
 
 def _shard(*, complete: bool) -> Message:

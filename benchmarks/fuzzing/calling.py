@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import random
 import socket
 import ssl
@@ -83,11 +84,7 @@ class Call:
 
     def hello(self) -> bytes:
         """What the port says first; shorter if it hangs up."""
-        octets = b""
-        with contextlib.suppress(ConnectionError):
-            while len(octets) < HELLO_BYTES and (more := self.line.recv(HELLO_BYTES)):
-                octets += more
-        return octets
+        return self._receive(HELLO_BYTES)
 
     def proof(self, hello: bytes, token: str | None = None, channel: bytes | None = None) -> bytes:
         """What shows that this end knows the token, and a challenge of its own.
@@ -119,6 +116,44 @@ class Call:
         """Send bytes; the other end may have hung up."""
         with contextlib.suppress(OSError):
             self.line.sendall(octets)
+
+    def converse(self, said: Sequence[Said]) -> None:
+        """Send after the proof what is to be said, each time when the answers before are there.
+
+        Whoever is told to stop says the rest all the same.
+
+        Raises:
+            Stuck: neither came the answers nor did the other end hang up for ``PATIENCE_S``.
+        """
+        try:
+            listens = len(self._receive(PROOF_BYTES)) == PROOF_BYTES
+            for each in said:
+                self.send(each.octets)
+                listens = listens and self._take(each.answers)
+        except TimeoutError:
+            raise Stuck("a worker was neither answered nor left", stacks()) from None
+
+    def _take(self, answers: int) -> bool:
+        """Take so many messages that say more than that others are waited for."""
+        while answers:
+            prefix = self._receive(5)
+            if len(prefix) < 5:
+                return False
+            kind, length = struct.unpack("!BI", prefix)
+            body = self._receive(length)
+            header = json.loads(body) if kind == HEADER else {}
+            if "stopped" in header:
+                return False
+            answers -= not header.keys() & {"waiting", "checkpoint"}
+        return True
+
+    def _receive(self, size: int) -> bytes:
+        """So many bytes; fewer at the end."""
+        octets = b""
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            while len(octets) < size and (more := self.line.recv(size - len(octets))):
+                octets += more
+        return octets
 
     def answer(self, at_most: int = 1 << 20) -> bytes:
         """End the sending, and take what comes until the other end hangs up.
@@ -167,8 +202,22 @@ def misframed(draw: random.Random, message: Message) -> bytes:
     return struct.pack("!BI", kind, length) + octets[5:]
 
 
+@dataclass(frozen=True)
+class Said:
+    """Something that is sent, and how many messages have to come back before anything follows."""
+
+    message: Message | bytearray
+    """A bytearray is sent as it is, and may be no message at all."""
+    answers: int = 0
+
+    @property
+    def octets(self) -> bytes:
+        """As it travels."""
+        return bytes(self.message) if isinstance(self.message, bytearray) else framed(self.message)
+
+
 def conversation(draw: random.Random, messages: Sequence[Message]) -> tuple[bytes, bool]:
-    """What a worker sends after its proof, made wrong.
+    """What a worker sends after its proof and at once, made wrong.
 
     Args:
         draw: the source of chance.
@@ -177,32 +226,51 @@ def conversation(draw: random.Random, messages: Sequence[Message]) -> tuple[byte
     Returns:
         The bytes, and whether anything is wrong with them.
     """
+    said, wrong = dialogue(draw, [Said(message) for message in messages])
+    octets = b"".join(each.octets for each in said)
+    if wrong and draw.random() < 0.05:
+        octets = mutated_bytes(draw, octets, draw.choice([1, 5, 50]))
+    return octets, wrong
+
+
+def dialogue(draw: random.Random, said: Sequence[Said]) -> tuple[list[Said], bool]:
+    """What a worker sends after its proof, bit by bit, made wrong.
+
+    Args:
+        draw: the source of chance.
+        said: as a worker does.
+
+    Returns:
+        The same, and whether anything is wrong with it.
+    """
     changes = number_of_changes(draw)
-    changed: list[Message | bytearray] = list(messages)
+    changed = list(said)
     for _ in range(changes):
         kind = draw.randrange(10)
         at = draw.randrange(len(changed)) if changed else 0
-        message = changed[at] if changed else b""
-        if kind <= 1:
+        if kind == 2:
+            changed[at:at] = [Said(draw.choice(_ADDED))]
+        elif not changed or kind <= 1:
             changed = mutated_order(draw, changed)
-        elif isinstance(message, bytearray):  # of bytes that are none of a message
-            message += draw.randbytes(3)
-        elif kind == 2:
-            changed[at:at] = [draw.choice(_ADDED)]
-        elif kind == 3 and changed:
-            changed[at] = bytearray(misframed(draw, message))
-        elif kind == 4 and changed:
-            changed[at] = bytearray(mutated_bytes(draw, framed(message)))
-        elif isinstance(message, bytes) and changed:
-            changed[at] = mutated_bytes(draw, message)
-        elif changed:
-            times = draw.choice([1, 1, 1, 2])
-            wrong = mutated(draw, dict(message), times)  # type: ignore[arg-type]
-            changed[at] = wrong if isinstance(wrong, dict) else bytearray(_as_header(wrong))
-    octets = b"".join(bytes(m) if isinstance(m, bytearray) else framed(m) for m in changed)
-    if changes and draw.random() < 0.05:
-        octets = mutated_bytes(draw, octets, draw.choice([1, 5, 50]))
-    return octets, bool(changes)
+        else:
+            changed[at] = _mutated(draw, kind, changed[at])
+    return changed, bool(changes)
+
+
+def _mutated(draw: random.Random, kind: int, said: Said) -> Said:
+    message, answers = said.message, said.answers
+    if answers and draw.random() < 0.1:
+        return Said(message)  # it does not wait for them
+    if isinstance(message, bytearray):
+        return Said(message + draw.randbytes(3), answers)
+    if kind == 3:
+        return Said(bytearray(misframed(draw, message)), answers)
+    if kind == 4:
+        return Said(bytearray(mutated_bytes(draw, framed(message))), answers)
+    if isinstance(message, bytes):
+        return Said(mutated_bytes(draw, message), answers)
+    wrong = mutated(draw, dict(message), draw.choice([1, 1, 1, 2]))
+    return Said(wrong if isinstance(wrong, dict) else bytearray(_as_header(wrong)), answers)
 
 
 def _as_header(value: Any) -> bytes:
