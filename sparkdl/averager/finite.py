@@ -39,7 +39,8 @@ def _some_sum(values: Tensor) -> float:
     if values.dtype in (torch.float32, torch.float64) and values.is_cpu and values.dim() == 1:
         # numpy works in this thread; torch would wake its pool for every chunk.
         numbers = values.detach().numpy()
-        return float(np.dot(numbers, numbers))
+        with np.errstate(over="ignore"):
+            return float(np.dot(numbers, numbers))
     wide = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else None
     return values.sum(dtype=wide).item()
 

@@ -29,6 +29,11 @@ def test_every_value_that_is_not_finite_is_counted(bad: list[float], dtype: torc
     assert looks_finite(values) == (not bad)
 
 
+@pytest.mark.filterwarnings("error")
+def test_nobody_is_warned_of_large_values() -> None:
+    assert count_non_finite(torch.full((5,), 3e30)) == 0
+
+
 def test_whole_numbers_are_finite() -> None:
     assert count_non_finite(torch.arange(5)) == 0
     assert looks_finite(torch.arange(5))
