@@ -69,6 +69,7 @@ class Call:
                 self._channel = b"local" + self.line.getpeername()
         if self.line is None:
             self.line = socket.create_connection(address, timeout=PATIENCE_S)
+            self.line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._channel = b"tcp" if place.fingerprint is None else b"tls"
         self.line.settimeout(PATIENCE_S)
         if place.fingerprint is not None and not bare:
