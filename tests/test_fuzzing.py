@@ -18,15 +18,33 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
-from fuzzing import loop, target_of
+from fuzzing import TARGETS, loop, target_of
 from fuzzing.loop import Fault, Target, run
 from fuzzing.mutation import as_text, mutated, mutated_bytes, mutated_order
 
+import sparkdl
 from sparkdl.errors import TrainingError
 
 FUZZ = Path(__file__).parent.parent / "benchmarks" / "fuzz.py"
+SOURCES = Path(sparkdl.__file__).parent
 SEED = 7
-INPUTS = {"handshake": 150, "trainings": 60, "tensors": 300, "columns": 300}
+INPUTS = {
+    "handshake": 100,
+    "trainings": 50,
+    "averager": 30,
+    "board": 50,
+    "console": 50,
+    "stacks": 50,
+    "reshuffle": 30,
+    "recipe": 60,
+    "model": 80,
+    "manifest": 150,
+    "checkpoint": 150,
+    "state": 100,
+    "tensors": 300,
+    "columns": 200,
+    "images": 100,
+}
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -36,6 +54,14 @@ def test_no_input_has_another_outcome_than_it_may_have(name: str) -> None:
     assert not {cause: found.text for cause, found in tally.findings.items()}
     # Inputs of which none is read to its end would say nothing of what reads.
     assert tally.accepted or name == "trainings"
+
+
+def test_every_target_is_tried_here_and_names_what_reads_its_inputs() -> None:
+    assert INPUTS.keys() == TARGETS.keys()
+    for name in TARGETS:
+        reads = target_of(name).reads
+        assert reads
+        assert not [file for file in reads if not (SOURCES / file).is_file()]
 
 
 class Scripted(Target):

@@ -179,8 +179,9 @@ class ManifestTarget(_Stored):
             self._resume(saved, streamed=draw.random() < 0.1)
             resumed = Resumed.of(saved)
             if resumed.own_state_bytes(0):
-                with resumed.open_own_state(0) as file:
-                    file.read(100)
+                file = resumed.open_own_state(0)
+                while file.read(100):
+                    pass
         store.prune()
         return saved is not None
 

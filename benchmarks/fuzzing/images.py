@@ -48,7 +48,7 @@ class ImagesTarget(Target):
         self._files = [file for name in FORMATS for file in _files_of(name, noise)]
         if not features.check("zlib") or len(self._files) < 8:
             raise Fault("this Pillow can hardly write anything")
-        huge = Image.new("1", (20_000, 20_000))
+        huge = Image.new("1", (12_000, 12_000))
         file = io.BytesIO()
         huge.save(file, "PNG")
         self._files.append(file.getvalue())
