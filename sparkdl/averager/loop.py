@@ -293,6 +293,9 @@ class Loop:
         self._workers[channel] = worker = Worker(channel, self)
         channel.begin(worker.conversation())
         self._touched.add(channel)
+        if self.coordinator.ended:  # nothing that it could say would change that
+            why = self.coordinator.failure or "all workers have finished"
+            self._part(channel, {"stopped": f"the run ended: {why}"})
 
     def _register(self, channel: Channel) -> None:
         mask = selectors.EVENT_READ if channel.listens else 0

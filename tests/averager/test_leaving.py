@@ -9,8 +9,12 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from crew import WAIT_S, Crew, crew, eventually, window
+import torch
+from crew import LAYOUT, WAIT_S, Crew, crew, eventually, window
 
+from sparkdl.averager import Averager
+from sparkdl.averager.codec import FullPrecision
+from sparkdl.averager.reaching import dial
 from sparkdl.errors import StoppedError, TrainingError
 
 Deed = Callable[[Crew], "Future[Any] | None"]
@@ -117,3 +121,14 @@ def test_who_has_finished_may_leave_before_the_others_have() -> None:
         finish(workers, 0)
         assert eventually(workers.outcome.done)
         assert workers.outcome.exception() is None
+
+
+def test_who_comes_when_the_run_has_ended_hears_it_before_it_has_said_anything() -> None:
+    with Averager(LAYOUT, [torch.zeros(3)], 1, FullPrecision()) as averager:
+        averager.fail(TrainingError("it was enough"))
+        with pytest.raises(TrainingError):
+            list(averager.events())
+        address = averager.address
+        late = dial(address.host_and_port, address.token, None, WAIT_S, 2.0)
+        assert late.receive_header() == {"stopped": "the run ended: it was enough"}
+        late.close()
