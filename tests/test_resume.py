@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from toys import Data, classification, cnn, make_job, mlp, schema
 
 from sparkdl.averager import Averager
+from sparkdl.averager.checkpointing import Checkpointing
 from sparkdl.averager.progress import Progress
-from sparkdl.averager.saving import Resumed, Saving
+from sparkdl.averager.saving import Resumed
 from sparkdl.checkpoint.identity import describe
 from sparkdl.checkpoint.policy import CheckpointPolicy, require_same
 from sparkdl.checkpoint.state_files import save_state
@@ -492,7 +493,7 @@ def test_a_center_is_saved_beside_a_writer_that_is_not_done(
 
     monkeypatch.setattr(PendingCheckpoint, "publish", slow)
     monkeypatch.setattr(Averager, "save_center", then_let_it_go_on)
-    monkeypatch.setattr("sparkdl.averager.checkpoints.CLOSE_S", 0.2)
+    monkeypatch.setattr("sparkdl.averager.loop.CLOSE_S", 0.2)
     monkeypatch.setattr("sparkdl.driver.SIGTERM_S", 0.2)
     job, data = make_job(mlp(), epochs=9), classification([12])
     with pytest.raises(SystemExit):
@@ -505,7 +506,8 @@ def test_a_center_is_saved_beside_a_writer_that_is_not_done(
 def test_a_checkpoint_that_waits_for_a_worker_when_the_run_fails_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Saving, "forgo", lambda self, rank: False)  # another has yet to send
+    # Another has yet to send its own state.
+    monkeypatch.setattr(Checkpointing, "forgo", lambda self, rank: False)
 
     def on_event(event: object) -> None:
         if isinstance(event, WindowReport) and event.epoch == 2:
