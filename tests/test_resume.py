@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import os
 import random
@@ -27,6 +29,7 @@ from sparkdl.averager.checkpointing import Checkpointing
 from sparkdl.averager.progress import Progress
 from sparkdl.averager.saving import Resumed
 from sparkdl.checkpoint.identity import describe
+from sparkdl.checkpoint.local_files import LocalFiles
 from sparkdl.checkpoint.policy import CheckpointPolicy, require_same
 from sparkdl.checkpoint.state_files import save_state
 from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint
@@ -631,6 +634,32 @@ def test_a_center_of_another_model_is_refused_in_words(tmp_path: Path) -> None:
     assert saved is not None
     with pytest.raises(CheckpointError, match="is of another model"):
         Resumed.of(saved).read_center((Segment("parameters", torch.float32, 3),))
+
+
+class Unreadable(io.BytesIO):
+    """A file on a disk that has just failed."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_an_own_state_that_cannot_be_read_any_more_is_told_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, data = make_job(mlp(), optimizer=OPTIMIZERS["Adam"]), classification([6])
+    run_world(replace(job, epochs=1), data.shards(), checkpoints=policy(tmp_path))
+    opened: list[str] = []
+    original, own_state = LocalFiles.open_input_stream, "rank-00000.safetensors"
+
+    def open_input_stream(files: LocalFiles, path: str) -> Any:
+        opened.append(Path(path).name)
+        # It was whole when it was verified.
+        failed = opened[-1] == own_state and opened.count(own_state) == 2
+        return Unreadable() if failed else original(files, path)
+
+    monkeypatch.setattr(LocalFiles, "open_input_stream", open_input_stream)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors cannot be read: .*Input"):
+        run_world(replace(job, epochs=2), data.shards(), checkpoints=policy(tmp_path))
 
 
 def test_without_the_workers_own_states_the_center_is_saved_all_the_same(tmp_path: Path) -> None:

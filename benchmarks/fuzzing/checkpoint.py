@@ -179,9 +179,7 @@ class ManifestTarget(_Stored):
             self._resume(saved, streamed=draw.random() < 0.1)
             resumed = Resumed.of(saved)
             if resumed.own_state_bytes(0):
-                file = resumed.open_own_state(0)
-                while file.read(100):
-                    pass
+                list(resumed.own_state(0, 5))
         store.prune()
         return saved is not None
 

@@ -159,11 +159,9 @@ class Worker:
         if own_state_bytes is not None:
             self.channel.send(edge.center.state("optimizer"))
         if kept is not None:
-            blocks = kept.blocks(edge.center.chunk_bytes)
-            self._send_blocks(lambda: next(blocks, b""))
+            self._send_blocks(kept.blocks(edge.center.chunk_bytes))
         elif resumed is not None and from_checkpoint and own_state_bytes:
-            file = resumed.open_own_state(rank)
-            self._send_blocks(lambda: file.read(edge.center.chunk_bytes))
+            self._send_blocks(resumed.own_state(rank, edge.center.chunk_bytes))
         else:
             self.channel.send([], then=self._taken)
 
@@ -198,12 +196,8 @@ class Worker:
     def _taken(self) -> None:
         self._edge.tell(on.Taken(self._member()))
 
-    def _send_blocks(self, read: Callable[[], bytes]) -> None:
-        """Send the worker's own state as it is read from a file, each block when it has the last.
-
-        Args:
-            read: the next block; none at the end.
-        """
+    def _send_blocks(self, blocks: Iterator[bytes]) -> None:
+        """Send the worker's own state, and read each block when it has the one before."""
 
         def send(block: bytes) -> None:
             if block:
@@ -213,7 +207,7 @@ class Worker:
                 self._taken()
 
         def read_next() -> None:
-            self._edge.in_background(read, send)
+            self._edge.in_background(lambda: next(blocks, b""), send)
 
         self.channel.send([], then=read_next)
 

@@ -253,30 +253,12 @@ class Resumed:
         name = own_state_file(rank)
         return self.saved.size(name) if self.saved.has(name) else 0
 
-    def open_own_state(self, rank: int) -> OwnStateSource:
-        """A rank's own state, to be read block by block."""
-        return OwnStateSource(self, own_state_file(rank))
+    def own_state(self, rank: int, block_bytes: int) -> Iterator[bytes]:
+        """A rank's own state, block by block.
 
-
-class OwnStateSource:
-    """One rank's own state from a checkpoint; used by one thread at a time.
-
-    Args:
-        resumed: the checkpoint.
-        name: of the file in it.
-    """
-
-    def __init__(self, resumed: Resumed, name: str) -> None:
-        self._resumed = resumed
-        self._name = name
-        self._stack = contextlib.ExitStack()
-        self._file: BinaryIO | None = None
-
-    def read(self, size: int) -> bytes:
-        """The next ``size`` bytes; fewer at the end, where the file is closed, and then none."""
-        if self._file is None:
-            self._file = self._stack.enter_context(self._resumed.saved.open(self._name))
-        block = self._file.read(size)
-        if not block:
-            self._stack.close()
-        return block
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        with self.saved.open(own_state_file(rank)) as file:
+            while block := file.read(block_bytes):
+                yield block
