@@ -6,6 +6,7 @@ the same cores with it; rounds are timed by rank 0, from its contribution to its
 one run.
 """
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+# Spark's imports, which the harness has, are none of the clients'.
 CLIENT_PROCESSES = 4
 SIZES = {
     10_000: (2, 8, 32, 128, 256),
@@ -32,7 +34,7 @@ def main() -> None:
 
     options = harness.parser(__doc__)
     options.add_argument("--source", type=Path, action="append", default=[], help="a checkout")
-    options.add_argument("--one", help=argparse_suppress())
+    options.add_argument("--one", help=argparse.SUPPRESS)
     chosen = harness.parse(options, repeats=40, quick_repeats=5)
     if chosen.one:
         print(json.dumps(measure(**json.loads(chosen.one))), flush=True)
@@ -59,13 +61,6 @@ def main() -> None:
                     flush=True,
                 )
     harness.report("averager_scale", claims(found["this"]), found)
-
-
-def argparse_suppress() -> str:
-    """What hides an option from the help."""
-    import argparse
-
-    return argparse.SUPPRESS
 
 
 def claims(found: dict[str, dict[str, float]]) -> list[Any]:
