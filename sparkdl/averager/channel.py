@@ -131,6 +131,7 @@ class Channel:
                 self._take(memoryview(octets))
                 continue
             buffers = [self._rest, self._staging] if self._rest else [self._staging]
+            asked = len(self._rest) + len(self._staging)
             try:
                 count = self.stream.receive(buffers)
             except OSError as error:
@@ -147,6 +148,8 @@ class Channel:
                     self._end_message()
             if count > in_place:
                 self._take(self._staging[: count - in_place])
+            if count < asked and self.stream.short_is_all:
+                return False
         return self.listens
 
     def send_header(self, fields: dict[str, Any]) -> None:
@@ -173,14 +176,17 @@ class Channel:
         while self._outgoing:
             first = self._outgoing[0]
             if first.left:
+                frames = first.next()
                 try:
-                    sent = self.stream.send(first.next())
+                    sent = self.stream.send(frames)
                 except OSError as error:
                     raise LeftError(f"the connection broke: {error}") from error
                 if sent is None:
                     return moved
                 moved = True
                 first.advance(sent)
+                if self.stream.short_is_all and sent < sum(map(len, frames)):
+                    return moved
             if not first.left:
                 self._outgoing.popleft()
                 if first.then is not None:

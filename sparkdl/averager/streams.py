@@ -15,7 +15,14 @@ _PIECE_BYTES = 1 << 18
 
 
 class Stream(Protocol):
-    """A connected socket, plain or encrypted."""
+    """A connected socket, plain or encrypted.
+
+    Attributes:
+        short_is_all: whether less than what was asked for or offered means that no more can be
+            received or sent now, so that there is no need to try.
+    """
+
+    short_is_all: bool
 
     def fileno(self) -> int:
         """For a selector."""
@@ -59,6 +66,8 @@ def stream_over(connected: socket.socket | Encrypted) -> Stream:
 
 
 class _Plain:
+    short_is_all = True
+
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self._socket = connected
@@ -86,6 +95,8 @@ class _Plain:
 
 
 class _Tls:
+    short_is_all = False  # it comes and goes record by record
+
     def __init__(self, connected: Encrypted) -> None:
         self._connected = connected
         self._ssl = connected.ssl_socket

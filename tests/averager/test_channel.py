@@ -30,6 +30,8 @@ from sparkdl.errors import CollectiveError, TrainingError, WorkerError
 class Wire:
     """A stream that delivers what arrives in given pieces, and takes a given number of bytes."""
 
+    short_is_all = False
+
     def __init__(self, pieces: Iterable[bytes] = (), takes: Iterable[int | None] = ()) -> None:
         self.arriving = deque(pieces)
         self.sent = b""
@@ -394,6 +396,17 @@ class TestTheEnd:
         assert wire.closed
         assert not channel.sends
         assert not channel.flush()
+
+
+def test_a_stream_that_says_so_is_not_asked_again_for_what_it_does_not_have() -> None:
+    wire = Wire([b"x", b"y"], takes=[3, None])
+    wire.short_is_all = True
+    channel = Channel(wire, memoryview(bytearray(64)), lambda channel: None)
+    assert not channel.receive()
+    assert len(wire.arriving) == 1
+    channel.send([memoryview(b"frames")])
+    assert channel.flush()
+    assert len(wire.offers) == 1
 
 
 class TestBudget:
