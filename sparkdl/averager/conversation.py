@@ -259,7 +259,8 @@ class Worker:
             place = None if self.sum is None else self.sum.in_place(rank, index)
             values = self._values(chunk) if place is None else place
             yield octets_of(values)
-            require_finite(values, report)
+            if self.sum is not None:  # else they went elsewhere
+                require_finite(values, report)
             if self.sum is not None and self.sum.turn(index) != rank:
                 edge.await_turn(self, index)
                 yield PAUSE
