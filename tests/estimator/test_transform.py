@@ -374,6 +374,7 @@ for session in range(2):
 """
 
 
+@pytest.mark.slow
 def test_a_model_outlives_the_session_in_which_it_first_predicted() -> None:
     done = subprocess.run(
         [sys.executable, "-c", OUTLIVES], capture_output=True, text=True, timeout=120

@@ -92,6 +92,7 @@ def test_a_scheme_that_nobody_knows_is_refused_in_words(spark: SparkSession) -> 
             estimator(checkpointPath=path).fit(frame(spark))
 
 
+@pytest.mark.slow
 def test_a_function_saves_and_loads_there_on_workers_that_have_no_java(
     view: str, tmp_path: Path
 ) -> None:
