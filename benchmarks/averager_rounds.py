@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import torch
 from round_processes import RoundProcesses
 
-from sparkdl.averager.address import AveragerAddress
 from sparkdl.averager.client import AveragerClient
 from sparkdl.averager.codec import FullPrecision
 from sparkdl.averager.server import Averager
 from sparkdl.events import WindowReport
 from sparkdl.feed.facts import ShardFacts
 from sparkdl.protocols import Segment
+from sparkdl.transport.address import AveragerAddress
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch import nn
 from sparkdl import ParameterAveraging, TorchEstimator
 from sparkdl.driver import Outcome, run
 from sparkdl.events import EpochSummary
-from sparkdl.spark.watchdog import watched
+from sparkdl.spark.diagnostics.watchdog import watched
 
 WORKERS = 4
 BATCH = 8
@@ -66,7 +66,7 @@ def measure(epochs: int) -> dict[str, list[float]]:
                 checkpointEvery=2,
             )
             with (
-                mock.patch("sparkdl.spark.launcher.watched", switch.watched),
+                mock.patch("sparkdl.spark.launch.launcher.watched", switch.watched),
                 mock.patch("sparkdl.estimator.estimator.run", switch.run),
             ):
                 history = estimator.fit(rows).history

@@ -31,10 +31,10 @@ from sparkdl.feed.feed import Feed, FeedOptions
 from sparkdl.feed.packed import unpacked
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
-from sparkdl.spark.columns import input_column
-from sparkdl.spark.launcher import Workers, worker_frame
-from sparkdl.spark.network import network_of
-from sparkdl.spark.record_batches import small_record_batches
+from sparkdl.spark.cluster.network import network_of
+from sparkdl.spark.launch.launcher import Workers, worker_frame
+from sparkdl.spark.rows.columns import input_column
+from sparkdl.spark.rows.record_batches import small_record_batches
 
 WORKERS = 2
 BATCH_SIZE = 256

@@ -17,7 +17,7 @@ def prepare(cache: Path) -> None:
         cache: a folder that is not there yet, for what it writes.
     """
     subprocess.run(
-        [sys.executable, "-c", "from sparkdl.spark.prepare import main; main([])"],
+        [sys.executable, "-c", "from sparkdl.spark.session.prepare import main; main([])"],
         env=harness.child_environment() | {"XDG_CACHE_HOME": str(cache)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator, TorchModel
 from sparkdl.driver import Outcome, run
 from sparkdl.feed.packed import unpacked
-from sparkdl.spark.columns import input_column
-from sparkdl.spark.launcher import Workers, worker_frame
-from sparkdl.spark.network import network_of
+from sparkdl.spark.cluster.network import network_of
+from sparkdl.spark.launch.launcher import Workers, worker_frame
+from sparkdl.spark.rows.columns import input_column
 from sparkdl.strategies import Strategy
 from sparkdl.testing.chaos import Deed, Storm
 from sparkdl.testing.replay import recorded_commits, replay

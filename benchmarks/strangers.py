@@ -25,15 +25,16 @@ import recovery
 import torch
 from harness import Claim, parse, parser, report, show
 
-from sparkdl.averager import Averager, local
-from sparkdl.averager.connection import Connection
-from sparkdl.averager.port import Port
-from sparkdl.averager.reaching import introduced, reach
+from sparkdl.averager import Averager
 from sparkdl.driver import run
 from sparkdl.events import EpochSummary
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing.flood import Flood
 from sparkdl.testing.world import _processes
+from sparkdl.transport import local
+from sparkdl.transport.connection import Connection
+from sparkdl.transport.port import Port
+from sparkdl.transport.reaching import introduced, reach
 
 STRANGERS = 1_000
 HOST, TOKEN = "127.0.0.1", "the job's secret"

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from sparkdl.estimator import TorchEstimator, TorchModel
     from sparkdl.events import EpochSummary
     from sparkdl.protocols import Batch
-    from sparkdl.spark.function_run import run
-    from sparkdl.spark.function_worker import FunctionWorker, current_worker, load_checkpoint
-    from sparkdl.spark.session import create_session
-    from sparkdl.spark.torch_distributor import TorchDistributor
+    from sparkdl.spark.functions.run import run
+    from sparkdl.spark.functions.torch_distributor import TorchDistributor
+    from sparkdl.spark.functions.worker import FunctionWorker, current_worker, load_checkpoint
+    from sparkdl.spark.session.session import create_session
     from sparkdl.strategies import GradientAllReduce, ParameterAveraging
 
 __all__ = [
@@ -45,17 +45,17 @@ __all__ = [
 _HOMES = {
     "Batch": "sparkdl.protocols",
     "EpochSummary": "sparkdl.events",
-    "FunctionWorker": "sparkdl.spark.function_worker",
+    "FunctionWorker": "sparkdl.spark.functions.worker",
     "GradientAllReduce": "sparkdl.strategies",
     "ParameterAveraging": "sparkdl.strategies",
-    "TorchDistributor": "sparkdl.spark.torch_distributor",
+    "TorchDistributor": "sparkdl.spark.functions.torch_distributor",
     "TorchEstimator": "sparkdl.estimator",
     "TorchModel": "sparkdl.estimator",
-    "create_session": "sparkdl.spark.session",
-    "current_worker": "sparkdl.spark.function_worker",
-    "load_checkpoint": "sparkdl.spark.function_worker",
+    "create_session": "sparkdl.spark.session.session",
+    "current_worker": "sparkdl.spark.functions.worker",
+    "load_checkpoint": "sparkdl.spark.functions.worker",
     "load_module": "sparkdl.checkpoint.module_files",
-    "run": "sparkdl.spark.function_run",
+    "run": "sparkdl.spark.functions.run",
     "trusted_modules": "sparkdl.checkpoint.trust",
     "trusted_pickles": "sparkdl.checkpoint.trust",
 }

@@ -22,9 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkdl.averager.connection import Connection, ConnectionLostError, SilenceError
-from sparkdl.averager.port import Port
-from sparkdl.averager.reaching import introduced, reach
 from sparkdl.collective import Gather, Network
 from sparkdl.collective.network import local_address
 from sparkdl.errors import (
@@ -38,6 +35,9 @@ from sparkdl.errors import (
 from sparkdl.feed.shuffle import exchange_plan, permutation
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
+from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
+from sparkdl.transport.port import Port
+from sparkdl.transport.reaching import introduced, reach
 
 CHUNK_BYTES = 4 << 20
 """What is sent at once."""

@@ -25,7 +25,6 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
-from sparkdl.averager.address import AveragerAddress
 from sparkdl.averager.client import AveragerClient, report_start_failure
 from sparkdl.averager.progress import Position
 from sparkdl.checkpoint.own_state import pack_own_state, unpack_own_state
@@ -50,6 +49,7 @@ from sparkdl.replica import Precision, Replica
 from sparkdl.reshuffle import Reshuffle
 from sparkdl.schedule import Unit
 from sparkdl.strategies.base import Run, Strategy
+from sparkdl.transport.address import AveragerAddress
 
 logger = logging.getLogger(__name__)
 

@@ -51,7 +51,7 @@ HOSTILE = [
     "torch.nn.parallel.distributed:DistributedDataParallel",
     "torch.nn.modules.container:ParameterDict",
     "torch.optim.lr_scheduler:warnings.warn",
-    "sparkdl.spark.function_run:run",
+    "sparkdl.spark.functions.run:run",
     "sparkdl.checkpoint.recipe:cloudpickle.loads",
     "sparkdl.testing:run_world",
     "",

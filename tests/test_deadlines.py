@@ -22,12 +22,12 @@ from torch import Tensor
 from toys import classification, make_job, mlp
 
 from sparkdl.averager import Averager
-from sparkdl.averager.connection import Connection
 from sparkdl.driver import run
 from sparkdl.errors import (
     DeadlineError,
 )
 from sparkdl.testing import run_world
+from sparkdl.transport.connection import Connection
 
 pytestmark = pytest.mark.usefixtures("nobody_stays")
 

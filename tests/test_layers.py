@@ -22,6 +22,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("strategies",),
     ("averager",),
     ("collective",),
+    ("transport",),
     ("replica",),
     ("schedule",),
     ("feed",),
@@ -34,8 +35,17 @@ LAYERS: list[tuple[str, ...]] = [
     ("errors",),
     ("version",),
 ]
+# The rooms of the layer spark, from top to bottom as well.
+ROOMS: list[tuple[str, ...]] = [
+    ("functions", "inference"),
+    ("launch",),
+    ("diagnostics",),
+    ("cluster", "rows", "session", "storage"),
+]
 HEIGHT = {name: -row for row, names in enumerate(LAYERS) for name in names}
+FLOOR = {name: -row for row, names in enumerate(ROOMS) for name in names}
 MODULES = sorted(ROOT.rglob("*.py"))
+SPARK_MODULES = sorted((ROOT / "spark").rglob("*.py"))
 
 
 def layer_of(path: Path) -> str:
@@ -66,6 +76,14 @@ def sparkdl_layers_of(path: Path) -> set[str]:
     }
 
 
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT / "spark").parts[0].removesuffix(".py")
+
+
+def rooms_imported_by(path: Path) -> set[str]:
+    return {name.split(".")[2] for name in imports_of(path) if name.startswith("sparkdl.spark.")}
+
+
 def ids(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -84,6 +102,21 @@ def test_imports_point_down(path: Path) -> None:
     for imported in sparkdl_layers_of(path) - {layer}:
         assert imported in HEIGHT, f"{path} imports sparkdl.{imported}"
         assert HEIGHT[imported] < below, f"{path} imports sparkdl.{imported}, which is not below"
+
+
+@pytest.mark.parametrize("path", SPARK_MODULES, ids=ids)
+def test_every_module_of_the_spark_layer_belongs_to_a_room(path: Path) -> None:
+    assert room_of(path) in {*FLOOR, "__init__"}
+
+
+@pytest.mark.parametrize("path", SPARK_MODULES, ids=ids)
+def test_imports_between_the_rooms_of_the_spark_layer_point_down(path: Path) -> None:
+    room = room_of(path)
+    for imported in rooms_imported_by(path) - {room}:
+        assert imported in FLOOR, f"{path} imports sparkdl.spark.{imported}"
+        assert FLOOR[imported] < FLOOR[room], (
+            f"{path} imports sparkdl.spark.{imported}, which is not below"
+        )
 
 
 @pytest.mark.parametrize("path", MODULES, ids=ids)
@@ -108,6 +141,8 @@ def test_the_reader_of_imports_sees_every_form(tmp_path: Path) -> None:
         "import sparkdl.worker",
         "from sparkdl import driver",
         "from sparkdl.feed.columns import to_tensor",
+        "from sparkdl.spark import inference",
+        "from sparkdl.spark.rows.columns import input_column",
         "def f():",
         "    from pyspark.sql import functions",
     ]
@@ -121,4 +156,5 @@ def test_the_reader_of_imports_sees_every_form(tmp_path: Path) -> None:
 
     names = imports_of(Elsewhere(path))
     assert names >= {"sparkdl.worker", "sparkdl.driver", "pyspark.sql.functions"}
-    assert sparkdl_layers_of(Elsewhere(path)) == {"worker", "driver", "feed"}
+    assert sparkdl_layers_of(Elsewhere(path)) == {"worker", "driver", "feed", "spark"}
+    assert rooms_imported_by(Elsewhere(path)) == {"inference", "rows"}

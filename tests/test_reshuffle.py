@@ -20,9 +20,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from toys import Data, classification, enough_rows, make_job, mlp, relative_error
 
-from sparkdl.averager.connection import Connection
-from sparkdl.averager.handshake import MAGIC
-from sparkdl.averager.port import Port
 from sparkdl.collective import Network
 from sparkdl.driver import Outcome
 from sparkdl.errors import DeadlineError, SparkDLError, TrainingError, WorkerLostError
@@ -34,6 +31,9 @@ from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.reshuffle import Reshuffle, _Arrivals
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import batches_of, run_world
+from sparkdl.transport.connection import Connection
+from sparkdl.transport.handshake import MAGIC
+from sparkdl.transport.port import Port
 
 SPECS = (
     ColumnSpec("wide", torch.float32, (UNKNOWN,)),

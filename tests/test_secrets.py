@@ -8,7 +8,7 @@ import pkgutil
 from typing import Any
 
 import sparkdl
-from sparkdl.spark.rank_host import RankCall
+from sparkdl.spark.launch.rank_host import RankCall
 
 SECRETS = ("token", "secret", "password")
 

@@ -58,8 +58,8 @@ class AveragerTarget(Target):
     name = "averager"
     reads = (
         "averager/channel.py",
-        "averager/framing.py",
-        "averager/streams.py",
+        "transport/framing.py",
+        "transport/streams.py",
         "averager/headers.py",
         "averager/conversation.py",
         "averager/coordinator.py",

@@ -9,16 +9,21 @@ from contextlib import ExitStack, redirect_stdout
 
 from fuzzing.calling import Call, Message, Place, any_way, conversation
 from fuzzing.loop import Fault, Target, require_threads_gone
-from sparkdl.spark.board import Board, Lines, Report
-from sparkdl.spark.console import show
-from sparkdl.spark.function_run import _show_report
+from sparkdl.spark.diagnostics.board import Board, Lines, Report
+from sparkdl.spark.diagnostics.console import show
+from sparkdl.spark.functions.run import _show_report
 
 
 class BoardTarget(Target):
     """A whole run of one or two workers; it has to be finished or failed when they have left."""
 
     name = "board"
-    reads = ("spark/board.py", "spark/stacks.py", "spark/console.py", "averager/connection.py")
+    reads = (
+        "spark/diagnostics/board.py",
+        "spark/diagnostics/stacks.py",
+        "spark/diagnostics/console.py",
+        "transport/connection.py",
+    )
 
     def attempt(self, draw: random.Random) -> bool:
         """One run."""

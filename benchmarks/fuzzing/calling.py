@@ -25,7 +25,7 @@ from fuzzing.mutation import (
     mutated_order,
     number_of_changes,
 )
-from sparkdl.averager import local
+from sparkdl.transport import local
 
 PATIENCE_S = 5.0
 """Seconds that a port has to answer or to hang up."""

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from fuzzing.calling import Call, Message, Place, any_way, conversation
 from fuzzing.loop import Fault, Target, require_threads_gone
-from sparkdl.spark.console import Console, show
+from sparkdl.spark.diagnostics.console import Console, show
 
 HELD = "[rank 7] held\n"
 
@@ -19,7 +19,11 @@ class ConsoleTarget(Target):
     """Lines have to be shown as far as they are right, and a worker beside them all the same."""
 
     name = "console"
-    reads: tuple[str, ...] = ("spark/console.py", "spark/stacks.py", "averager/connection.py")
+    reads: tuple[str, ...] = (
+        "spark/diagnostics/console.py",
+        "spark/diagnostics/stacks.py",
+        "transport/connection.py",
+    )
 
     def __enter__(self) -> ConsoleTarget:
         self._pool = ThreadPoolExecutor(1)
@@ -69,7 +73,7 @@ class StacksTarget(ConsoleTarget):
     """The same where the driver asks for stacks meanwhile: it gets text, and in time."""
 
     name = "stacks"
-    reads = ("spark/stacks.py", "spark/console.py")
+    reads = ("spark/diagnostics/stacks.py", "spark/diagnostics/console.py")
 
     def _speak(self, draw: random.Random, console: Console, place: Place) -> bool:
         joins: Sequence[Message] = [{"join": 1, "host": "h", "pid": 12}]

@@ -8,8 +8,8 @@ import secrets
 from fuzzing.calling import HELLO_BYTES, REFUSALS, Call, Place, any_way, framed
 from fuzzing.loop import Fault, Target, require_threads_gone
 from fuzzing.mutation import mutated_bytes
-from sparkdl.averager.connection import Connection
-from sparkdl.averager.port import Port
+from sparkdl.transport.connection import Connection
+from sparkdl.transport.port import Port
 
 SERVED = b"served"
 LEGACY_HELLO = bytes.fromhex(
@@ -23,13 +23,13 @@ class Handshake(Target):
 
     name = "handshake"
     reads = (
-        "averager/acceptor.py",
-        "averager/strangers.py",
-        "averager/handshake.py",
-        "averager/port.py",
-        "averager/connection.py",
-        "averager/local.py",
-        "averager/tls.py",
+        "transport/acceptor.py",
+        "transport/strangers.py",
+        "transport/handshake.py",
+        "transport/port.py",
+        "transport/connection.py",
+        "transport/local.py",
+        "transport/tls.py",
     )
 
     def attempt(self, draw: random.Random) -> bool:

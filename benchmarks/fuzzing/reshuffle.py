@@ -34,7 +34,7 @@ class ReshuffleTarget(Target):
     """A worker without rows that is to receive half of another's; it gets them, or an error."""
 
     name = "reshuffle"
-    reads = ("reshuffle.py", "feed/store.py", "averager/connection.py")
+    reads = ("reshuffle.py", "feed/store.py", "transport/connection.py")
 
     def __enter__(self) -> ReshuffleTarget:
         self._pool = ThreadPoolExecutor(1)

@@ -37,7 +37,7 @@ class Trainings(Target):
     """A training after the other in a thread, and a stranger an input on whichever runs."""
 
     name = "trainings"
-    reads = ("averager/acceptor.py", "averager/strangers.py", "averager/handshake.py")
+    reads = ("transport/acceptor.py", "transport/strangers.py", "transport/handshake.py")
 
     def __enter__(self) -> Trainings:
         self._folder = Path(tempfile.mkdtemp(prefix="fuzzing-", dir=_memory()))

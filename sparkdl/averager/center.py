@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sparkdl.averager.accumulator import Accumulator
 from sparkdl.averager.codec import Codec
-from sparkdl.averager.framing import octets_of, values_prefix
 from sparkdl.averager.wire import Chunk, chunk_bytes, plan_chunks
 from sparkdl.protocols import Layout
+from sparkdl.transport.framing import octets_of, values_prefix
 
 Frames = list[memoryview]
 """Messages of values: prefixes and what they announce, in turn."""

@@ -18,16 +18,16 @@ from enum import Enum
 from typing import Any, Final
 
 from sparkdl.averager.center import Frames
-from sparkdl.averager.framing import (
+from sparkdl.averager.headers import raise_reported_failure
+from sparkdl.errors import TrainingError
+from sparkdl.transport.framing import (
     HEADER_KIND,
     PREFIX_BYTES,
     header_message,
     read_header,
     read_prefix,
 )
-from sparkdl.averager.headers import raise_reported_failure
-from sparkdl.averager.streams import Stream
-from sparkdl.errors import TrainingError
+from sparkdl.transport.streams import Stream
 
 BUDGET_BYTES = 4 << 20
 """What one worker's messages may amount to before it is the others' turn."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdl.averager.address import AveragerAddress
 from sparkdl.averager.codec import Codec
 from sparkdl.averager.finite import require_finite
 from sparkdl.averager.headers import (
@@ -23,7 +22,6 @@ from sparkdl.averager.headers import (
 )
 from sparkdl.averager.line import Line
 from sparkdl.averager.progress import Position
-from sparkdl.averager.reaching import reach
 from sparkdl.averager.wire import Chunk, plan_chunks
 from sparkdl.errors import (
     CollectiveError,
@@ -33,6 +31,8 @@ from sparkdl.errors import (
 from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.facts import ShardFacts
 from sparkdl.protocols import Layout, Segment
+from sparkdl.transport.address import AveragerAddress
+from sparkdl.transport.reaching import reach
 
 logger = logging.getLogger(__name__)
 

@@ -67,7 +67,6 @@ from sparkdl.averager.channel import HEADER, PAUSE, Channel, Conversation
 from sparkdl.averager.coordinator import Coordinator
 from sparkdl.averager.events import Member
 from sparkdl.averager.finite import require_finite
-from sparkdl.averager.framing import octets_of, values_prefix
 from sparkdl.averager.headers import (
     read_gather,
     read_join,
@@ -80,6 +79,7 @@ from sparkdl.averager.kept import KeptState
 from sparkdl.averager.saving import Resumed, Saving
 from sparkdl.averager.wire import Chunk
 from sparkdl.errors import TrainingError
+from sparkdl.transport.framing import octets_of, values_prefix
 
 MAX_OWN_STATE_BYTES = 1 << 40
 """It goes to the checkpoint's storage block by block, or to a file, so this bounds no memory."""

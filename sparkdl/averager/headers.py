@@ -8,10 +8,10 @@ import reprlib
 import socket
 from typing import Any, cast
 
-from sparkdl.averager.framing import MAX_HEADER_BYTES
 from sparkdl.errors import CollectiveError, DataError, NonFiniteError, TrainingError, WorkerError
 from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.facts import COUNTS, ColumnFacts, DataFacts, Place, ShardFacts
+from sparkdl.transport.framing import MAX_HEADER_BYTES
 
 _Types = dict[str, tuple[type, ...]]
 

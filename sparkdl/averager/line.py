@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from sparkdl.averager.address import AveragerAddress
-from sparkdl.averager.connection import ConnectionLostError, SilenceError
-from sparkdl.averager.reaching import introduced
 from sparkdl.errors import DeadlineError, DisconnectedError, StoppedError
+from sparkdl.transport.address import AveragerAddress
+from sparkdl.transport.connection import ConnectionLostError, SilenceError
+from sparkdl.transport.reaching import introduced
 
 
 class Line:

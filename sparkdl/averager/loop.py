@@ -25,10 +25,10 @@ from sparkdl.averager.channel import Channel, LeftError
 from sparkdl.averager.conversation import Worker
 from sparkdl.averager.coordinator import Coordinator
 from sparkdl.averager.events import Event, Member
-from sparkdl.averager.framing import header_message
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
-from sparkdl.averager.streams import Stream
 from sparkdl.errors import CheckpointError, SparkDLError, TrainingError
+from sparkdl.transport.framing import header_message
+from sparkdl.transport.streams import Stream
 
 logger = logging.getLogger(__name__)
 

@@ -12,23 +12,23 @@ from types import TracebackType
 from torch import Tensor
 
 from sparkdl.averager import events as on
-from sparkdl.averager.address import AveragerAddress
 from sparkdl.averager.center import Center
 from sparkdl.averager.codec import Codec
-from sparkdl.averager.connection import set_up_tcp
 from sparkdl.averager.coordinator import Coordinator
 from sparkdl.averager.events import RunEvent
 from sparkdl.averager.kept import KeptState
 from sparkdl.averager.loop import Loop
 from sparkdl.averager.membership import Tolerance
-from sparkdl.averager.port import Listener
 from sparkdl.averager.progress import Progress
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
-from sparkdl.averager.streams import stream_over
-from sparkdl.averager.tls import Encrypted
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.events import EpochSummary
 from sparkdl.protocols import Layout
+from sparkdl.transport.address import AveragerAddress
+from sparkdl.transport.connection import set_up_tcp
+from sparkdl.transport.port import Listener
+from sparkdl.transport.streams import stream_over
+from sparkdl.transport.tls import Encrypted
 
 
 class Averager:

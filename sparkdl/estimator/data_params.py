@@ -13,9 +13,9 @@ from pyspark.ml.param.shared import (
     HasWeightCol,
 )
 
-from sparkdl.spark.converters import one_of, optional_function, optional_whole, whole
-from sparkdl.spark.declared import dtypes, names, shapes
-from sparkdl.spark.scratch import STORE_PLACES
+from sparkdl.spark.rows.converters import one_of, optional_function, optional_whole, whole
+from sparkdl.spark.rows.declared import dtypes, names, shapes
+from sparkdl.spark.rows.scratch import STORE_PLACES
 
 OUTPUT_TYPES = ("auto", "class", "probability", "raw")
 

@@ -24,10 +24,10 @@ from sparkdl.estimator.preflight import Preflight, UnbalancedError
 from sparkdl.estimator.progress import ProgressBar
 from sparkdl.feed.columns import BatchTransform
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder, SchedulerBuilder
-from sparkdl.spark.console import driver_hosts
-from sparkdl.spark.gpus import gpu_profile
-from sparkdl.spark.launcher import launch
-from sparkdl.spark.turns import in_turn
+from sparkdl.spark.cluster.gpus import gpu_profile
+from sparkdl.spark.cluster.turns import in_turn
+from sparkdl.spark.diagnostics.console import driver_hosts
+from sparkdl.spark.launch.launcher import launch
 from sparkdl.strategies import ParameterAveraging, Strategy
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from sparkdl.estimator.head import Head, output_function
 from sparkdl.estimator.persistence import ModelReader, ModelWriter
 from sparkdl.events import EpochSummary
 from sparkdl.protocols import ColumnSpec
-from sparkdl.spark.columns import input_column
 from sparkdl.spark.inference import ModelSharing, prediction_column, readable
+from sparkdl.spark.rows.columns import input_column
 
 
 class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"]):

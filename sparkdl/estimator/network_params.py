@@ -7,7 +7,7 @@ from typing import Any, Self
 from pyspark.ml.param import Param, Params
 
 from sparkdl.errors import ConfigError
-from sparkdl.spark.network import parse_ports
+from sparkdl.spark.cluster.network import parse_ports
 
 
 def _interface(value: Any) -> str | None:

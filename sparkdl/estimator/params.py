@@ -14,7 +14,7 @@ from sparkdl.estimator.network_params import NetworkParams
 from sparkdl.estimator.recovery_params import RecoveryParams
 from sparkdl.estimator.schedule_params import ScheduleParams
 from sparkdl.estimator.security_params import SecurityParams
-from sparkdl.spark.converters import (
+from sparkdl.spark.rows.converters import (
     function,
     one_of,
     optional_positive,

@@ -25,7 +25,7 @@ from sparkdl.checkpoint.module_files import SavedModule, read_module, write_modu
 from sparkdl.checkpoint.recipe import MODEL, Place, load_recipe, save_recipe
 from sparkdl.checkpoint.trust import TrustArgument, classes_of
 from sparkdl.errors import ConfigError, SparkDLError
-from sparkdl.spark.files import fetch, publish
+from sparkdl.spark.storage.files import fetch, publish
 
 OBJECTS = "objects.json"
 PLACES = {

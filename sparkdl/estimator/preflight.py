@@ -25,15 +25,15 @@ from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import Precision
 from sparkdl.schedule import Unit
-from sparkdl.spark.columns import InputColumn
-from sparkdl.spark.converters import in_bytes
-from sparkdl.spark.encryption import encrypts_connections, require_trusted_network
-from sparkdl.spark.gpus import gpu_profile, ranks_a_task
-from sparkdl.spark.launcher import Workers
-from sparkdl.spark.network import network_of
-from sparkdl.spark.partitions import has_stable_order, known_partitions
-from sparkdl.spark.session import require_classic_session
-from sparkdl.spark.slots import choose_num_workers, require_static_allocation
+from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
+from sparkdl.spark.cluster.network import network_of
+from sparkdl.spark.cluster.slots import choose_num_workers, require_static_allocation
+from sparkdl.spark.launch.launcher import Workers
+from sparkdl.spark.rows.columns import InputColumn
+from sparkdl.spark.rows.converters import in_bytes
+from sparkdl.spark.rows.partitions import has_stable_order, known_partitions
+from sparkdl.spark.session.encryption import encrypts_connections, require_trusted_network
+from sparkdl.spark.session.session import require_classic_session
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)

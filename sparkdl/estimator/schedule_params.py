@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pyspark.ml.param import Param, Params
 
-from sparkdl.spark.converters import one_of, optional_function
+from sparkdl.spark.rows.converters import one_of, optional_function
 
 
 class ScheduleParams(Params):

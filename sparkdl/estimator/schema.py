@@ -14,8 +14,8 @@ from sparkdl.estimator.data_params import DataParams
 from sparkdl.estimator.head import Head
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.protocols import LossFunction
-from sparkdl.spark.columns import InputColumn, input_column
-from sparkdl.spark.declared import Declared
+from sparkdl.spark.rows.columns import InputColumn, input_column
+from sparkdl.spark.rows.declared import Declared
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from sparkdl.feed.decode import tensors_of
 from sparkdl.feed.packed import unpacked
 from sparkdl.protocols import ColumnSpec, Features
 from sparkdl.replica import forward
-from sparkdl.spark.assignment import first_gpu
-from sparkdl.spark.columns import InputColumn
-from sparkdl.spark.devices import choose_device
-from sparkdl.spark.packing import Source, packed_columns
+from sparkdl.spark.cluster.devices import choose_device
+from sparkdl.spark.launch.assignment import first_gpu
+from sparkdl.spark.rows.columns import InputColumn
+from sparkdl.spark.rows.packing import Source, packed_columns
 
 ROWS_A_BATCH = 1024
 """Rows that go through the model at once; larger batches gain no speed and cost memory."""

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from sparkdl.averager.address import AveragerAddress
+from sparkdl.transport.address import AveragerAddress
 
 BLOCK_BYTES = 1 << 14
 

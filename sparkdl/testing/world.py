@@ -18,13 +18,13 @@ import cloudpickle
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.averager.address import AveragerAddress
 from sparkdl.averager.events import RunEvent as Event
 from sparkdl.averager.server import Averager
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.collective import Network
 from sparkdl.driver import Launch, Outcome, run
 from sparkdl.errors import DisconnectedError, TrainingError, WorkerLostError
+from sparkdl.transport.address import AveragerAddress
 from sparkdl.worker import Job, Place, train
 
 logger = logging.getLogger(__name__)

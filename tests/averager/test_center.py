@@ -12,8 +12,8 @@ from torch import Tensor
 from sparkdl.averager import events as on
 from sparkdl.averager.center import Center, Frames
 from sparkdl.averager.codec import BFloat16Changes, Codec, FullPrecision
-from sparkdl.averager.framing import PREFIX_BYTES, VALUES_KIND, read_prefix
 from sparkdl.protocols import Layout, Segment
+from sparkdl.transport.framing import PREFIX_BYTES, VALUES_KIND, read_prefix
 
 SIZE = 5
 ONE: Layout = (Segment("parameters", torch.float32, SIZE),)

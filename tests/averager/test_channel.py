@@ -22,9 +22,9 @@ from sparkdl.averager.channel import (
     Conversation,
     LeftError,
 )
-from sparkdl.averager.framing import MAX_HEADER_BYTES, header_message, values_prefix
 from sparkdl.averager.headers import failure_header
 from sparkdl.errors import CollectiveError, TrainingError, WorkerError
+from sparkdl.transport.framing import MAX_HEADER_BYTES, header_message, values_prefix
 
 
 class Wire:

@@ -14,8 +14,8 @@ from crew import LAYOUT, WAIT_S, Crew, crew, eventually, window
 
 from sparkdl.averager import Averager
 from sparkdl.averager.codec import FullPrecision
-from sparkdl.averager.reaching import dial
 from sparkdl.errors import StoppedError, TrainingError
+from sparkdl.transport.reaching import dial
 
 Deed = Callable[[Crew], "Future[Any] | None"]
 

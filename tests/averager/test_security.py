@@ -17,13 +17,13 @@ from torch import Tensor
 from toys import drive, sparkdl_threads
 
 from sparkdl.averager import Averager, AveragerAddress, AveragerClient
-from sparkdl.averager.acceptor import MAX_STRANGERS
 from sparkdl.averager.codec import FullPrecision
-from sparkdl.averager.connection import Connection, ConnectionLostError
-from sparkdl.averager.handshake import HELLO_BYTES, REFUSAL
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError
 from sparkdl.feed.facts import DataFacts, ShardFacts
 from sparkdl.protocols import Segment
+from sparkdl.transport.acceptor import MAX_STRANGERS
+from sparkdl.transport.connection import Connection, ConnectionLostError
+from sparkdl.transport.handshake import HELLO_BYTES, REFUSAL
 
 LAYOUT = (Segment("parameters", torch.float32, 5),)
 DEADLINE_S = 6.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from crew import WAIT_S, crew, eventually, window
 
-from sparkdl.averager.framing import octets_of, values_prefix
 from sparkdl.averager.headers import window_header
+from sparkdl.transport.framing import octets_of, values_prefix
 
 
 def test_what_is_on_its_way_into_a_sum_that_is_forgotten_goes_nowhere() -> None:

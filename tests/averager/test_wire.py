@@ -1,4 +1,4 @@
-"""Chunks cover the state; no code of the averager can unpickle what comes over the wire."""
+"""Chunks cover the state; neither averager nor transport can unpickle what comes over the wire."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import DTYPES
 
-import sparkdl.averager
+import sparkdl
 from sparkdl.averager.wire import (
     HELD_BYTES,
     MAX_CHUNK_BYTES,
@@ -53,9 +53,12 @@ def test_chunks_of_all_workers_together_stay_within_their_budget(world_size: int
     assert world_size * chunk_bytes(world_size) <= HELD_BYTES
 
 
-def test_nothing_in_the_averager_can_unpickle() -> None:
+@pytest.mark.parametrize("package", ["averager", "transport"])
+def test_nothing_that_reads_the_wire_can_unpickle(package: str) -> None:
     """Reads the imports and calls: no pickle, no torch.load, no eval."""
-    for path in Path(sparkdl.averager.__file__).parent.glob("*.py"):
+    paths = sorted((Path(sparkdl.__file__).parent / package).glob("*.py"))
+    assert paths
+    for path in paths:
         tree = ast.parse(path.read_text())
         imported = {
             name.name.split(".")[0]

@@ -19,7 +19,7 @@ from sparkdl.checkpoint.local_files import aside
 from sparkdl.checkpoint.module_files import SavedModule, load_module, write_module
 from sparkdl.checkpoint.state_files import load_state, save_state
 from sparkdl.checkpoint.storage import CheckpointStore
-from sparkdl.spark.files import fetch, publish
+from sparkdl.spark.storage.files import fetch, publish
 
 
 @pytest.fixture

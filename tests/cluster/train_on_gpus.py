@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import sparkdl
 from sparkdl import GradientAllReduce, ParameterAveraging, TorchDistributor, create_session
 from sparkdl.errors import SparkDLError
-from sparkdl.spark.slots import _promised_slots
+from sparkdl.spark.cluster.slots import _promised_slots
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ROWS = 70

@@ -27,7 +27,6 @@ from toys import (
 )
 
 from sparkdl.averager import Averager, AveragerAddress, AveragerClient
-from sparkdl.averager.connection import Connection
 from sparkdl.averager.events import RunEvent as Event
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
@@ -35,6 +34,7 @@ from sparkdl.feed.facts import DataFacts, ShardFacts
 from sparkdl.protocols import Segment
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
+from sparkdl.transport.connection import Connection
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAM = partial(torch.optim.Adam, lr=0.02)

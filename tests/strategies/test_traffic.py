@@ -11,9 +11,9 @@ from toys import classification, make_job, mlp
 from sparkdl.averager import channel
 from sparkdl.averager.center import Frames
 from sparkdl.averager.channel import Channel
-from sparkdl.averager.framing import VALUES_KIND, read_prefix
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
+from sparkdl.transport.framing import VALUES_KIND, read_prefix
 
 P = sum(parameter.numel() * 8 for parameter in mlp().parameters())
 """Bytes of the model in float64."""

@@ -1,0 +1,1 @@
+"""What the cluster has: slots, whose turn they are, GPUs, interfaces, jobs."""

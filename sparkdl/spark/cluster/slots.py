@@ -1,0 +1,265 @@
+"""How many tasks a cluster can run at once: all workers have to."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+
+from pyspark import SparkConf
+from pyspark.resource import ResourceProfile
+from pyspark.sql import SparkSession
+
+from sparkdl.errors import ConfigError
+from sparkdl.spark.cluster.gpus import GPUS_A_TASK, GPUS_AN_EXECUTOR
+
+EXECUTORS_START_S = 60.0
+"""Seconds to wait for executors that the configuration promises."""
+LAST_EXECUTOR_S = 5.0
+"""Seconds after which no further executor is expected, where the configuration does not say how
+many there will be."""
+OTHERS_END_S = 10.0
+"""Seconds to wait for other jobs to give slots back to workers that all have to start at once."""
+
+
+def count_slots(spark: SparkSession, profile: ResourceProfile | None = None) -> int:
+    """Tasks that the executors registered now can run at the same time.
+
+    Args:
+        spark: the session.
+        profile: what each task needs; what the session's settings say by default.
+    """
+    context = spark.sparkContext._jsc.sc()
+    profiles = context.resourceProfileManager()
+    if profile is None:
+        return int(context.maxNumConcurrentTasks(profiles.defaultResourceProfile()))
+    needed = profile._java_resource_profile
+    profiles.addResourceProfile(needed)
+    return int(context.maxNumConcurrentTasks(needed))
+
+
+def most_slots(spark: SparkSession, profile: ResourceProfile | None = None) -> float:
+    """Slots that there are, or that dynamic allocation would start for tasks that wait.
+
+    Args:
+        spark: the session.
+        profile: what each task needs; what the session's settings say by default.
+    """
+    slots = count_slots(spark, profile)
+    return slots if profile is not None else max(slots, _slots_on_demand(spark))
+
+
+def choose_num_workers(
+    spark: SparkSession,
+    wanted: int | None,
+    profile: ResourceProfile | None = None,
+    ranks_a_task: int = 1,
+) -> int:
+    """The number of workers: as wanted if there are slots for them, else as many as slots.
+
+    Executors may still be starting. What the configuration promises is waited for; where it does
+    not say (a standalone cluster with ``spark.cores.max`` alone), executors are, as long as they
+    keep registering.
+
+    Args:
+        spark: the session.
+        wanted: the user's ``numWorkers``; None for as many as there are slots.
+        profile: what each worker's task needs; what the session's settings say by default.
+        ranks_a_task: workers that each task is.
+
+    Raises:
+        ConfigError: more workers are wanted than the cluster has slots, or a part of a task's.
+    """
+    _refuse_speculation(spark)
+    if wanted is not None and wanted % ranks_a_task:
+        raise ConfigError(
+            f"numWorkers is {wanted}, but {GPUS_A_TASK} is {ranks_a_task}, and each task is one "
+            f"worker for each of its GPUs. Set numWorkers to a multiple of {ranks_a_task}, or "
+            f"{GPUS_A_TASK}=1"
+        )
+    tasks = None if wanted is None else wanted // ranks_a_task
+    slots = _wait_for_executors(spark, tasks, profile)
+    if wanted is None:
+        if slots < 1:
+            raise ConfigError(
+                f"the cluster has no free executor after {EXECUTORS_START_S:.0f} s, so no worker "
+                "can start. Check the cluster's resources in the Spark UI"
+                f"{_gpus_asked_for(spark)}"
+            )
+        return slots * ranks_a_task
+    one_gpu_each = profile is not None or ranks_a_task > 1
+    if one_gpu_each and wanted > most_slots(spark, profile) * ranks_a_task:
+        gpus = slots * ranks_a_task
+        raise ConfigError(
+            f"numWorkers is {wanted}, but the executors have {gpus} GPUs for tasks, and each "
+            f"worker uses one. Set numWorkers to at most {gpus}, add executors, or use "
+            "device='cpu'"
+        )
+    if not one_gpu_each and wanted > most_slots(spark):
+        raise ConfigError(
+            f"numWorkers is {wanted}, but the cluster has {slots} slots (tasks that run at the "
+            f"same time), and all workers must run at once. Set numWorkers to at most {slots}, "
+            "or add executors or cores (spark.executor.instances, spark.executor.cores; "
+            f"spark.task.cpus cores make one slot){_gpus_asked_for(spark)}"
+        )
+    return wanted
+
+
+def _wait_for_executors(
+    spark: SparkSession, wanted: int | None, profile: ResourceProfile | None
+) -> int:
+    """Slots, once there are as many as wanted, or no more are expected."""
+    promised = _promised_slots(spark, gpus=profile is not None)
+    most = float(spark.sparkContext.getConf().get("spark.cores.max") or "inf")
+    needed = min(wanted or math.inf, most if promised is None else promised)
+    deadline = time.monotonic() + EXECUTORS_START_S
+    slots = count_slots(spark, profile)
+    while slots < needed and time.monotonic() < deadline:
+        if promised is None and _seconds_since_last_executor(spark) > LAST_EXECUTOR_S:
+            break
+        time.sleep(0.05)
+        slots = count_slots(spark, profile)
+    return slots
+
+
+def _seconds_since_last_executor(spark: SparkSession) -> float:
+    """Since one has registered; 0 as long as there is none."""
+    known = spark.sparkContext._jsc.sc().statusStore().executorList(True)
+    found = [known.apply(index) for index in range(known.size())]
+    times = [one.addTime().getTime() / 1000 for one in found if one.id() != "driver"]
+    return time.time() - max(times) if times else 0.0
+
+
+def require_static_allocation(spark: SparkSession) -> None:
+    """Check that Spark can start all workers at once, which it does in barrier mode only.
+
+    Raises:
+        ConfigError: dynamic allocation is on, which barrier mode does not support.
+    """
+    conf = spark.sparkContext.getConf()
+    if (conf.get("spark.dynamicAllocation.enabled") or "false").lower() == "true":
+        raise ConfigError(
+            "spark.dynamicAllocation.enabled is true, and this strategy needs Spark's barrier "
+            "mode, which does not support it. Set it to false with a fixed number of executors "
+            "(spark.executor.instances), or use ParameterAveraging(), which does without"
+        )
+
+
+def require_free_slots(
+    spark: SparkSession,
+    needed: int,
+    profile: ResourceProfile | None = None,
+    ranks_a_task: int = 1,
+) -> None:
+    """Wait for slots that other jobs still hold, or that a lost executor had.
+
+    Spark would wait for a year, silently.
+
+    Args:
+        spark: the session.
+        needed: tasks that have to start at once.
+        profile: what each of them needs; what the session's settings say by default.
+        ranks_a_task: workers that each of them is, for messages.
+
+    Raises:
+        ConfigError: other jobs hold too many slots, or lost executors were not replaced.
+    """
+    executors_due = time.monotonic() + EXECUTORS_START_S
+    others_due = math.inf
+    who = f"{needed * ranks_a_task} workers have to start at once"
+    if ranks_a_task > 1:
+        who += f", {ranks_a_task} in each of {needed} tasks"
+    while True:
+        slots, running = count_slots(spark, profile), _count_running_tasks(spark)
+        if slots - running >= needed:
+            return
+        if slots >= needed:
+            others_due = min(others_due, time.monotonic() + OTHERS_END_S)
+        elif time.monotonic() >= executors_due:
+            raise ConfigError(
+                f"{who}, but the cluster has {slots} slots left, and no executor was started for "
+                f"one that was lost in {EXECUTORS_START_S:.0f} s. Look why in the Spark UI, add "
+                f"executors, or set numWorkers to at most {slots * ranks_a_task}"
+            )
+        if time.monotonic() >= others_due:
+            raise ConfigError(
+                f"{who}, but other jobs hold {running} of the cluster's {slots} slots and did not "
+                f"give them back in {OTHERS_END_S:.0f} s. Wait for them to end (the Spark UI shows "
+                f"them), set numWorkers to at most {max(0, slots - running) * ranks_a_task}, or "
+                "add executors"
+            )
+        time.sleep(0.1)
+
+
+def _count_running_tasks(spark: SparkSession) -> int:
+    # The scheduler's own count: that of the status tracker may be ten seconds old.
+    counts = spark.sparkContext._jsc.sc().taskScheduler().runningTasksByExecutors().valuesIterator()
+    running = 0
+    while counts.hasNext():
+        running += int(counts.next())
+    return running
+
+
+def _refuse_speculation(spark: SparkSession) -> None:
+    if (spark.sparkContext.getConf().get("spark.speculation") or "false").lower() == "true":
+        raise ConfigError(
+            "spark.speculation is on: Spark would start second copies of workers that it finds "
+            "slow. Set spark.speculation=false for this application"
+        )
+
+
+def _slots_on_demand(spark: SparkSession) -> float:
+    """Slots that dynamic allocation would start for tasks that wait."""
+    conf = spark.sparkContext.getConf()
+    if (conf.get("spark.dynamicAllocation.enabled") or "false").lower() != "true":
+        return 0
+    cpus = int(conf.get("spark.task.cpus", "1") or 1)
+    per_executor = min(
+        int(conf.get("spark.executor.cores", "1") or 1) // cpus,
+        _tasks_by_gpus(conf, one_each=False),
+    )
+    return float(conf.get("spark.dynamicAllocation.maxExecutors") or "inf") * per_executor
+
+
+def _tasks_by_gpus(conf: SparkConf, *, one_each: bool) -> float:
+    """Tasks for which an executor's GPUs suffice, each with one or with what the settings say."""
+    gpus = float(conf.get(GPUS_AN_EXECUTOR) or 0)
+    each = 1.0 if one_each else float(conf.get(GPUS_A_TASK) or 0)
+    if not each:
+        return math.inf
+    return gpus * (1 // each) if each < 1 else gpus // each
+
+
+def _gpus_asked_for(spark: SparkSession) -> str:
+    """What else a cluster must have for an executor to start; empty if nothing."""
+    gpus = spark.sparkContext.getConf().get(GPUS_AN_EXECUTOR)
+    return f". Each executor needs {gpus} GPUs ({GPUS_AN_EXECUTOR})" if gpus else ""
+
+
+def _promised_slots(spark: SparkSession, *, gpus: bool = False) -> int | None:
+    """Slots that the configuration says there will be once every executor has registered.
+
+    None where it does not say. Nothing is promised of executors that come and go on demand.
+    """
+    conf = spark.sparkContext.getConf()
+    cpus = int(conf.get("spark.task.cpus", "1") or 1)
+    at_most = _tasks_by_gpus(conf, one_each=gpus)
+
+    def slots_with(cores: int) -> int:
+        return int(min(cores // cpus, at_most))
+
+    local_cluster = re.fullmatch(
+        r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]", spark.sparkContext.master or ""
+    )
+    instances, cores_set = conf.get("spark.executor.instances"), conf.get("spark.executor.cores")
+    most = float(conf.get("spark.cores.max") or "inf")  # of standalone clusters; also of local ones
+    if local_cluster:
+        executors, cores = int(local_cluster[1]), int(local_cluster[2])
+        # Spark gives every executor one core more in turn, until there are no more to give.
+        each, over = divmod(int(min(most, executors * cores)), executors)
+        return over * slots_with(each + 1) + (executors - over) * slots_with(each)
+    master = spark.sparkContext.master or ""
+    if instances and (cores_set or not master.startswith("spark:")):
+        executors = int(min(int(instances), most // int(cores_set or 1)))
+        return executors * slots_with(int(cores_set or 1))
+    return 0 if master.startswith("local") or _slots_on_demand(spark) else None

@@ -1,0 +1,89 @@
+"""Runs of one application take turns when together they need more slots than there are.
+
+All workers of a run have to be there before any of them trains. Two runs that each got some of the
+slots would wait for each other's, so the second one starts when the first has ended. A tuner that
+fits several models at once (``CrossValidator(parallelism=4)``) need not know how many fit in.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from pyspark.resource import ResourceProfile
+from pyspark.sql import SparkSession
+
+from sparkdl.spark.cluster.slots import most_slots
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Seconds between two looks at how many slots there are; executors come and go."""
+
+
+class Turns:
+    """Who runs, and who waits, first come first served."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._running: dict[object, int] = {}
+        self._waiting: deque[object] = deque()
+
+    @contextmanager
+    def take(self, workers: int, count_slots: Callable[[], float]) -> Iterator[None]:
+        """Wait until there are slots enough beside the runs before, and hold them meanwhile.
+
+        Whether the cluster has as many at all is for the caller to know: with nobody before it a
+        run starts at once.
+
+        Args:
+            workers: slots that the run needs.
+            count_slots: how many there are, those taken included.
+        """
+        ticket = object()
+        with self._condition:
+            self._waiting.append(ticket)
+            try:
+                if not self._may_start(ticket, workers, count_slots):
+                    logger.warning(
+                        "%d workers wait until other runs of this application leave enough slots",
+                        workers,
+                    )
+                while not self._may_start(ticket, workers, count_slots):
+                    self._condition.wait(LOOK_S)
+                self._running[ticket] = workers
+            finally:
+                self._waiting.remove(ticket)
+                self._condition.notify_all()
+        try:
+            yield
+        finally:
+            with self._condition:
+                del self._running[ticket]
+                self._condition.notify_all()
+
+    def _may_start(self, ticket: object, workers: int, count_slots: Callable[[], float]) -> bool:
+        if self._waiting[0] is not ticket:
+            return False
+        taken = sum(self._running.values())
+        return not taken or taken + workers <= count_slots()
+
+
+_TURNS = Turns()
+"""Of this process's Spark application; there is never more than one."""
+
+
+def in_turn(
+    spark: SparkSession, workers: int, profile: ResourceProfile | None
+) -> AbstractContextManager[None]:
+    """Wait for the slots that a run needs, while other runs of this process hold them.
+
+    Args:
+        spark: the session.
+        workers: slots that the run needs, at most as many as the cluster can have.
+        profile: what each of them needs; None for what the session's settings say.
+    """
+    return _TURNS.take(workers, lambda: most_slots(spark, profile))

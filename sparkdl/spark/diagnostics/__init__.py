@@ -1,0 +1,1 @@
+"""What the driver learns of its workers: output, stacks, why they were lost."""

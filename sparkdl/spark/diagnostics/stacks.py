@@ -1,0 +1,137 @@
+"""What the workers are doing, asked from the driver: the stacks of all their threads.
+
+    driver                          worker
+    {"stacks": true}        ------>
+                            <------ {"stacks": text}
+
+The question travels on the connection that carries what a worker prints, and a thread that does
+nothing else answers it. A process that is stopped, or native code that holds Python's lock, cannot
+answer; for the latter ``kill -USR1`` on the worker's host writes its stacks to the executor's log.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
+
+ANSWER_S = 2.0
+"""Seconds that workers have to answer."""
+MAX_CHARACTERS = 20_000
+"""Of one worker's answer."""
+
+
+def describe_threads() -> str:
+    """The stacks of this process's threads but the calling one, the main thread's first."""
+    frames = sys._current_frames()
+    main = threading.main_thread()
+    threads = sorted(threading.enumerate(), key=lambda thread: (thread is not main, thread.name))
+    parts = []
+    for thread in threads:
+        if thread is not threading.current_thread() and thread.ident in frames:
+            lines = "".join(traceback.format_stack(frames[thread.ident]))
+            parts.append(f"thread {thread.name}, most recent call last:\n{lines}")
+    return "".join(parts).rstrip()[:MAX_CHARACTERS]
+
+
+def write_threads_on_signal() -> None:
+    """Write the stacks to this process's standard error at SIGUSR1, unless that is taken."""
+    if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and sys.__stderr__ is not None:
+        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True, chain=False)
+
+
+@dataclass
+class _Worker:
+    """One that can be asked."""
+
+    where: str
+    connection: Connection
+
+
+class Stacks:
+    """The driver's end: asks workers what they are doing. Any thread may."""
+
+    def __init__(self) -> None:
+        self._asking = threading.Lock()
+        self._condition = threading.Condition()
+        self._workers: dict[int, _Worker] = {}
+        self._answers: dict[int, str] = {}
+
+    @contextmanager
+    def of(self, rank: int, joined: Mapping[str, Any], connection: Connection) -> Iterator[None]:
+        """For as long as a worker is connected, let it be asked.
+
+        Args:
+            rank: the worker's.
+            joined: the header with which it joined, which has its host and process.
+            connection: leads to it.
+        """
+        where = f"rank {rank} on {joined.get('host')}, process {joined.get('pid')}"
+        worker = _Worker(where, connection)
+        with self._condition:
+            self._workers[rank] = worker
+        try:
+            yield
+        finally:
+            with self._condition:
+                if self._workers.get(rank) is worker:
+                    del self._workers[rank]
+                self._condition.notify_all()
+
+    def note(self, rank: int, text: str) -> None:
+        """Take a worker's answer."""
+        with self._condition:
+            self._answers[rank] = text[:MAX_CHARACTERS]
+            self._condition.notify_all()
+
+    def ask(self, ranks: Iterable[int] | None = None) -> str:
+        """Ask workers that are connected, and wait up to ``ANSWER_S`` for their answers.
+
+        Args:
+            ranks: whom to ask; everyone by default.
+
+        Returns:
+            Where each of them is; empty if none is connected.
+        """
+        with self._asking:
+            with self._condition:
+                self._answers.clear()
+                wanted = self._workers.keys() if ranks is None else set(ranks)
+                asked = {
+                    rank: self._workers[rank] for rank in sorted(wanted & self._workers.keys())
+                }
+            for worker in asked.values():
+                try:
+                    worker.connection.send_header({"stacks": True})
+                except (ConnectionLostError, SilenceError):
+                    continue  # it leaves at this moment
+            until = time.monotonic() + ANSWER_S
+            with self._condition:
+                self._condition.wait_for(
+                    lambda: asked.keys() & self._workers.keys() <= self._answers.keys(),
+                    timeout=until - time.monotonic(),
+                )
+                answers = dict(self._answers)
+                # Who has left meanwhile was not stuck.
+                stayed = [rank for rank in asked if rank in answers or rank in self._workers]
+        return "\n".join(self._tell(asked[rank].where, answers.get(rank)) for rank in stayed)
+
+    @staticmethod
+    def _tell(where: str, answer: str | None) -> str:
+        if answer is not None:
+            return f"{where}:\n{answer}"
+        process = where.rpartition(" ")[2]
+        return (
+            f"{where} did not answer within {ANSWER_S:g} s: it is stopped or cut off, or native "
+            f"code holds Python's lock; kill -USR1 {process} on its host writes its stacks to the "
+            "executor's log"
+        )

@@ -1,0 +1,164 @@
+"""Looks after a run from the driver: is Spark on its way to the workers, and who is stuck."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from py4j.protocol import Py4JError
+from pyspark import SparkContext
+
+from sparkdl.averager.server import Averager
+from sparkdl.errors import CollectiveError, DeadlineError
+from sparkdl.spark.cluster.run_jobs import RunJobs
+from sparkdl.spark.diagnostics.stacks import Stacks
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+"""Seconds between two looks."""
+LEAVE_S = 1.0
+"""Seconds for workers that are not stuck to leave."""
+
+
+class StageProgress(NamedTuple):
+    """How far Spark has come with a stage: its tasks, those that run, and those that are done."""
+
+    number: int
+    attempt: int
+    tasks: int
+    active: int
+    completed: int
+
+
+@contextmanager
+def watched(
+    averager: Averager, stacks: Stacks, context: SparkContext, jobs: RunJobs, tasks: int
+) -> Iterator[None]:
+    """Look after the workers of a run while it lasts.
+
+    The time until workers count as not started runs only while Spark does nothing for them: not
+    while a task runs that they need the results of, and anew when there is progress. The stacks of
+    a worker that is dropped for its silence are logged; an error that says who was waited for has
+    them as a note.
+
+    Args:
+        averager: of the run.
+        stacks: asks the workers.
+        context: Spark's.
+        jobs: the run's.
+        tasks: in which the workers run.
+    """
+    ended = threading.Event()
+    thread = threading.Thread(
+        target=_watch, args=(averager, stacks, context, jobs, tasks, ended), name="sparkdl-watchdog"
+    )
+    thread.daemon = True
+    thread.start()
+    try:
+        with stacks_on_signal(stacks):
+            yield
+    except (DeadlineError, CollectiveError) as error:
+        # The others were told to leave: who is still there is stuck.
+        time.sleep(LEAVE_S)
+        if told := stacks.ask():
+            error.add_note(f"Workers that have not left:\n{told}")
+        raise
+    finally:
+        ended.set()
+        thread.join(10 * INTERVAL_S)
+
+
+@contextmanager
+def stacks_on_signal(stacks: Stacks) -> Iterator[None]:
+    """At SIGUSR1 to this process write every worker's stacks to standard error.
+
+    A handler of the user's stays; outside of the main thread there can be none.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
+        yield
+        return
+
+    def write() -> None:
+        sys.stderr.write((stacks.ask() or "no worker is connected") + "\n")
+        sys.stderr.flush()
+
+    def on_signal(number: int, frame: object) -> None:
+        threading.Thread(target=write, name="sparkdl-stacks", daemon=True).start()
+
+    signal.signal(signal.SIGUSR1, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def _watch(
+    averager: Averager,
+    stacks: Stacks,
+    context: SparkContext,
+    jobs: RunJobs,
+    tasks: int,
+    ended: threading.Event,
+) -> None:
+    before: list[StageProgress] = []
+    seen = 0
+    while not ended.wait(INTERVAL_S):
+        if not averager.anyone_joined:
+            try:
+                now = progress(context, jobs)
+                if now != before or computes_upstream(context, now, tasks):
+                    averager.postpone_deadline()
+            except Py4JError as error:
+                logger.debug("Spark does not answer any more: %s", error)
+                return
+            before = now
+        dropped = averager.dropped
+        if told := stacks.ask(dropped[seen:]) if len(dropped) > seen else "":
+            logger.warning("a worker that was dropped is still there:\n%s", told)
+        seen = len(dropped)
+
+
+def progress(context: SparkContext, jobs: RunJobs) -> list[StageProgress]:
+    """How far Spark has come with the jobs of a run, by stage."""
+    tracker = context.statusTracker()
+    stages = {stage for job in jobs.infos() for stage in job.stageIds}
+    infos = [tracker.getStageInfo(stage) for stage in sorted(stages)]
+    return [
+        StageProgress(
+            info.stageId,
+            info.currentAttemptId,
+            info.numTasks,
+            info.numActiveTasks,
+            info.numCompletedTasks,
+        )
+        for info in infos
+        if info is not None
+    ]
+
+
+def computes_upstream(context: SparkContext, stages: Sequence[StageProgress], tasks: int) -> bool:
+    """Whether tasks run of which the workers need the results; a single one may take hours.
+
+    Args:
+        context: Spark's.
+        stages: of the run's jobs.
+        tasks: in which the workers run. Their own stage is one that feeds no shuffle and has as
+            many: who runs there and has not joined may hang.
+    """
+    return any(
+        stage.active and (stage.tasks != tasks or _feeds_a_shuffle(context, stage.number))
+        for stage in stages
+    )
+
+
+def _feeds_a_shuffle(context: SparkContext, stage: int) -> bool:
+    found = context._jsc.sc().dagScheduler().stageIdToStage().get(stage)
+    return bool(found.isDefined() and found.get().getClass().getSimpleName() == "ShuffleMapStage")

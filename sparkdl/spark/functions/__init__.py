@@ -1,0 +1,1 @@
+"""Functions and scripts of the user's own on every worker."""

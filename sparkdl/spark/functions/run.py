@@ -1,0 +1,342 @@
+"""``sparkdl.run``: a training function of the user's own on every worker, without torchrun."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+from pyspark.sql import DataFrame, SparkSession
+
+from sparkdl.errors import ConfigError, DataError, DeadlineError, SparkDLError, TrainingError
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.facts import NO_ROWS
+from sparkdl.feed.feed import FeedOptions
+from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
+from sparkdl.spark.cluster.network import network_of
+from sparkdl.spark.cluster.run_jobs import RunJobs
+from sparkdl.spark.cluster.slots import (
+    choose_num_workers,
+    require_free_slots,
+    require_static_allocation,
+)
+from sparkdl.spark.cluster.turns import in_turn
+from sparkdl.spark.diagnostics.board import JOIN_S, Board
+from sparkdl.spark.diagnostics.board_headers import Lines, Report
+from sparkdl.spark.diagnostics.console import driver_hosts, echoes, show
+from sparkdl.spark.diagnostics.watchdog import stacks_on_signal
+from sparkdl.spark.functions.script import Script
+from sparkdl.spark.functions.task import OUTPUT_DDL, Call, Feeding
+from sparkdl.spark.launch.launcher import (
+    JOB_END_S,
+    LEAVE_S,
+    Workers,
+    as_training_error,
+    rank_task,
+    run_on_rows,
+)
+from sparkdl.spark.rows.columns import input_column
+from sparkdl.spark.rows.converters import in_bytes, one_of, optional_whole, whole
+from sparkdl.spark.rows.declared import Declared, dtypes, names, shapes
+from sparkdl.spark.rows.partitions import known_partitions
+from sparkdl.spark.rows.scratch import STORE_PLACES
+from sparkdl.spark.session.encryption import (
+    encrypts_connections,
+    keeps_rows_in_memory,
+    require_trusted_network,
+)
+from sparkdl.spark.session.session import require_classic_session
+from sparkdl.spark.storage.hadoop_files import open_hadoop
+
+logger = logging.getLogger(__name__)
+
+RESULTS_S = 120.0
+"""Seconds for Spark to bring what the workers have returned, once all of them have finished."""
+
+OnReport = Callable[[int, Mapping[str, float]], None]
+"""(rank, numbers by name)."""
+
+
+def run(
+    train_fn: Callable[..., Any] | str,
+    *args: Any,
+    num_workers: int = 2,
+    device: str = "auto",
+    df: DataFrame | None = None,
+    columnShapes: dict[str, list[int]] | None = None,
+    columnDtypes: dict[str, str] | None = None,
+    imageCols: list[str] | None = None,
+    shuffleSeed: int = 0,
+    memoryBudget: int | None = None,
+    storeIn: str = "disk",
+    on_report: OnReport | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run a function on several workers at once, each in a Spark task, as ranks of one group.
+
+    A task that has several GPUs (``spark.task.resource.gpu.amount``) is as many workers, each in a
+    process of its own.
+
+    Every rank finds the environment that torchrun makes (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+    ``MASTER_ADDR``, ...), so ``torch.distributed.init_process_group("gloo")`` works as it is.
+    What the workers print appears in the driver, each line behind its rank.
+
+    Args:
+        train_fn: a function, or the path of a Python script.
+        *args: its arguments; those of a script are passed as ``sys.argv``.
+        num_workers: how many; a multiple of the GPUs a task, if those are several.
+        device: ``auto`` (a GPU where Spark assigns or torch sees one), ``cpu``, ``cuda`` or
+            ``cuda:N``; what ``sparkdl.current_worker().device`` says.
+        df: rows for the workers; ``sparkdl.current_worker().batches(size)`` gives each its part as
+            tensors, one for each column: integers as int64, fractions as float32. The rows are
+            spread evenly, unless there are as many partitions as workers: those stay as they are.
+        columnShapes: as the estimator's Param: the shape of one row by column, for nested arrays,
+            matrices, binary columns and images.
+        columnDtypes: as the estimator's Param: the tensor's dtype by column.
+        imageCols: as the estimator's Param: binary columns that hold encoded images.
+        shuffleSeed: of the orders in which the rows of ``df`` come; a ``seed`` is the function's.
+        memoryBudget: as the estimator's Param: MiB of its stored rows that a worker keeps mapped;
+            None for no limit.
+        storeIn: as the estimator's Param: where each worker keeps its rows, ``disk`` or ``memory``.
+        on_report: called in the driver with rank and numbers of each
+            ``sparkdl.current_worker().report(...)``; by default they are printed.
+        **kwargs: the function's arguments by name.
+
+    Returns:
+        What the function returned, by rank; None for each run of a script. Results come back as
+        pickles through Spark, as those of any PySpark function do.
+
+    Raises:
+        ConfigError: there is no session, too few slots, the script is not there, or Spark is to
+            encrypt or authenticate connections.
+        DataError: a column of ``df`` cannot become a tensor, or a row cannot.
+        WorkerError: the function raised on a worker; the message has the rank and its traceback.
+        WorkerLostError: a worker's process ended.
+        DeadlineError: the workers did not start, or what they returned did not arrive.
+    """
+    spark = df.sparkSession if df is not None else SparkSession.getActiveSession()
+    if spark is None:
+        raise ConfigError("there is no active Spark session; make one with sparkdl.create_session")
+    require_classic_session(spark)
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
+        raise ConfigError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
+    call = Call(_function(train_fn, kwargs), args, kwargs)
+    declared = Declared(shapes(columnShapes), dtypes(columnDtypes), names("imageCols")(imageCols))
+    keeping = _Keeping(shuffleSeed, memoryBudget, storeIn)
+    rows = None if df is None else _rows_of(df, declared, num_workers, device, keeping)
+    require_static_allocation(spark)
+    profile, ranks = gpu_profile(spark, device), ranks_a_task(spark, device)
+    choose_num_workers(spark, num_workers, profile, ranks)
+    require_trusted_network(spark, False, "what sparkdl.run calls")
+    tls = encrypts_connections(spark, False)
+    with (
+        in_turn(spark, num_workers // ranks, profile),
+        Board(num_workers, *driver_hosts(spark), tls=tls, open_uri=open_hadoop) as board,
+    ):
+        require_free_slots(spark, num_workers // ranks, profile, ranks)
+        job = _Job(spark, board, call, device, rows)
+        try:
+            with stacks_on_signal(board.stacks):
+                _watch(board, job, on_report or _show_report)
+        except SparkDLError:
+            job.end(patience_s=LEAVE_S)
+            raise
+        except BaseException:
+            job.end(patience_s=0.0)
+            raise
+        return job.results()
+
+
+@dataclass(frozen=True)
+class _Keeping:
+    """How the workers keep their rows, as the user said it."""
+
+    seed: int
+    memory_budget: int | None
+    store_in: str
+
+    def __post_init__(self) -> None:
+        whole("shuffleSeed")(self.seed)
+        optional_whole("memoryBudget", 1)(self.memory_budget)
+        one_of("storeIn", STORE_PLACES)(self.store_in)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A DataFrame for the workers, and what they do with it."""
+
+    workers: Workers
+    feeding: Feeding
+
+
+def _rows_of(
+    df: DataFrame, declared: Declared, num_workers: int, device: str, keeping: _Keeping
+) -> _Rows:
+    columns = tuple(input_column(df, name, "df") for name in df.columns)
+    if not columns:
+        raise DataError("df has no columns: there is nothing to feed")
+    declared.require_known(df.columns)
+    specs = tuple(declared.spec(c, c.default_dtype(torch.float32)) for c in columns)
+    for column, spec in zip(columns, specs, strict=True):
+        logger.info("column '%s' (%s) becomes %s", column.name, column.type_name, spec.dtype)
+    ranks = ranks_a_task(df.sparkSession, device)
+    workers = Workers(
+        frame=df,
+        columns=columns,
+        num_workers=num_workers,
+        repartition=known_partitions(df) != num_workers // ranks,
+        device=device,
+        description="",
+        network=network_of(df.sparkSession),
+        store_in=keeping.store_in,
+        ranks_a_task=ranks,
+    )
+    feeding = Feeding(
+        schema=FeedSchema(specs, label=(), by_name=True),
+        seed=keeping.seed,
+        options=FeedOptions(resident_bytes=in_bytes(keeping.memory_budget)),
+        in_memory=keeps_rows_in_memory(df.sparkSession, keeping.store_in),
+    )
+    return _Rows(workers, feeding)
+
+
+class _Job:
+    """The Spark job that runs the workers, in a thread of its own."""
+
+    def __init__(
+        self, spark: SparkSession, board: Board, call: Call, device: str, rows: _Rows | None
+    ) -> None:
+        self._spark = spark
+        self._profile = gpu_profile(spark, device)
+        ranks = ranks_a_task(spark, device)
+        self._tasks = board.world_size // ranks
+        self._input = rows
+        self._board = board
+        self._rows: list[Any] = []
+        self._error: SparkDLError | None = None
+        name = getattr(call.function, "__name__", getattr(call.function, "path", "a function"))
+        description = f"sparkdl: run {name} on {board.world_size} workers"
+        self._jobs = RunJobs(spark.sparkContext, description)
+        # The call is pickled by itself: what it imports may be missing on a worker, which is
+        # the user's to see.
+        feeding = None if rows is None else rows.feeding
+        payload = cloudpickle.dumps((network_of(spark), feeding, cloudpickle.dumps(call)))
+        self._task = rank_task(
+            "sparkdl.spark.functions.task:run_function_task",
+            (payload, astuple(board.address), device, echoes(spark)),
+            ranks,
+        )
+        self._thread = self._jobs.start(self._run)
+
+    @property
+    def ended(self) -> bool:
+        """Whether Spark has ended it."""
+        return not self._thread.is_alive()
+
+    @property
+    def makes_rows(self) -> bool:
+        """Whether Spark plans or computes the rows, which may take any time."""
+        if self._input is None:
+            return False
+        tracker = self._spark.sparkContext.statusTracker()
+        jobs = self._jobs.infos()
+        stages = [tracker.getStageInfo(stage) for job in jobs for stage in job.stageIds]
+        return not jobs or any(stage.numActiveTasks for stage in stages if stage)
+
+    def end(self, *, patience_s: float) -> None:
+        """Let the workers leave by themselves, then kill them."""
+        self._thread.join(patience_s)
+        if self._thread.is_alive():
+            self._jobs.cancel()
+            self._thread.join(JOB_END_S)
+
+    def results(self) -> list[Any]:
+        """What the ranks have returned.
+
+        Raises:
+            TrainingError: it was lost on its way.
+        """
+        if self._error is not None:
+            raise self._error
+        return [cloudpickle.loads(row.result) for row in sorted(self._rows, key=lambda r: r.rank)]
+
+    def _run(self) -> None:
+        try:
+            if self._input is None:
+                tasks = self._spark.range(0, self._tasks, 1, self._tasks)
+                self._rows = tasks.mapInArrow(
+                    self._task, OUTPUT_DDL, barrier=True, profile=self._profile
+                ).collect()
+            else:
+                workers, seed = self._input.workers, self._input.feeding.seed
+                self._rows = run_on_rows(workers, seed, self._task, OUTPUT_DDL, barrier=True)
+                if not self._rows:
+                    # Spark starts no task for what it finds to be empty while it plans.
+                    self._board.fail(DataError(NO_ROWS))
+            self._board.fail(
+                TrainingError("the Spark job ended before its workers did: one left without a word")
+            )
+        except Exception as error:  # whatever ends the Spark job ends the run
+            self._error = as_training_error(error)
+            self._board.fail(self._error)
+
+
+def _watch(board: Board, job: _Job, on_report: OnReport) -> None:
+    """Show what the workers print and report until all have finished, or one has failed."""
+    deadline = time.monotonic() + JOIN_S
+    results_due: float | None = None
+    while True:
+        try:
+            event = board.events.get(timeout=0.2)
+        except queue.Empty:
+            event = None
+        if isinstance(event, Lines):
+            show(event.rank, event.lines, event.left_out)
+        elif isinstance(event, Report):
+            on_report(event.rank, event.metrics)
+        elif board.failure is not None:
+            raise board.failure
+        elif board.finished:
+            if job.ended:
+                return
+            results_due = results_due or time.monotonic() + RESULTS_S
+            if time.monotonic() > results_due:
+                raise DeadlineError(
+                    f"all {board.world_size} workers have finished, but Spark's job did not bring "
+                    f"what they returned within {RESULTS_S:g} s. Is it very large? Write it to a "
+                    "file and return its path. Spark's UI says which tasks are left"
+                )
+        elif board.missing and job.makes_rows:
+            deadline = time.monotonic() + JOIN_S
+        elif board.missing and time.monotonic() > deadline:
+            raise DeadlineError(
+                f"rank {', '.join(map(str, board.missing))} of {board.world_size} workers did not "
+                f"start within {JOIN_S:g} s; all have to run at once: are other jobs using the "
+                "cluster? An executor that cannot reach the driver says so in its log"
+            )
+
+
+def _show_report(rank: int, metrics: Mapping[str, float]) -> None:
+    show(rank, [", ".join(f"{name} {value:g}" for name, value in metrics.items())], 0)
+
+
+def _function(
+    train_fn: Callable[..., Any] | str, kwargs: dict[str, Any]
+) -> Callable[..., Any] | Script:
+    if callable(train_fn):
+        return train_fn
+    path = Path(str(train_fn))
+    if not isinstance(train_fn, (str, Path)) or not path.is_file():
+        raise ConfigError(f"train_fn must be a function or the path of a script, got {train_fn!r}")
+    if kwargs:
+        raise ConfigError(
+            f"a script takes no arguments by name, but was given {', '.join(sorted(kwargs))}. "
+            "Pass them as text, for example '--lr=0.1'"
+        )
+    return Script(str(path.resolve()), path.read_bytes())

@@ -1,0 +1,272 @@
+"""What a worker of ``sparkdl.run`` does: make the surroundings that torchrun makes, and call."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import cloudpickle
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+
+from sparkdl.collective import Network
+from sparkdl.collective.group import (
+    ROLL_CALL_S,
+    environment,
+    is_of_backend,
+    leave_group,
+)
+from sparkdl.collective.rendezvous import Meeting, interface_settings, meet
+from sparkdl.eager import defer_compiler
+from sparkdl.errors import DataError, DisconnectedError, StoppedError
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.facts import check_facts
+from sparkdl.feed.feed import Feed, FeedOptions
+from sparkdl.spark.cluster.devices import choose_device
+from sparkdl.spark.diagnostics.board import JOIN_S, BoardAddress, BoardClient
+from sparkdl.spark.diagnostics.output import Output
+from sparkdl.spark.diagnostics.stacks import write_threads_on_signal
+from sparkdl.spark.functions.script import Script, run_script
+from sparkdl.spark.functions.worker import FedRows, FunctionWorker, working_as
+from sparkdl.spark.launch.assignment import Assignment
+from sparkdl.spark.rows.scratch import row_directory
+
+logger = logging.getLogger(__name__)
+
+OUTPUT_SCHEMA = pa.schema(
+    [pa.field("rank", pa.int64(), nullable=False), pa.field("result", pa.binary())]
+)
+OUTPUT_DDL = "rank bigint, result binary"
+STORE_TIMEOUT = timedelta(minutes=30)
+"""torch's own default for how long a rank waits for the others to form a group."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What every worker runs."""
+
+    function: Callable[..., Any] | Script
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feeding:
+    """How every worker feeds its rows.
+
+    Attributes:
+        schema: what the columns become.
+        seed: of the orders in which the rows come.
+        options: of the feed.
+        in_memory: who demands that rows are in memory; None if they may be on a disk.
+    """
+
+    schema: FeedSchema
+    seed: int
+    options: FeedOptions
+    in_memory: str | None
+
+
+def run_function_task(
+    payload: bytes,
+    address: tuple[str, int, str, str | None],
+    device: str,
+    echo: bool,
+    assigned: Assignment,
+    batches: Iterator[pa.RecordBatch],
+) -> Iterator[pa.RecordBatch]:
+    """Call the user's function as one of several ranks.
+
+    Args:
+        payload: the pickled ``Network``, the ``Feeding`` or None, and, pickled by itself, the
+            ``Call``.
+        address: the fields of the board's ``BoardAddress``.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        echo: whether what is printed is also written to this process's own streams.
+        assigned: the rank, its cores and its GPU.
+        batches: the rank's rows; without a ``Feeding`` they say nothing.
+
+    Yields:
+        The rank with the pickled result, or without if the run has failed; the driver knows why.
+
+    Raises:
+        DisconnectedError: the driver cannot be reached.
+    """
+    rank = assigned.rank
+    write_threads_on_signal()
+    torch.set_num_threads(assigned.cores)
+    result: bytes | None = None
+    try:
+        with BoardClient(BoardAddress(*address), rank, JOIN_S) as board:
+            groups: list[Any] = []
+            result = _report_errors(
+                board, rank, lambda: _serve(payload, board, assigned, device, echo, groups, batches)
+            )
+            groups.clear()  # now that an error's traceback is gone too
+    except DisconnectedError:
+        raise  # the driver knows nothing of this worker; Spark can tell it
+    except StoppedError as error:
+        logger.info("rank %d leaves: %s", rank, error)
+    yield pa.record_batch([pa.array([rank]), pa.array([result], pa.binary())], OUTPUT_SCHEMA)
+
+
+def _serve(
+    payload: bytes,
+    board: BoardClient,
+    assigned: Assignment,
+    device: str,
+    echo: bool,
+    groups: list[Any],
+    batches: Iterator[pa.RecordBatch],
+) -> bytes:
+    network, feeding, pickled_call = cloudpickle.loads(payload)
+    chosen = choose_device(device, assigned.gpu, assigned.rank)
+    defer_compiler()
+    leave_group()
+    with (
+        _rows(feeding, batches, board, assigned.rank, chosen) as rows,
+        _surroundings(network, board, assigned, chosen, rows),
+        Output(board.send_lines) as output,
+        output.capture(echo=echo),
+    ):
+        call: Call = cloudpickle.loads(pickled_call)
+        with _groups_held(groups):
+            result = cloudpickle.dumps(_call(call))
+            leave_group()
+        board.gather({})  # rank 0 keeps the store, which the others may still need
+    board.finish()
+    return bytes(result)
+
+
+@contextmanager
+def _rows(
+    feeding: Feeding | None,
+    batches: Iterator[pa.RecordBatch],
+    board: BoardClient,
+    rank: int,
+    device: str,
+) -> Iterator[FedRows | None]:
+    """Read the worker's rows, and learn of the others' whether all can be fed."""
+    if feeding is None:
+        for _ in batches:  # a Python process whose input was not read to its end is not used again
+            pass
+        yield None
+        return
+    with Feed(
+        feeding.schema,
+        batch_size=1,
+        seed=feeding.seed,
+        rank=rank,
+        directory=row_directory(feeding.in_memory),
+        device=device,
+        options=feeding.options,
+    ) as feed:
+        facts = board.gather_facts(feed.fill(batches))
+        check_facts(facts, feeding.schema.columns)
+        feed.settle([column.longest for column in facts.columns])
+        yield FedRows(feed, facts.shard_rows)
+
+
+def _report_errors(board: BoardClient, rank: int, body: Callable[[], bytes]) -> bytes | None:
+    try:
+        return body()
+    except StoppedError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, RuntimeError) and is_of_backend(error):
+            # Whoever broke the exchange speaks first, if it can: its error says more.
+            time.sleep(ROLL_CALL_S)
+        text = "".join(traceback.format_exception(error)).rstrip()
+        what = f"rank {rank} on {socket.gethostname()}: {type(error).__name__}: {error}"
+        if isinstance(error, DataError):
+            board.report_failure(str(error), text, of_data=True)
+        else:
+            board.report_failure(f"{what}\n\n{text}", text)
+        leave_group()
+        return None
+
+
+@contextmanager
+def _surroundings(
+    network: Network,
+    board: BoardClient,
+    assigned: Assignment,
+    device: str,
+    rows: FedRows | None,
+) -> Iterator[None]:
+    """The variables that torchrun sets, a store behind them, and ``current_worker``."""
+    met = meet(assigned.rank, board.gather, device=device, network=network, timeout=STORE_TIMEOUT)
+    settings = {
+        **_torchrun_variables(met),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(assigned.cores)),
+        **interface_settings(torch.device(device), met.address),
+    }
+    worker = FunctionWorker(met, device, board, rows, gpu=assigned.gpu)
+    with environment(settings), working_as(worker):
+        yield
+
+
+def _torchrun_variables(met: Meeting) -> dict[str, str]:
+    hosts = list(dict.fromkeys(met.hosts))
+    return {
+        "MASTER_ADDR": met.master[0],
+        "MASTER_PORT": str(met.master[1]),
+        "RANK": str(met.rank),
+        "WORLD_SIZE": str(met.world_size),
+        "LOCAL_RANK": str(met.local_rank),
+        "LOCAL_WORLD_SIZE": str(met.local_world_size),
+        "GROUP_RANK": str(hosts.index(met.hosts[met.rank])),
+        "GROUP_WORLD_SIZE": str(len(hosts)),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(met.rank),
+        "ROLE_WORLD_SIZE": str(met.world_size),
+        "TORCHELASTIC_RUN_ID": "sparkdl",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        # The store is there already, on a port that nobody can take any more.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+@contextmanager
+def _groups_held(held: list[Any]) -> Iterator[None]:
+    """Put every process group that the user makes into ``held``, to outlive the user's models.
+
+    A model wrapped by DDP that is the last to hold its group ends it with Python's lock held, which
+    gloo's threads may want first; the user's models go when the function returns.
+    """
+
+    def holding(make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def made(*args: Any, **kwargs: Any) -> Any:
+            group = make(*args, **kwargs)
+            held.append(dist.group.WORLD if group is None else group)
+            return group
+
+        return made
+
+    before = {name: getattr(dist, name) for name in ("init_process_group", "new_group")}
+    for name, make in before.items():
+        setattr(dist, name, holding(make))
+    try:
+        yield
+    finally:
+        for name, make in before.items():
+            setattr(dist, name, make)
+
+
+def _call(call: Call) -> Any:
+    if isinstance(call.function, Script):
+        run_script(call.function, [str(argument) for argument in call.args])
+        return None
+    return call.function(*call.args, **call.kwargs)

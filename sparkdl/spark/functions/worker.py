@@ -1,0 +1,284 @@
+"""What a function run by ``sparkdl.run`` finds: its place among the workers, its rows, the driver.
+
+The workers' rows may be unequal, and a loop of DistributedDataParallel hangs if one worker takes a
+step more than another. So all take the same number of steps: as many as the worker with the most
+rows needs, and every worker spreads its own rows over them. Nothing is repeated or left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pyspark import SparkContext
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sparkdl.checkpoint.state_files import load_state, save_state
+from sparkdl.checkpoint.storage import CheckpointStore
+from sparkdl.collective.rendezvous import Meeting
+from sparkdl.errors import ConfigError
+from sparkdl.feed.feed import Feed
+from sparkdl.feed.shuffle import even_sizes
+from sparkdl.spark.diagnostics.board import BoardClient
+from sparkdl.spark.storage.driver_files import open_through
+from sparkdl.spark.storage.hadoop_files import open_hadoop
+
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - an optimizer
+
+
+@dataclass(frozen=True)
+class FedRows:
+    """A worker's rows of the DataFrame.
+
+    Attributes:
+        feed: has them in its store.
+        shard_rows: how many each worker has, by rank.
+    """
+
+    feed: Feed
+    shard_rows: tuple[int, ...]
+
+
+class FunctionWorker:
+    """Where a function run by ``sparkdl.run`` finds itself.
+
+    Attributes:
+        rank: from 0 to ``world_size - 1``.
+        world_size: number of workers.
+        local_rank: this worker's position among those of its host.
+        local_world_size: number of workers on its host.
+        device: the torch device to use, for example ``cpu`` or ``cuda:0``.
+        gpu: the address of the GPU that Spark has assigned to this worker, as Spark says it; None
+            if it has assigned none.
+    """
+
+    def __init__(
+        self,
+        met: Meeting,
+        device: str,
+        board: BoardClient,
+        rows: FedRows | None = None,
+        *,
+        gpu: str | None = None,
+    ) -> None:
+        self.rank = met.rank
+        self.world_size = met.world_size
+        self.local_rank = met.local_rank
+        self.local_world_size = met.local_world_size
+        self.device = device
+        self.gpu = gpu
+        self._board = board
+        self._rows = rows
+        self._epochs = itertools.count(1)
+        self._share = 1 / met.world_size
+        self._stores: dict[str, CheckpointStore] = {}
+        self._held = ExitStack()
+
+    def batches(self, batch_size: int) -> Batches:
+        """Minibatches of this worker's rows of ``df``, each a dict of tensors by column.
+
+        Every pass over the result is an epoch: each row once, in an order of its own. All workers
+        get equally many minibatches, so that their steps match: the worker with the most rows gets
+        them full, the others fewer rows in each, of the same number give or take one. Only where a
+        worker has fewer rows than there are steps are some of its minibatches empty.
+
+        Args:
+            batch_size: the most rows of one.
+
+        Returns:
+            What a ``for`` loop takes; its ``len`` is the number of steps an epoch.
+
+        Raises:
+            ConfigError: ``run`` was called without ``df``, or the size is no whole number >= 1.
+        """
+        if self._rows is None:
+            raise ConfigError("there are no rows: give sparkdl.run a DataFrame, df=...")
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ConfigError(f"batch_size must be a whole number >= 1, got {batch_size!r}")
+        return Batches(self._rows, batch_size, self.rank, self._epochs, self._set_share)
+
+    def wrap(
+        self, model: nn.Module, optimizer: O, **options: Any
+    ) -> tuple[DistributedDataParallel, O]:
+        """Put a model on this worker's device and have the workers reduce its gradients.
+
+        All workers start from rank 0's parameters and buffers. Gradients become the mean over the
+        rows of all workers' current minibatches, whatever each has of them: with a loss that is a
+        mean over the minibatch, training is single-process training on all of them. Where several
+        backwards make one step (``no_sync``), the last minibatches say how workers are weighed.
+
+        Joins the default process group if the function has not: NCCL on GPUs, gloo on CPUs.
+
+        Args:
+            model: the same on every worker but for the values.
+            optimizer: of the model's parameters.
+            **options: more arguments of DistributedDataParallel.
+
+        Returns:
+            The model to train, and the optimizer with its state where the model is.
+        """
+        device = torch.device(self.device)
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        wrapped = DistributedDataParallel(
+            model.to(device), device_ids=[device] if device.type == "cuda" else None, **options
+        )
+        wrapped.register_comm_hook(None, lambda _, bucket: self._add_up(bucket.buffer()))
+        optimizer.load_state_dict(optimizer.state_dict())  # moves it to the parameters
+        return wrapped, optimizer
+
+    def report(self, **metrics: float | Tensor) -> None:
+        """Tell the driver some numbers: it prints them behind the rank, or calls ``on_report``.
+
+        Args:
+            **metrics: numbers or tensors of one element, by name.
+
+        Raises:
+            ConfigError: a value is no number.
+        """
+        try:
+            numbers = {
+                name: float(value.detach() if isinstance(value, Tensor) else value)
+                for name, value in metrics.items()
+            }
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"report takes numbers, got {metrics!r}: {error}") from error
+        self._board.send_report(numbers)
+
+    def save_checkpoint(self, path: str, state: Mapping[str, Any], *, keep_last: int = 2) -> None:
+        """Save rank 0's state, all of it or nothing; every worker has to call this.
+
+        It returns once the checkpoint is there for everyone; ``sparkdl.load_checkpoint`` reads it.
+
+        Args:
+            path: a directory that the workers which load it see: a path, or a URI that pyarrow.fs
+                takes (``s3://bucket/run``). What it cannot open on a worker, ``hdfs://`` for
+                example, the driver opens by Hadoop, and the state travels through it.
+            state: by name: modules, optimizers and whatever else has a ``state_dict``, tensors,
+                numbers, texts, and lists and dicts of those.
+            keep_last: how many checkpoints to keep there.
+
+        Raises:
+            ConfigError: the directory cannot be used, another process saves there, or a value
+                cannot be saved without pickle.
+            CheckpointError: the file system refuses.
+        """
+        if self.rank == 0:
+            save_state(self._store(path, keep_last), state)
+        self._board.gather({})
+
+    def _load(self, path: str) -> dict[str, Any] | None:
+        return load_state(path, open_elsewhere=open_through(self._board.ask_for_files))
+
+    def close(self) -> None:
+        """Let others save where this worker has saved checkpoints."""
+        self._held.close()
+
+    def _store(self, path: str, keep_last: int) -> CheckpointStore:
+        if path not in self._stores:
+            opens = open_through(self._board.ask_for_files)
+            store = CheckpointStore(path, keep_last=keep_last, open_elsewhere=opens)
+            self._held.enter_context(store.held())
+            self._stores[path] = store
+        self._stores[path].keep_last = keep_last
+        return self._stores[path]
+
+    def _set_share(self, share: float) -> None:
+        self._share = share
+
+    def _add_up(self, gradients: Tensor) -> torch.futures.Future[Tensor]:
+        """DDP's communication hook: sum_r share_r * gradient_r, shares adding up to 1."""
+        if self._share:
+            gradients.mul_(self._share)
+        else:
+            gradients.zero_()  # the mean over no rows is NaN
+        future = dist.all_reduce(gradients, async_op=True).get_future()
+        return cast("torch.futures.Future[Tensor]", future.then(lambda reduced: reduced.value()[0]))
+
+
+class Batches:
+    """A worker's minibatches, epoch after epoch; see ``FunctionWorker.batches``."""
+
+    def __init__(
+        self,
+        rows: FedRows,
+        batch_size: int,
+        rank: int,
+        epochs: Iterator[int],
+        on_share: Callable[[float], None],
+    ) -> None:
+        self._feed = rows.feed
+        self._shard_rows = np.array(rows.shard_rows, dtype=np.int64)
+        self._steps = -(-max(rows.shard_rows) // batch_size)
+        self._rank = rank
+        self._epochs = epochs
+        self._on_share = on_share
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        with closing(self._feed.even_epoch(next(self._epochs), self._steps)) as batches:
+            for step, batch in enumerate(batches):
+                sizes = even_sizes(self._shard_rows, step, self._steps)
+                self._on_share(float(sizes[self._rank] / sizes.sum()))
+                yield cast("dict[str, Tensor]", batch.features)
+            self._on_share(1 / len(self._shard_rows))
+
+
+_current: FunctionWorker | None = None
+
+
+def current_worker() -> FunctionWorker:
+    """The worker that runs the calling function.
+
+    Raises:
+        ConfigError: the caller does not run under ``sparkdl.run``.
+    """
+    if _current is None:
+        raise ConfigError(
+            "there is no worker here: current_worker() is for functions that sparkdl.run calls "
+            "on the executors"
+        )
+    return _current
+
+
+def load_checkpoint(path: str) -> dict[str, Any] | None:
+    """The newest state that ``save_checkpoint`` has written there, tensors on the CPU.
+
+    Works in the driver and in a training function alike.
+
+    Args:
+        path: the directory that was given to ``save_checkpoint``.
+
+    Returns:
+        What was saved, of modules and optimizers the ``state_dict``; None if there is nothing.
+
+    Raises:
+        ConfigError: the directory cannot be used, or holds checkpoints of another kind.
+        CheckpointError: it cannot be read.
+    """
+    if _current is not None:
+        return _current._load(path)
+    # Without a session it would start one.
+    has_session = SparkContext._active_spark_context is not None
+    return load_state(path, open_elsewhere=open_hadoop if has_session else None)
+
+
+@contextmanager
+def working_as(worker: FunctionWorker) -> Iterator[None]:
+    """Have ``current_worker`` return this one."""
+    global _current
+    _current = worker
+    try:
+        yield
+    finally:
+        _current = None
+        worker.close()

@@ -1,0 +1,1 @@
+"""Starting workers in Spark's tasks, and the first code that runs there."""

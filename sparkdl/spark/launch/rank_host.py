@@ -1,0 +1,254 @@
+"""Several ranks in one task: a process for each, fed with its share of the task's rows.
+
+    task's process                      process of a rank (``rank_process.py``)
+    what to call, pickled       ------>
+    b"R" and an Arrow stream    ------> its rows, if the task has any
+    b"E"                        ------> there are no more
+                                <------ the answer, pickled: record batches, or a traceback
+
+Each pair speaks over a socket pair of its own. A rank's process ends with the task's, however that
+ends: the kernel sees to it. Nothing here knows Spark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from sparkdl.errors import TrainingError, WorkerLostError
+from sparkdl.feed.columns import ORDER_COLUMN
+
+ROWS = b"R"
+END = b"E"
+LOOK_S = 0.5
+"""Seconds between two looks at who has ended without a word."""
+EXIT_S = 5.0
+"""Seconds for a process that has answered to end by itself."""
+
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from sparkdl.spark.launch.rank_process import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCall:
+    """What the process of one rank does.
+
+    Attributes:
+        rank: the rank's number, for messages.
+        entry: ``module:function``, called with ``*arguments`` and an iterator of record batches;
+            yields record batches.
+        arguments: what can be pickled.
+        environment: variables to set in the process before it imports anything.
+    """
+
+    rank: int
+    entry: str
+    arguments: tuple[Any, ...] = field(repr=False)  # the job's token is among them
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def host_ranks(
+    calls: Sequence[RankCall], batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """Run ranks side by side, each in a process of its own, until all have ended.
+
+    Args:
+        calls: what each does; the ranks of one task in their order.
+        batches: the task's rows, dealt to the ranks by ``shares``.
+
+    Yields:
+        What all of them yield, in the order of the ranks.
+
+    Raises:
+        WorkerLostError: a process ended without an answer; the others are ended too, because the
+            task has to read its rows anew.
+        TrainingError: a function raised; the message has its traceback.
+    """
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(_Rank(call)) for call in calls]
+        _deal(batches, ranks)
+        _collect(ranks)
+    for rank in ranks:
+        yield from rank.answer or ()
+
+
+def shares(batch: pa.RecordBatch, ranks: int, before: int) -> list[pa.RecordBatch]:
+    """Cut a record batch into the rows of each rank, the same ones in every run.
+
+    By ``ORDER_COLUMN``, a hash, in whatever order rows arrive: each rank gets about as many. Rows
+    without it arrive in the same order every time, and each rank gets one in turn.
+
+    Args:
+        batch: the rows.
+        ranks: how many.
+        before: rows of the task that came before.
+    """
+    if ORDER_COLUMN in batch.schema.names:
+        places = batch.column(ORDER_COLUMN).to_numpy().view(np.uint64)
+    else:
+        places = np.arange(before, before + batch.num_rows, dtype=np.uint64)
+    owners = places % np.uint64(ranks)
+    return [batch.take(np.flatnonzero(owners == index)) for index in range(ranks)]
+
+
+class _Rank:
+    """The process of one rank, seen from the task's; a context manager that ends it."""
+
+    def __init__(self, call: RankCall) -> None:
+        self.answer: list[pa.RecordBatch] | None = None
+        self._call = call
+        self.line, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-c", _START),
+                    *(str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **call.environment},
+                # As under torchrun: Linux shares the cores among sessions first, threads of several
+                # ranks in one session keep each other waiting.
+                start_new_session=True,
+            )
+        self._input, self._output = self.line.makefile("wb"), self.line.makefile("rb")
+        self._rows: pa.RecordBatchStreamWriter | None = None
+
+    def __enter__(self) -> _Rank:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Before its line is closed, which it would take for the end of its rows.
+        if kind is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(EXIT_S)
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        for each in (self._output, self.line):
+            each.close()
+        with contextlib.suppress(OSError):  # what it did not read
+            self._input.close()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is gone."""
+        return self._process.poll() is not None
+
+    def call(self) -> None:
+        """Say what to do."""
+        self._tell(
+            lambda: pickle.dump((self._call.entry, self._call.arguments), self._input, protocol=5)
+        )
+
+    def put(self, batch: pa.RecordBatch) -> None:
+        """Hand over rows."""
+        if batch.num_rows:
+            self._tell(lambda: self._rows_like(batch).write_batch(batch))
+
+    def end(self) -> None:
+        """Say that there are no more rows."""
+
+        def write() -> None:
+            if self._rows is not None:
+                self._rows.close()
+            self._input.write(END)
+
+        self._tell(write)
+
+    def receive(self) -> None:
+        """Wait for its answer.
+
+        Raises:
+            WorkerLostError: it has ended without one.
+            TrainingError: its function raised.
+        """
+        try:
+            answer = pickle.load(self._output)  # of a process of our own
+        except (EOFError, OSError, pickle.UnpicklingError):
+            raise self.lost() from None
+        if isinstance(answer, str):
+            raise TrainingError(f"rank {self._call.rank} on {socket.gethostname()}: {answer}")
+        self.answer = answer
+
+    def lost(self) -> WorkerLostError:
+        """The error that says how its process ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(EXIT_S)
+        code = self._process.returncode
+        if code is None:
+            how = "has closed its connection"
+        elif code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+        else:
+            how = f"left with code {code}"
+        return WorkerLostError(
+            f"the process {self._process.pid} of rank {self._call.rank} on "
+            f"{socket.gethostname()} {how}"
+        )
+
+    def _rows_like(self, batch: pa.RecordBatch) -> pa.RecordBatchStreamWriter:
+        if self._rows is None:
+            self._input.write(ROWS)
+            self._rows = pa.ipc.new_stream(self._input, batch.schema)
+        return self._rows
+
+    def _tell(self, write: Callable[[], object]) -> None:
+        """Write, but not to one that has answered; find out why one does not listen any more."""
+        if self.answer is not None:
+            return
+        try:
+            write()
+            self._input.flush()
+        except (BrokenPipeError, ConnectionResetError):
+            self.receive()
+
+
+def _deal(batches: Iterable[pa.RecordBatch], ranks: Sequence[_Rank]) -> None:
+    for rank in ranks:
+        rank.call()
+    before = 0
+    for batch in batches:
+        for rank, share in zip(ranks, shares(batch, len(ranks), before), strict=True):
+            rank.put(share)
+        before += batch.num_rows
+        if all(rank.answer is not None for rank in ranks):
+            break
+    for rank in ranks:
+        rank.end()
+
+
+def _collect(ranks: Sequence[_Rank]) -> None:
+    waiting = {rank.line: rank for rank in ranks if rank.answer is None}
+    while waiting:
+        # Asked for first: who has answered may end at once. A process that it has started may
+        # keep the line open after its end.
+        ended = [line for line, rank in waiting.items() if rank.has_ended]
+        ready = multiprocessing.connection.wait(list(waiting), 0 if ended else LOOK_S)
+        for line in [each for each in waiting if each in ready]:
+            waiting.pop(line).receive()
+        for line in ended:
+            if line in waiting:
+                raise waiting[line].lost()

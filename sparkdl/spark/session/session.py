@@ -1,0 +1,111 @@
+"""Sessions set up for training: the right Python on the executors, and Java found or asked for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from pyspark.sql import DataFrame, SparkSession
+
+from sparkdl.errors import ConfigError, SetupError
+from sparkdl.spark.session.class_archive import archive_settings
+
+# A training job may live for seconds; on two cores a sixth of the time of its first Spark job goes
+# into optimizing code that ran a few thousand times. Ten times later is soon enough.
+_COMPILE_LATER = " ".join(
+    (
+        "-XX:Tier4InvocationThreshold=50000",
+        "-XX:Tier4MinInvocationThreshold=6000",
+        "-XX:Tier4CompileThreshold=150000",
+        "-XX:Tier4BackEdgeThreshold=400000",
+    )
+)
+
+DEFAULTS = {
+    "spark.driver.defaultJavaOptions": _COMPILE_LATER,
+    "spark.executor.defaultJavaOptions": _COMPILE_LATER,
+    # A bar of our own shows progress; Spark's would write over it.
+    "spark.ui.showConsoleProgress": "false",
+    # Workers wait for each other: a task that waits 3 s for a better place makes all wait.
+    "spark.locality.wait": "0s",
+    "spark.sql.execution.arrow.pyspark.enabled": "true",
+}
+
+
+def create_session(
+    app_name: str = "sparkdl",
+    master: str | None = None,
+    conf: Mapping[str, str] | None = None,
+) -> SparkSession:
+    """Create (or get) a Spark session whose executors run this Python.
+
+    Where ``sparkdl-prepare`` was run on this machine, the session starts in half the time.
+
+    Args:
+        app_name: shown in the Spark UI.
+        master: for example ``local[2]`` or ``local-cluster[2,1,2048]``; by default what
+            spark-submit or spark-defaults.conf says, else ``local[*]``.
+        conf: further Spark settings; they win over the defaults made here.
+
+    Raises:
+        SetupError: there is no Java.
+    """
+    java = find_java()
+    # Without it executors start whatever `python3` is on their PATH.
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    builder = SparkSession.builder.appName(app_name)
+    if master is not None:
+        builder = builder.master(master)
+    settings = dict(DEFAULTS)
+    for key, option in archive_settings(java, master).items():
+        settings[key] += f" {option}"
+    for key, value in {**settings, **(conf or {})}.items():
+        builder = builder.config(key, value)
+    return builder.getOrCreate()
+
+
+def require_classic_session(owner: DataFrame | SparkSession) -> None:
+    """Check that the driver itself runs Spark, for the averager lives beside it.
+
+    Args:
+        owner: the session, or a DataFrame of it.
+
+    Raises:
+        ConfigError: it is a Spark Connect session.
+    """
+    if not hasattr(owner, "_jdf") and not hasattr(owner, "_jsparkSession"):
+        what = "the DataFrame belongs to" if isinstance(owner, DataFrame) else "this is"
+        raise ConfigError(
+            f"{what} a Spark Connect session, whose driver is another machine; "
+            "sparkdl needs to run in the driver. Submit the job with spark-submit, or create the "
+            "session with sparkdl.create_session()"
+        )
+
+
+def find_java() -> Path:
+    """The Java that Spark will find to run on.
+
+    Raises:
+        SetupError: it will not; the message says what to install.
+    """
+    home = os.environ.get("JAVA_HOME")
+    if home:
+        program = Path(home) / "bin" / "java"
+        if program.exists():
+            return program
+        raise SetupError(
+            f"JAVA_HOME is {home}, but there is no bin/java in it. Point it at a Java 17 or 21 "
+            "installation, or unset it"
+        )
+    found = shutil.which("java")
+    if found is None:
+        raise SetupError(
+            "Spark needs Java 17 or 21, and no `java` was found on PATH (JAVA_HOME is not set). "
+            "Install it: `apt-get install openjdk-17-jre-headless` (Debian, Ubuntu), "
+            "`dnf install java-17-openjdk-headless` (Fedora, RHEL), `brew install openjdk@17` "
+            "(macOS), or `conda install openjdk=17`"
+        )
+    return Path(found)

@@ -1,0 +1,1 @@
+"""Connections between workers and driver: reached, proved, encrypted, framed, with deadlines."""

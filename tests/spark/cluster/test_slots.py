@@ -1,0 +1,168 @@
+"""How many workers a cluster can run at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from frames import estimator, frame
+from pyspark.sql import SparkSession
+
+from sparkdl.errors import ConfigError
+from sparkdl.spark.cluster import slots
+from sparkdl.spark.cluster.slots import (
+    _promised_slots,
+    _seconds_since_last_executor,
+    _wait_for_executors,
+    choose_num_workers,
+    count_slots,
+    require_free_slots,
+)
+from sparkdl.spark.rows.partitions import known_partitions
+
+EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
+TASK_GPUS = "spark.task.resource.gpu.amount"
+
+
+def test_no_wish_means_every_slot(spark: SparkSession) -> None:
+    assert choose_num_workers(spark, None) == 3
+
+
+def test_slots_are_the_cores_of_all_executors(spark: SparkSession) -> None:
+    assert choose_num_workers(spark, 3) == 3  # waits for executors that are still starting
+    assert count_slots(spark) == 3
+
+
+def test_a_wish_within_the_slots_is_granted(spark: SparkSession) -> None:
+    assert [choose_num_workers(spark, wanted) for wanted in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_a_wish_beyond_the_slots_is_refused_at_once_with_both_numbers(spark: SparkSession) -> None:
+    with pytest.raises(ConfigError, match=r"numWorkers is 9, but the cluster has 3 slots"):
+        choose_num_workers(spark, 9)
+
+
+def test_executors_that_were_lost_and_not_replaced_are_an_error_with_numbers(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "EXECUTORS_START_S", 0.2)
+    with pytest.raises(ConfigError, match=r"4 workers .* the cluster has 3 slots left, .* lost"):
+        require_free_slots(spark, 4)
+
+
+@pytest.mark.parametrize(
+    ("master", "conf", "slots"),
+    [
+        ("local-cluster[3,2,1024]", {}, 6),
+        ("local-cluster[3,2,1024]", {"spark.task.cpus": "2"}, 3),
+        ("local-cluster[3,2,1024]", {"spark.cores.max": "4"}, 4),
+        ("local-cluster[3,2,1024]", {"spark.cores.max": "40"}, 6),
+        ("local-cluster[3,2,1024]", {"spark.cores.max": "4", "spark.task.cpus": "2"}, 1),
+        ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "4", TASK_GPUS: "2"}, 6),
+        ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "5", TASK_GPUS: "2"}, 6),
+        ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "2", TASK_GPUS: "0.4"}, 12),
+        ("local-cluster[3,1,1024]", {EXECUTOR_GPUS: "4", TASK_GPUS: "2"}, 3),
+        ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "4"}, 24),
+        ("spark://h:7077", {"spark.executor.instances": "4", "spark.executor.cores": "3"}, 12),
+        (
+            "spark://h:7077",
+            {
+                "spark.executor.instances": "4",
+                "spark.executor.cores": "3",
+                "spark.cores.max": "8",
+            },
+            6,
+        ),
+        ("spark://h:7077", {"spark.cores.max": "8"}, None),
+        ("spark://h:7077", {"spark.executor.instances": "4"}, None),
+        ("yarn", {"spark.executor.instances": "4"}, 4),
+        ("yarn", {}, None),
+        ("yarn", {"spark.dynamicAllocation.enabled": "true"}, 0),
+        ("local[4]", {}, 0),
+    ],
+)
+def test_what_the_configuration_promises_is_never_more_than_cores_max(
+    master: str, conf: dict[str, str], slots: int | None
+) -> None:
+    context = SimpleNamespace(master=master, getConf=lambda: conf)
+    session: Any = SimpleNamespace(sparkContext=context)
+    assert _promised_slots(session) == slots
+
+
+@pytest.mark.parametrize(("wanted", "waited"), [(None, 3), (2, 2), (9, 3)])
+def test_where_nothing_is_promised_executors_are_waited_for_while_they_register(
+    monkeypatch: pytest.MonkeyPatch, wanted: int | None, waited: int
+) -> None:
+    """One of one core every 0.2 s, three in all, of at most eight."""
+    started = time.monotonic()
+
+    def registered(*_: object) -> int:
+        return min(3, int((time.monotonic() - started) / 0.2))
+
+    def since_last(_: object) -> float:
+        return time.monotonic() - started - 0.2 * registered() if registered() else 0.0
+
+    monkeypatch.setattr(slots, "LAST_EXECUTOR_S", 0.4)
+    monkeypatch.setattr(slots, "count_slots", registered)
+    monkeypatch.setattr(slots, "_seconds_since_last_executor", since_last)
+    context = SimpleNamespace(master="spark://h:7077", getConf=lambda: {"spark.cores.max": "8"})
+    session: Any = SimpleNamespace(sparkContext=context)
+    assert _wait_for_executors(session, wanted, None) == waited
+
+
+def test_the_last_executor_of_a_session_registered_some_time_ago(spark: SparkSession) -> None:
+    choose_num_workers(spark, 3)
+    time.sleep(0.1)
+    age = _seconds_since_last_executor(spark)
+    started = spark.sparkContext.startTime / 1000
+    assert 0.1 <= age <= time.time() - started
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cpus", "slots"), [(1, 4), (2, 1)])
+def test_cores_max_is_what_spark_gives_and_nothing_more_is_waited_for(
+    cpus: int, slots: int
+) -> None:
+    """A session of its own, on the standalone master that local-cluster starts."""
+    code = (
+        "import time; from sparkdl import create_session\n"
+        "from sparkdl.spark.cluster.slots import choose_num_workers\n"
+        "conf = {'spark.cores.max': '4', 'spark.ui.enabled': 'false',\n"
+        f"    'spark.task.cpus': '{cpus}', 'spark.executor.memory': '512m'}}\n"
+        "spark = create_session('slots', 'local-cluster[3,2,512]', conf)\n"
+        "started = time.monotonic()\n"
+        "print('chosen', choose_num_workers(spark, None), time.monotonic() - started < 30)\n"
+        "spark.stop()\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert f"chosen {slots} True" in told.stdout
+
+
+def test_a_fit_without_num_workers_trains_on_every_slot(spark: SparkSession) -> None:
+    model = estimator(numWorkers=None, batchSize=10).fit(frame(spark, rows=60))
+    assert description_of_last_fit(spark).startswith("sparkdl: train Sequential on 3 workers")
+    assert model.history[0].examples == 60
+
+
+def description_of_last_fit(spark: SparkSession) -> str:
+    jobs = spark.sparkContext._jsc.sc().statusStore().jobsList(None)
+    found = [jobs.apply(i) for i in range(jobs.size())]
+    ours = [j for j in found if j.jobGroup().isDefined()]
+    last = max(
+        (j for j in ours if j.jobGroup().get().startswith("sparkdl-")), key=lambda j: j.jobId()
+    )
+    return str(last.description().get())
+
+
+def test_partitions_of_a_plain_frame_are_known_without_a_job(spark: SparkSession) -> None:
+    assert known_partitions(frame(spark, partitions=5)) == 5
+
+
+def test_partitions_after_a_shuffle_are_not_known_before_it_ran(spark: SparkSession) -> None:
+    assert known_partitions(frame(spark).groupBy("label").count()) is None

@@ -1,0 +1,120 @@
+"""Runs of one application share its slots."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from sparkdl.spark.cluster.turns import Turns, in_turn
+
+DEADLINE_S = 10.0
+
+
+class Holder:
+    """A run that holds its slots until it is told to leave."""
+
+    def __init__(self, turns: Turns, pool: ThreadPoolExecutor, workers: int, slots: int) -> None:
+        self.started = threading.Event()
+        self._leave = threading.Event()
+        self._done: Future[None] = pool.submit(self._run, turns, workers, slots)
+
+    def leave(self) -> None:
+        self._leave.set()
+        self._done.result(DEADLINE_S)
+
+    def _run(self, turns: Turns, workers: int, slots: int) -> None:
+        with turns.take(workers, lambda: slots):
+            self.started.set()
+            assert self._leave.wait(DEADLINE_S)
+
+
+def test_runs_that_fit_in_together_run_together() -> None:
+    turns = Turns()
+    with turns.take(2, lambda: 4), turns.take(2, lambda: 4):
+        pass
+
+
+def test_a_run_waits_for_slots_that_another_holds(caplog: pytest.LogCaptureFixture) -> None:
+    turns = Turns()
+    with ThreadPoolExecutor() as pool:
+        first = Holder(turns, pool, workers=2, slots=3)
+        assert first.started.wait(DEADLINE_S)
+        second = Holder(turns, pool, workers=2, slots=3)
+        assert not second.started.wait(0.2)
+        first.leave()
+        assert second.started.wait(DEADLINE_S)
+        second.leave()
+    assert "2 workers wait until other runs of this application leave enough slots" in caplog.text
+
+
+def test_who_came_first_is_not_overtaken_by_a_smaller_run() -> None:
+    turns = Turns()
+    with ThreadPoolExecutor() as pool:
+        first = Holder(turns, pool, workers=2, slots=3)
+        assert first.started.wait(DEADLINE_S)
+        large = Holder(turns, pool, workers=3, slots=3)
+        assert not large.started.wait(0.2)
+        small = Holder(turns, pool, workers=1, slots=3)
+        assert not small.started.wait(0.2)
+        first.leave()
+        assert large.started.wait(DEADLINE_S)
+        assert not small.started.is_set()
+        large.leave()
+        assert small.started.wait(DEADLINE_S)
+        small.leave()
+
+
+def test_alone_a_run_starts_whatever_is_counted() -> None:
+    """Executors may have been lost since; what to say of that is for others."""
+    with Turns().take(2, lambda: 0):
+        pass
+
+
+def test_slots_are_counted_again_while_a_run_waits() -> None:
+    turns, slots = Turns(), [1.0]
+    with ThreadPoolExecutor() as pool, ExitStack() as held:
+        held.enter_context(turns.take(1, lambda: slots[0]))
+        started = pool.submit(held.enter_context, turns.take(1, lambda: slots[0]))
+        slots[0] = 2.0
+        started.result(DEADLINE_S)
+
+
+def test_a_run_that_fails_gives_its_slots_back() -> None:
+    turns = Turns()
+    with pytest.raises(ValueError, match="on the way"), turns.take(1, lambda: 1):
+        raise ValueError("on the way")
+    with turns.take(1, lambda: 1):
+        pass
+
+
+def test_a_run_that_is_interrupted_while_it_waits_does_not_keep_others_waiting() -> None:
+    turns, looks = Turns(), []
+
+    def interrupted() -> float:
+        looks.append(1)
+        raise KeyboardInterrupt
+
+    with turns.take(1, lambda: 2):
+        with pytest.raises(KeyboardInterrupt), turns.take(1, interrupted):
+            pass
+        with turns.take(1, lambda: 2):
+            pass
+    assert looks
+
+
+def test_slots_are_those_for_what_each_worker_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs that each had half of the GPUs would wait for each other, however many the cores."""
+    counted: list[object] = []
+    profile, spark = object(), object()
+
+    def count(session: object, needed: object) -> int:
+        counted.append((session, needed))
+        return 4
+
+    monkeypatch.setattr("sparkdl.spark.cluster.turns.most_slots", count)
+    with in_turn(spark, 2, profile), in_turn(spark, 2, profile):  # type: ignore[arg-type]
+        pass
+    assert set(counted) == {(spark, profile)}

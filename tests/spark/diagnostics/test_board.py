@@ -1,0 +1,309 @@
+"""The workers of ``sparkdl.run`` meet, print and fail at the board, and nobody else gets in."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sparkdl.averager import headers
+from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerError, WorkerLostError
+from sparkdl.feed.facts import ColumnFacts, DataFacts, ShardFacts
+from sparkdl.spark.diagnostics.board import Board, BoardClient
+from sparkdl.spark.diagnostics.board_headers import Lines
+from sparkdl.transport import framing
+from sparkdl.transport.connection import Connection
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    with Board(2, "127.0.0.1", "127.0.0.1") as opened:
+        yield opened
+
+
+def failure_of(board: Board, within_s: float = 10.0) -> SparkDLError:
+    deadline = time.monotonic() + within_s
+    while board.failure is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert board.failure is not None, "the run has not failed"
+    return board.failure
+
+
+def test_what_is_gathered_arrives_in_the_order_of_the_ranks_any_number_of_times(
+    board: Board,
+) -> None:
+    def take_part(rank: int) -> list[list[dict[str, int]]]:
+        with BoardClient(board.address, rank) as client:
+            found = [client.gather({"from": rank, "turn": turn}) for turn in range(20)]
+            client.finish()
+            return found
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(take_part, [0, 1])
+
+    expected = [[{"from": rank, "turn": turn} for rank in (0, 1)] for turn in range(20)]
+    assert first == second == expected
+    deadline = time.monotonic() + 10
+    while not board.finished and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert board.finished
+    assert board.failure is None
+
+
+def test_the_facts_about_all_rows_take_no_more_than_those_of_one_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many workers there are: 63 with 1,000 columns each were too many for a header."""
+    for module in (framing, headers):
+        monkeypatch.setattr(module, "MAX_HEADER_BYTES", 40_000)
+    shards = [
+        ShardFacts(
+            10 + rank,
+            tuple(ColumnFacts(nulls=rank, smallest=float(rank), largest=9.0) for _ in range(100)),
+            held_out=1,
+            weight=0.5,
+        )
+        for rank in range(8)
+    ]
+
+    def take_part(rank: int) -> DataFacts:
+        with BoardClient(opened.address, rank) as client:
+            facts = client.gather_facts(shards[rank])
+            client.finish()
+            return facts
+
+    with Board(8, "127.0.0.1", "127.0.0.1") as opened, ThreadPoolExecutor(8) as pool:
+        told = list(pool.map(take_part, range(8)))
+    assert told == [DataFacts.of(shards)] * 8
+
+
+def test_more_than_all_may_tell_each_other_is_refused_in_words(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(headers, "MAX_HEADER_BYTES", 1000)
+    with BoardClient(board.address, 1) as client, pytest.raises(StoppedError):
+        client.gather({"text": "x" * 500})
+    assert "rank 1 wants all 2 workers to know 512 bytes, and of so many each may tell 490" in str(
+        failure_of(board)
+    )
+
+
+def test_facts_and_other_things_are_not_gathered_together(board: Board) -> None:
+    with (
+        BoardClient(board.address, 0) as first,
+        BoardClient(board.address, 1) as second,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        other = pool.submit(first.gather, {})
+        facts = pool.submit(second.gather_facts, ShardFacts(3, ()))
+        assert "did not all tell what they found" in str(failure_of(board))
+        board.__exit__(None, None, None)
+        assert isinstance(other.exception(10), StoppedError)
+        assert isinstance(facts.exception(10), StoppedError)
+
+
+def test_lines_arrive_with_their_rank(board: Board) -> None:
+    with BoardClient(board.address, 1) as client:
+        client.send_lines(["one", "two"], 3)
+        assert board.events.get(timeout=10) == Lines(1, ("one", "two"), 3)
+
+
+def test_a_failure_ends_the_run_with_the_workers_traceback_and_wakes_who_waits(
+    board: Board,
+) -> None:
+    with BoardClient(board.address, 0) as waiting, BoardClient(board.address, 1) as failing:
+        timer = threading.Timer(0.2, failing.report_failure, ["rank 1: boom", "in boom"])
+        timer.start()
+        with pytest.raises(StoppedError, match="rank 0 was stopped"):
+            waiting.gather({})
+        timer.join()
+    error = failure_of(board)
+    assert isinstance(error, WorkerError)
+    assert (error.rank, str(error), error.worker_traceback) == (1, "rank 1: boom", "in boom")
+
+
+def test_a_connection_that_breaks_is_a_lost_worker(board: Board) -> None:
+    client = BoardClient(board.address, 1)
+    client._connection.interrupt()
+    assert isinstance(failure_of(board), WorkerLostError)
+    assert "rank 1" in str(failure_of(board))
+
+
+def test_later_failures_are_dropped_and_none_comes_after_the_end(board: Board) -> None:
+    board.fail(TrainingError("first"))
+    board.fail(TrainingError("second"))
+    assert str(board.failure) == "first"
+
+
+@pytest.mark.parametrize("rank", [2, -1])
+def test_a_rank_that_is_none_of_the_run_ends_it(board: Board, rank: int) -> None:
+    with BoardClient(board.address, rank):
+        assert "is none of this run" in str(failure_of(board))
+
+
+def test_a_rank_that_joins_twice_ends_the_run(board: Board) -> None:
+    with BoardClient(board.address, 0), BoardClient(board.address, 0):
+        assert "joined before" in str(failure_of(board))
+
+
+def test_missing_ranks_are_known(board: Board) -> None:
+    assert board.missing == [0, 1]
+    with BoardClient(board.address, 1):
+        deadline = time.monotonic() + 10
+        while board.missing != [0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert board.missing == [0]
+
+
+def test_nobody_gets_in_without_the_token(board: Board) -> None:
+    with pytest.raises(StoppedError, match="not have the same token"):
+        BoardClient(replace(board.address, token="guessed"), 0)
+    with socket.create_connection((board.address.host, board.address.port), timeout=10) as stranger:
+        stranger.sendall(b'{"join": 0, "host": "here"}' * 10)
+        time.sleep(0.2)
+    assert board.missing == [0, 1]
+    assert board.failure is None
+
+
+class Intruder:
+    """Rank 1, which knows the token and speaks the protocol badly; a context manager."""
+
+    def __init__(self, board: Board, **join: Any) -> None:
+        address = board.address
+        connected = socket.create_connection((address.host, address.port), timeout=10)
+        self.connection = Connection(connected, 10)
+        assert self.connection.introduce(address.token)
+        self.connection.send_header(join or {"join": 1, "host": "here"})
+
+    def __enter__(self) -> Connection:
+        return self.connection
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+
+
+@pytest.fixture
+def no_thread_dies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    died: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    yield
+    assert died == []
+
+
+UNSEEN: dict[str, dict[str, Any]] = {
+    "lines-no-list": {"lines": 3, "left_out": 0},
+    "lines-an-object": {"lines": {"a": 1}, "left_out": 0},
+    "lines-of-numbers": {"lines": [1], "left_out": 0},
+    "lines-without-count": {"lines": ["a"]},
+    "count-is-text": {"lines": ["a"], "left_out": "x"},
+    "count-is-negative": {"lines": ["a"], "left_out": -1},
+    "count-is-a-boolean": {"lines": ["a"], "left_out": True},
+    "report-no-object": {"report": 3},
+    "report-is-null": {"report": None},
+    "report-of-text": {"report": {"loss": "low"}},
+    "report-of-null": {"report": {"loss": None}},
+    "report-of-a-huge-number": {"report": {"loss": 10**400}},
+    "stacks-is-null": {"stacks": None},
+}
+
+
+@pytest.mark.usefixtures("no_thread_dies")
+@pytest.mark.parametrize("name", UNSEEN)
+def test_output_that_cannot_be_read_is_left_out_with_a_word_and_the_run_goes_on(
+    board: Board, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Intruder(board) as intruder, BoardClient(board.address, 0) as other:
+        intruder.send_header(UNSEEN[name])
+        intruder.send_header({"lines": ["later"], "left_out": 0})
+        assert board.events.get(timeout=10) == Lines(1, ("later",), 0)
+        assert "rank 1 sent a header that no worker sends" in caplog.text
+        intruder.send_header({"gather": {"from": 1}})
+        assert other.gather({"from": 0}) == [{"from": 0}, {"from": 1}]
+        assert board.failure is None
+
+
+ENDING: dict[str, dict[str, Any]] = {
+    "unknown": {"hello": 1},
+    "empty": {},
+    "failure-no-object": {"failure": 3},
+    "failure-without-fields": {"failure": {}},
+    "failure-of-numbers": {"failure": {"of_data": 1, "message": 2, "traceback": 3}},
+    "files-no-object": {"files": 3},
+    "files-unknown": {"files": {"do": "read", "uri": "x://y", "paths": ["/etc/passwd"]}},
+    "long": {"hello": "x" * 1_000_000},
+}
+
+
+@pytest.mark.usefixtures("no_thread_dies")
+@pytest.mark.parametrize("name", ENDING)
+def test_a_rank_that_cannot_be_understood_ends_the_run_in_words_and_wakes_who_waits(
+    board: Board, name: str
+) -> None:
+    with BoardClient(board.address, 0) as other, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.gather, {})
+        with Intruder(board) as intruder:
+            intruder.send_header(ENDING[name])
+            error = failure_of(board)
+        assert isinstance(error, TrainingError)
+        assert "rank 1 " in str(error)
+        assert len(str(error)) < 500
+        with pytest.raises(StoppedError, match="rank 0 was stopped"):
+            waiting.result(timeout=10)
+
+
+def test_a_rank_that_gives_twice_before_the_others_have_given_ends_the_run(board: Board) -> None:
+    with Intruder(board) as intruder:
+        intruder.send_header({"gather": 1})
+        intruder.send_header({"gather": 2})
+        assert "rank 1 gave a second object" in str(failure_of(board))
+
+
+@pytest.mark.usefixtures("no_thread_dies")
+@pytest.mark.parametrize(
+    "join",
+    [{"join": "0", "host": "h"}, {"join": True, "host": "h"}, {"join": 0}, {"lines": []}],
+    ids=str,
+)
+def test_who_joins_without_rank_or_host_ends_the_run_in_words(
+    board: Board, join: dict[str, Any]
+) -> None:
+    with Intruder(board, **join):
+        assert "joins with a rank and a host, not with" in str(failure_of(board))
+
+
+@pytest.mark.usefixtures("no_thread_dies")
+def test_a_mistake_of_our_own_ends_the_run_as_well(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board, "_answer", lambda *_: 1 // 0)
+    with Intruder(board) as intruder:
+        intruder.send_header({"lines": [], "left_out": 0})
+        error = failure_of(board)
+    assert "what rank 1 sent could not be handled: ZeroDivisionError" in str(error)
+
+
+@pytest.mark.usefixtures("no_thread_dies")
+@pytest.mark.parametrize("answer", [{}, {"gathered": 3}, {"gathered": None}], ids=str)
+def test_a_driver_that_cannot_be_understood_stops_a_worker_that_gathers(
+    board: Board, answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer_badly(rank: int, value: Any, connection: Connection) -> None:
+        connection.send_header(answer)
+
+    monkeypatch.setattr(board, "_gather", answer_badly)
+    with (
+        BoardClient(board.address, 0) as client,
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(StoppedError, match="it sent what no driver sends"),
+    ):
+        pool.submit(client.gather, {}).result(timeout=10)
+
+
+def test_the_token_is_not_shown(board: Board) -> None:
+    assert board.address.token not in repr(board.address)

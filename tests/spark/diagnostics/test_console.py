@@ -1,0 +1,132 @@
+"""What workers print while they fit appears in the driver, and a fit does not depend on it."""
+
+from __future__ import annotations
+
+import io
+import logging
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+from frames import estimator, frame
+from models import Net
+from pyspark.sql import SparkSession
+from torch import Tensor
+
+from sparkdl.spark.diagnostics.board import BoardAddress
+from sparkdl.spark.diagnostics.console import Console, forwarded, show
+from sparkdl.transport.connection import Connection, ConnectionLostError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Talkative(Net):
+    """Prints and logs in its first forward pass on a worker."""
+
+    said = False
+
+    def forward(self, features: Tensor) -> Tensor:
+        from pyspark import TaskContext
+
+        if TaskContext.get() is not None and not self.said:
+            self.said = True
+            print("features of", tuple(features.shape))
+            logging.getLogger("mine").warning("a log record")
+        return super().forward(features)
+
+
+def test_prints_and_log_records_of_a_fit_appear_behind_their_rank(
+    spark: SparkSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    estimator(model=Talkative(), numWorkers=3).fit(frame(spark))
+    shown = sorted(capsys.readouterr().out.splitlines())
+    for rank in range(3):
+        assert f"[rank {rank}] features of (10, 4)" in shown
+        assert f"[rank {rank}] a log record" in shown
+
+
+def test_lines_go_to_whoever_shows_them_and_leaving_waits_for_the_last() -> None:
+    seen: list[tuple[int, str]] = []
+
+    def on_lines(rank: int, lines: object, left_out: int) -> None:
+        seen.extend((rank, line) for line in lines)  # type: ignore[attr-defined]
+
+    with (
+        Console("127.0.0.1", "127.0.0.1", on_lines) as console,
+        forwarded(console.address, 1, echo=False),
+    ):
+        for number in range(50):
+            print(number)
+    assert seen == [(1, str(number)) for number in range(50)]
+
+
+def test_without_an_echo_nothing_is_written_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    with Console("127.0.0.1", "127.0.0.1", lambda *_: None) as console:
+        with forwarded(console.address, 0, echo=False):
+            print("once")
+        assert capsys.readouterr().out == ""
+        with forwarded(console.address, 0, echo=True):
+            print("once")
+        assert capsys.readouterr().out == "once\n"
+
+
+def test_a_console_that_cannot_be_reached_costs_the_output_only(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with Console("127.0.0.1", "127.0.0.1") as console:
+        closed = BoardAddress("127.0.0.1", console.address.port, console.address.token)
+    with forwarded(closed, 2, echo=False):
+        (tmp_path / "went on").touch()
+    assert (tmp_path / "went on").exists()
+    assert "what rank 2 prints is not shown" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [{}],
+        [{"join": None, "host": "h"}],
+        [{"join": "1", "host": "h"}],
+        [{"join": 1, "host": "h"}, {}],
+        [{"join": 1, "host": "h"}, {"lines": 3, "left_out": 0}],
+        [{"join": 1, "host": "h"}, {"lines": ["a"], "left_out": None}],
+        [{"join": 1, "host": "h"}, {"stacks": 3}],
+    ],
+    ids=str,
+)
+def test_a_worker_that_cannot_be_understood_is_named_and_the_others_are_shown(
+    headers: list[dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    died: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    seen: list[Any] = []
+    with Console("127.0.0.1", "127.0.0.1", lambda *told: seen.append(told)) as console:
+        address = console.address
+        connected = socket.create_connection((address.host, address.port), timeout=10)
+        connection = Connection(connected, 10)
+        assert connection.introduce(address.token)
+        for header in headers:
+            connection.send_header(header)
+        with pytest.raises(ConnectionLostError):
+            connection.receive_header()
+        connection.close()
+        with forwarded(address, 0, echo=False):
+            print("fine")
+    assert seen == [(0, ("fine",), 0)]
+    assert died == []
+    assert "is not shown any more" in caplog.text
+
+
+def test_what_the_driver_cannot_encode_is_shown_in_another_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    show(1, ["caf\u00e9 \ud800"], 0)
+    assert written.getvalue() == b"[rank 1] caf\\xe9 \\ud800\n"

@@ -1,0 +1,229 @@
+"""What is printed is copied line by line, and printing never waits."""
+
+from __future__ import annotations
+
+import io
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sparkdl.spark.diagnostics.output import MAX_LINE, MAX_LINES_A_SECOND, Output
+
+
+class Sent:
+    """Takes what is sent, as slowly as it is told to."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.lines: list[str] = []
+        self.left_out = 0
+        self._seconds = seconds
+
+    def __call__(self, lines: list[str], left_out: int) -> None:
+        time.sleep(self._seconds)
+        self.lines += lines
+        self.left_out += left_out
+
+
+def test_every_line_is_copied_in_order_and_still_written_where_it_was(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sent = Sent()
+    with Output(sent) as output, output.capture():
+        print("one")
+        print("two", file=sys.stderr)
+        sys.stdout.write("thr")
+        sys.stdout.write("ee\nfour\nfi")
+    assert sent.lines == ["one", "two", "three", "four", "fi"]
+    captured = capsys.readouterr()
+    assert captured.out == "one\nthree\nfour\nfi"
+    assert captured.err == "two\n"
+
+
+def test_the_streams_are_given_back_also_after_an_error() -> None:
+    before = sys.stdout, sys.stderr
+    with Output(Sent()) as output, pytest.raises(ValueError, match="mine"), output.capture():
+        raise ValueError("mine")
+    assert (sys.stdout, sys.stderr) == before
+
+
+def test_of_a_progress_bar_only_what_stays_is_sent() -> None:
+    sent = Sent()
+    with Output(sent) as output, output.capture():
+        for percent in range(100):
+            sys.stderr.write(f"\r{percent}%")
+        sys.stderr.write("\rdone\n")
+    assert sent.lines == ["done"]
+
+
+def test_a_flood_is_cut_and_what_is_left_out_is_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sent = Sent()
+    with Output(sent) as output, output.capture():
+        for number in range(10 * MAX_LINES_A_SECOND):
+            print(number)
+    assert 0 < len(sent.lines) <= 4 * MAX_LINES_A_SECOND
+    assert len(sent.lines) + sent.left_out == 10 * MAX_LINES_A_SECOND
+
+
+def test_a_line_without_end_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    sent = Sent()
+    with Output(sent) as output, output.capture():
+        print("x" * 10 * MAX_LINE)
+    assert sent.lines == ["x" * MAX_LINE + " ..."]
+
+
+def test_printing_does_not_wait_for_a_driver_that_takes_nothing() -> None:
+    waits = threading.Event()
+
+    def never(lines: list[str], left_out: int) -> None:
+        waits.wait(30)
+
+    with Output(never) as output:
+        output.add("first")
+        time.sleep(0.3)
+        for number in range(10_000):
+            output.add(str(number))
+        assert output._left_out == 10_000 - MAX_LINES_A_SECOND
+        waits.set()
+
+
+def test_a_driver_that_is_gone_ends_the_copying_only(capsys: pytest.CaptureFixture[str]) -> None:
+    def gone(lines: list[str], left_out: int) -> None:
+        raise BrokenPipeError("gone")
+
+    with Output(gone) as output, output.capture():
+        print("one")
+        time.sleep(0.3)
+        print("two")
+    assert capsys.readouterr().out == "one\ntwo\n"
+
+
+def test_bytes_and_text_come_in_the_order_in_which_they_were_written(
+    capfdbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    sent = Sent()
+    with Output(sent) as output, output.capture():
+        sys.stdout.write("one\nca")
+        sys.stdout.buffer.write("fé\ntw".encode())
+        sys.stdout.write("o\n")
+        sys.stdout.buffer.write("é".encode()[:1])
+        sys.stdout.buffer.write("é".encode()[1:] + b"\n\xff\n")
+        sys.stderr.buffer.write(b"three\n")
+    assert sorted(sent.lines) == sorted(["one", "café", "two", "é", "\ufffd", "three"])
+    captured = capfdbinary.readouterr()
+    assert captured.out == "one\ncafé\ntwo\né\n".encode() + b"\xff\n"
+    assert captured.err == b"three\n"
+
+
+def test_streams_are_what_scripts_take_them_for(capfd: pytest.CaptureFixture[str]) -> None:
+    before = sys.stdout.fileno(), sys.stdout.encoding
+    with Output(Sent()) as output, output.capture():
+        assert isinstance(sys.stdout, io.TextIOWrapper)
+        assert (sys.stdout.fileno(), sys.stdout.encoding) == before
+        assert not sys.stdout.isatty()
+        sys.stdout.reconfigure(line_buffering=True)
+        subprocess.run([sys.executable, "-c", "print('child')"], stdout=sys.stdout, check=True)
+        print("\udcff is a name of a file")
+    assert "child" in (shown := capfd.readouterr().out)
+    assert "\\udcff is a name of a file" in shown
+
+
+def test_a_stream_without_bytes_below_it_gets_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook."""
+    notebook, sent = io.StringIO(), Sent()
+    monkeypatch.setattr(sys, "stdout", notebook)
+    with Output(sent) as output, output.capture():
+        print("one")
+        sys.stdout.buffer.write("zweié\n".encode())
+    assert notebook.getvalue() == "one\nzweié\n"
+    assert sent.lines == ["one", "zweié"]
+
+
+def test_without_an_echo_nothing_is_written_there(capfd: pytest.CaptureFixture[str]) -> None:
+    sent = Sent()
+    with Output(sent) as output, output.capture(echo=False):
+        print("one")
+        sys.stdout.buffer.write(b"two\n")
+    assert sent.lines == ["one", "two"]
+    assert capfd.readouterr().out == ""
+
+
+def test_who_kept_a_stream_may_go_on_to_write(capfd: pytest.CaptureFixture[str]) -> None:
+    with Output(Sent()) as output, output.capture():
+        handler = logging.StreamHandler(sys.stderr)
+        kept = sys.stdout
+    handler.emit(logging.LogRecord("mine", logging.INFO, "", 0, "a record", None, None))
+    print("later", file=kept, flush=True)
+    del kept
+    print("still open", flush=True)
+    assert capfd.readouterr() == ("later\nstill open\n", "a record\n")
+
+
+def test_threads_that_print_at_once_lose_no_line(capfd: pytest.CaptureFixture[str]) -> None:
+    taken: list[str] = []
+    output = Output(Sent())
+    output.add = taken.append  # type: ignore[method-assign]
+    with output, output.capture():
+        writers = [
+            threading.Thread(target=lambda i=i: [print(f"{i}-{n}\n", end="") for n in range(500)])
+            for i in range(4)
+        ]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join(30)
+    assert sorted(taken) == sorted(f"{i}-{n}" for i in range(4) for n in range(500))
+    assert sorted(capfd.readouterr().out.split()) == sorted(taken)
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda stream: io.TextIOWrapper(stream.buffer, encoding="utf-8"),
+        lambda stream: io.TextIOWrapper(stream.detach(), encoding="utf-8"),
+        lambda stream: stream.close() or io.StringIO(),
+        lambda stream: None,
+    ],
+    ids=["wrapped", "detached", "closed", "none"],
+)
+def test_a_script_may_replace_its_streams(
+    capfd: pytest.CaptureFixture[str], replace: Callable[[Any], Any]
+) -> None:
+    before, sent = sys.stdout, Sent()
+    with Output(sent) as output, output.capture():
+        sys.stdout.write("half ")
+        sys.stdout = replace(sys.stdout)
+        print("a line\nand another", end="")
+    assert sys.stdout is before
+    assert sent.lines in (["half a line", "and another"], ["half "])
+    print("still open", flush=True)
+    assert capfd.readouterr().out.endswith("still open\n")
+
+
+def test_what_is_freed_while_a_line_is_taken_may_print(capfd: pytest.CaptureFixture[str]) -> None:
+    class Leaves:
+        def __del__(self) -> None:
+            print("freed")
+
+    taken: list[str] = []
+
+    def take(line: str) -> None:
+        held.clear()
+        taken.append(line)
+
+    held = [Leaves()]
+    output = Output(Sent())
+    output.add = take  # type: ignore[method-assign]
+    printing = threading.Thread(target=lambda: print("first"), daemon=True)
+    with output, output.capture():
+        printing.start()
+        printing.join(10)
+        assert not printing.is_alive()
+    assert sorted(taken) == ["first", "freed"]

@@ -1,0 +1,328 @@
+"""A user's own DDP loop on the rows of a DataFrame: every row once, nobody waits in vain."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import frames
+import numpy as np
+import pytest
+import torch
+from frames import features_of, frame, frame_of_sizes, labels_of
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import sparkdl
+from sparkdl.errors import ConfigError, DataError, WorkerError
+from sparkdl.spark.functions import run as function_run
+from sparkdl.spark.rows import scratch
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(frames)
+
+Ids = list[list[list[int]]]
+"""Row ids by epoch, step and row."""
+
+
+def train(epochs: int, batch_size: int) -> tuple[Ids, list[float]]:
+    """As the documentation shows it; returns which rows were seen and the parameters."""
+    worker = sparkdl.current_worker()
+    torch.manual_seed(100 + worker.rank)  # wrap() makes the workers equal, not this
+    model = nn.Sequential(nn.Linear(frames.WIDTH, frames.CLASSES))
+    model, optimizer = worker.wrap(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    seen: Ids = []
+    for _ in range(epochs):
+        seen.append([])
+        for batch in worker.batches(batch_size):
+            loss = cross_entropy(model(batch["features"]), batch["label"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen[-1].append(batch["id"].tolist())
+    return seen, flat(model)
+
+
+def flat(model: nn.Module) -> list[float]:
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def train_alone(seen_by_rank: list[Ids]) -> list[float]:
+    """One process on the union of the workers' minibatches."""
+    with torch.random.fork_rng():
+        torch.manual_seed(100)
+        model = nn.Sequential(nn.Linear(frames.WIDTH, frames.CLASSES))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for epochs in zip(*seen_by_rank, strict=True):
+        for step in zip(*epochs, strict=True):
+            ids = [i for mine in step for i in mine]
+            x = torch.tensor(features_of(ids), dtype=torch.float32)
+            optimizer.zero_grad()
+            cross_entropy(model(x), torch.tensor(labels_of(ids))).backward()
+            optimizer.step()
+    return flat(model)
+
+
+UNEQUAL = {
+    "equal": [20, 20, 20],
+    "skewed": [41, 7, 12],
+    "fewer rows than steps": [54, 3, 3],
+    "an empty one": [30, 0, 30],
+}
+
+
+@pytest.mark.parametrize("sizes", UNEQUAL.values(), ids=UNEQUAL)
+def test_a_ddp_loop_on_unequal_partitions_is_single_process_training_on_every_row_once(
+    spark: SparkSession, sizes: list[int]
+) -> None:
+    results = sparkdl.run(train, 2, 8, num_workers=3, df=frame_of_sizes(spark, sizes))
+
+    seen = [ids for ids, _ in results]
+    steps = math.ceil(max(sizes) / 8)
+    for rank, size in enumerate(sizes):
+        for epoch in seen[rank]:
+            assert sorted(map(len, epoch))[:: steps - 1] == [size // steps, -(-size // steps)]
+    for epoch in range(2):
+        assert sorted(i for ids in seen for step in ids[epoch] for i in step) == list(range(60))
+    assert results[0][1] == results[1][1] == results[2][1]
+    np.testing.assert_allclose(results[0][1], train_alone(seen), rtol=1e-4, atol=1e-6)
+
+
+def test_rows_are_spread_evenly_and_dealt_in_another_order_each_epoch(spark: SparkSession) -> None:
+    def look() -> Ids:
+        batches = sparkdl.current_worker().batches(10)
+        assert len(batches) == 4
+        return [[batch["id"].tolist() for batch in batches] for _ in range(2)]
+
+    runs = [sparkdl.run(look, num_workers=2, df=frame(spark, rows=70, partitions=5)) for _ in "ab"]
+
+    assert runs[0] == runs[1]
+    ids = [[i for step in epoch for i in step] for epochs in runs[0] for epoch in epochs]
+    assert [len(each) for each in ids] == [35] * 4
+    assert sorted(ids[0] + ids[2]) == sorted(ids[1] + ids[3]) == list(range(70))
+    assert ids[0] != ids[1] != sorted(ids[1])
+
+
+def test_the_shuffle_seed_changes_the_order_and_nothing_else(spark: SparkSession) -> None:
+    def look() -> list[list[int]]:
+        batches = sparkdl.current_worker().batches(10)
+        return [[i for batch in batches for i in batch["id"].tolist()] for _ in range(2)]
+
+    rows = frame_of_sizes(spark, [30, 30])
+    default, zero, other = (
+        sparkdl.run(look, num_workers=2, df=rows, **settings)
+        for settings in ({}, {"shuffleSeed": 0}, {"shuffleSeed": -7})
+    )
+
+    assert default == zero
+    for rank in (0, 1):
+        orders = [*default[rank], *other[rank]]
+        assert len({tuple(order) for order in orders}) == 4
+        assert len({tuple(sorted(order)) for order in orders}) == 1
+
+
+def test_rows_are_kept_where_the_user_wants_them(spark: SparkSession) -> None:
+    def look() -> list[str]:
+        assert sum(len(b["id"]) for b in sparkdl.current_worker().batches(4)) == 30
+        return open_files()
+
+    def kept_in(**settings: Any) -> set[bool]:
+        results = sparkdl.run(look, num_workers=2, df=frame_of_sizes(spark, [30, 30]), **settings)
+        return {file.startswith(str(scratch.MEMORY)) for files in results for file in files}
+
+    assert kept_in() == {False}
+    assert kept_in(storeIn="memory", memoryBudget=1) == {True}
+
+
+def test_every_column_becomes_a_tensor_as_declared(spark: SparkSession) -> None:
+    rows = frame(spark, rows=4, partitions=1).select(
+        F.col("id").cast("short").alias("small"),
+        (F.col("id") / 2).alias("half"),
+        F.expr("array(array(id, 1L), array(2L, 3L))").alias("nested"),
+        F.col("features").alias("rounded"),
+    )
+
+    def look() -> dict[str, Any]:
+        (batch,) = sparkdl.current_worker().batches(4)
+        return {name: (str(values.dtype), values.tolist()) for name, values in batch.items()}
+
+    (found,) = sparkdl.run(
+        look,
+        num_workers=1,
+        df=rows.orderBy("small"),
+        columnShapes={"nested": [2, 2]},
+        columnDtypes={"rounded": "bfloat16"},
+    )
+
+    ids = found["small"][1]
+    assert sorted(ids) == [0, 1, 2, 3]
+    expected = torch.tensor(features_of(ids)).to(torch.bfloat16).tolist()
+    assert found == {
+        "small": ("torch.int64", ids),
+        "half": ("torch.float32", [i / 2 for i in ids]),
+        "nested": ("torch.int64", [[[i, 1], [2, 3]] for i in ids]),
+        "rounded": ("torch.bfloat16", expected),
+    }
+
+
+def test_reports_reach_the_driver_with_their_rank(
+    spark: SparkSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def speak() -> None:
+        worker = sparkdl.current_worker()
+        for epoch in range(3):
+            worker.report(epoch=epoch, loss=torch.tensor(0.5 + worker.rank, requires_grad=True))
+
+    reports: list[tuple[int, dict[str, float]]] = []
+    sparkdl.run(speak, num_workers=2, on_report=lambda *report: reports.append(report))
+    assert capsys.readouterr() == ("", "")
+    for rank in (0, 1):
+        mine = [metrics for sender, metrics in reports if sender == rank]
+        assert mine == [{"epoch": epoch, "loss": 0.5 + rank} for epoch in range(3)]
+
+    sparkdl.run(speak, num_workers=1)
+    assert "[rank 0] epoch 2, loss 0.5\n" in capsys.readouterr().out
+
+
+def test_a_checkpoint_is_written_once_and_read_by_workers_and_driver(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "run")
+
+    def go_on() -> tuple[int, list[float]]:
+        worker = sparkdl.current_worker()
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        state = sparkdl.load_checkpoint(path) or {"epoch": 0}
+        if state["epoch"]:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        wrapped, optimizer = worker.wrap(model, optimizer)
+        wrapped(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        epoch = state["epoch"] + 1
+        new = {"epoch": epoch, "model": wrapped, "optimizer": optimizer, "rank": worker.rank}
+        worker.save_checkpoint(path, new)
+        seen_by_all = sparkdl.load_checkpoint(path)
+        assert seen_by_all is not None
+        return seen_by_all["epoch"], flat(model)
+
+    for expected in (1, 2, 3):
+        results = sparkdl.run(go_on, num_workers=2)
+        assert results[0] == results[1]
+        assert results[0][0] == expected
+
+    state = sparkdl.load_checkpoint(path)
+    assert state is not None
+    assert (state["rank"], state["optimizer"]["state"][0]["step"].item()) == (0, 3)
+    model = nn.Linear(2, 1)
+    model.load_state_dict(state["model"])
+    assert flat(model) == results[0][1]
+    assert len(list((tmp_path / "run").iterdir())) == 2
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_for_all(spark: SparkSession) -> None:
+    def save() -> None:
+        sparkdl.current_worker().save_checkpoint("/proc/nowhere", {"epoch": 1})
+
+    with pytest.raises(WorkerError, match=r"rank 0 .*/proc/nowhere"):
+        sparkdl.run(save, num_workers=2)
+
+
+BAD: dict[str, tuple[Callable[[DataFrame], DataFrame], dict[str, Any], str]] = {
+    "null": (
+        lambda rows: rows.withColumn("label", F.when(F.col("id") != 33, F.col("label"))),
+        {},
+        r"'label' has 1 null values in 60 rows \(the first is row 3 of partition 1\)",
+    ),
+    "ragged": (
+        lambda rows: rows.withColumn("features", F.expr("slice(features, 1, if(id = 33, 3, 4))")),
+        {},
+        "'features' holds arrays of 3 to 4 elements",
+    ),
+    "text": (lambda rows: rows.withColumn("name", F.lit("a")), {}, "'name'.*string.*StringIndexer"),
+    "empty": (lambda rows: rows.where("id < 0"), {}, "the DataFrame is empty"),
+    "fewer rows than workers": (lambda rows: rows.where("id = 3"), {}, "1 rows, fewer than the 2"),
+    "range": (
+        lambda rows: rows.withColumn("id", F.col("id") * 2000),
+        {"columnDtypes": {"id": "float16"}},
+        r"'id' has 27 rows of 60 .* float16, -65504 to 65504 \(the first is row 3 of partition 1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_rows_that_cannot_be_fed_are_refused_before_the_function_is_called(
+    spark: SparkSession, kind: str
+) -> None:
+    change, settings, message = BAD[kind]
+    rows = change(frame(spark, rows=60, partitions=2))
+    with pytest.raises(DataError, match=message):
+        sparkdl.run(_never, num_workers=2, df=rows, **settings)
+
+
+def _never() -> None:
+    raise AssertionError("called in spite of its rows")
+
+
+def test_what_makes_no_sense_is_refused(spark: SparkSession) -> None:
+    rows = frame(spark)
+    with pytest.raises(ConfigError, match="columnDtypes speaks of 'other'"):
+        sparkdl.run(_never, df=rows, columnDtypes={"other": "int8"})
+    with pytest.raises(ConfigError, match="columnDtypes must say"):
+        sparkdl.run(_never, df=rows, columnDtypes={"id": "int7"})
+    with pytest.raises(ConfigError, match=r"shuffleSeed .* whole number, got 0\.5"):
+        sparkdl.run(_never, df=rows, shuffleSeed=0.5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="memoryBudget must be a whole number >= 1, got 0"):
+        sparkdl.run(_never, df=rows, memoryBudget=0)
+    with pytest.raises(ConfigError, match="storeIn must be one of disk, memory, got 'tape'"):
+        sparkdl.run(_never, df=rows, storeIn="tape")
+    with pytest.raises(WorkerError, match=r"ConfigError: there are no rows: .* df="):
+        sparkdl.run(lambda: sparkdl.current_worker().batches(3), num_workers=1)
+    with pytest.raises(WorkerError, match="batch_size must be a whole number"):
+        sparkdl.run(lambda: sparkdl.current_worker().batches(0), num_workers=1, df=rows)
+    with pytest.raises(WorkerError, match="report takes numbers"):
+        sparkdl.run(lambda: sparkdl.current_worker().report(x="many"), num_workers=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_rows_that_take_longer_than_workers_to_start_are_waited_for(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(batches: Any) -> Any:
+        time.sleep(6)
+        yield from batches
+
+    monkeypatch.setattr(function_run, "JOIN_S", 5.0)
+    rows = frame(spark, rows=12, partitions=3).select("id").mapInArrow(slowly, "id bigint")
+
+    def count() -> int:
+        return sum(len(batch["id"]) for batch in sparkdl.current_worker().batches(4))
+
+    assert sparkdl.run(count, num_workers=2, df=rows) == [6, 6]
+
+
+def test_nothing_of_the_rows_is_left_on_the_workers_disks(spark: SparkSession) -> None:
+    def look() -> list[str]:
+        sparkdl.current_worker().batches(4)
+        return open_files()
+
+    during = sparkdl.run(look, num_workers=3, df=frame(spark))
+    assert all(during)
+    with pytest.raises(WorkerError, match="called in spite"):
+        sparkdl.run(_never, num_workers=3, df=frame(spark))
+    assert sparkdl.run(open_files, num_workers=3) == [[], [], []]
+
+
+def open_files() -> list[str]:
+    """Files of a partition store that this process holds open: they have no name."""
+    numbers = Path("/proc/self/fd").iterdir()
+    targets = [str(number.readlink()) for number in numbers if number.is_symlink()]
+    return [target for target in targets if target.endswith("(deleted)")]

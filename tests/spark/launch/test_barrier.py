@@ -1,0 +1,256 @@
+"""Workers that exchange among themselves all start at once, from any DataFrame, or not at all."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from frames import estimator, features_of, frame, frame_of_sizes, labels_of, same_bits
+from models import Saboteur
+from pyspark.sql import DataFrame, SparkSession
+from torch import Tensor, nn
+
+from sparkdl import GradientAllReduce
+from sparkdl.errors import ConfigError, TrainingError, WorkerError
+from sparkdl.spark.cluster import slots
+from sparkdl.spark.cluster.network import network_of
+from sparkdl.spark.cluster.slots import require_free_slots, require_static_allocation
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+ALL_REDUCE = GradientAllReduce()
+
+
+def test_three_executors_train_as_one_process_on_all_rows(spark: SparkSession) -> None:
+    """Whole shards as batches, so that every step is on all rows whatever their order."""
+    tuned = estimator(
+        strategy=ALL_REDUCE,
+        numWorkers=3,
+        batchSize=1000,
+        epochs=4,
+        optimizer=partial(torch.optim.Adam, lr=0.05),
+    )
+    oracle = copy.deepcopy(tuned.getModel())
+    optimizer = torch.optim.Adam(oracle.parameters(), lr=0.05)
+    ids = np.arange(70)
+    features = torch.from_numpy(features_of(ids)).float()
+    for _ in range(4):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(oracle(features), torch.from_numpy(labels_of(ids))).backward()
+        optimizer.step()
+
+    model = tuned.fit(frame(spark, rows=70, partitions=3))
+
+    for name, value in model.module.state_dict().items():
+        expected = oracle.state_dict()[name]
+        assert float((value - expected).abs().max() / expected.abs().max()) <= 1e-5, name
+    assert [row.examples for row in model.history] == [70] * 4
+
+
+def union(spark: SparkSession) -> DataFrame:
+    return frame(spark, 30, 1).union(frame(spark, 30, 1)).union(frame(spark, 30, 1))
+
+
+def coalesced(spark: SparkSession) -> DataFrame:
+    return frame(spark, 60, 9).coalesce(3)
+
+
+def limited(spark: SparkSession) -> DataFrame:
+    return frame(spark, 60, 9).limit(50)
+
+
+def grouped(spark: SparkSession) -> DataFrame:
+    return frame(spark, 60, 3).dropDuplicates(["id"])
+
+
+def cached(spark: SparkSession) -> DataFrame:
+    return frame(spark, 60, 9).coalesce(3).cache()
+
+
+@pytest.mark.parametrize(
+    ("make", "rows"),
+    [(union, 90), (coalesced, 60), (limited, 50), (grouped, 60), (cached, 60)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_any_lineage_can_be_trained_on(
+    spark: SparkSession, make: Callable[[SparkSession], DataFrame], rows: int
+) -> None:
+    model = estimator(strategy=ALL_REDUCE, numWorkers=3).fit(make(spark))
+    assert model.history[0].examples == rows
+
+
+def test_uneven_and_empty_partitions_do_not_hang(spark: SparkSession) -> None:
+    for sizes in ([54, 3, 3], [0, 30, 30]):
+        model = estimator(strategy=ALL_REDUCE, numWorkers=3).fit(frame_of_sizes(spark, sizes))
+        assert model.history[0].examples == 60
+
+
+def test_the_same_fit_twice_gives_the_same_bits(spark: SparkSession) -> None:
+    tuned = estimator(strategy=ALL_REDUCE, numWorkers=3, epochs=2)
+    assert same_bits(tuned.fit(frame(spark)), tuned.fit(frame(spark)))
+
+
+def test_one_worker_takes_the_same_path(spark: SparkSession) -> None:
+    model = estimator(strategy=ALL_REDUCE, numWorkers=1).fit(frame(spark, partitions=3))
+    assert model.history[0].examples == 60
+
+
+def sabotage(spark: SparkSession, trace: Path, deed: str, **changes: Any) -> None:
+    model = Saboteur(str(trace), deed)
+    estimator(model=model, strategy=ALL_REDUCE, numWorkers=3, epochs=2, **changes).fit(
+        frame(spark, rows=90, partitions=3)
+    )
+
+
+def test_an_exception_on_one_rank_surfaces_as_that_ranks_traceback(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerError, match="rank 1, epoch 1, step 3: ZeroDivisionError") as caught:
+        sabotage(spark, tmp_path / "passes", "explode")
+    assert "in explode" in caught.value.worker_traceback
+    assert_next_fit_works(spark)
+
+
+def test_a_rank_killed_in_training_ends_the_fit_and_is_named(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    started = time.monotonic()
+    with pytest.raises(TrainingError, match="rank 1"):
+        sabotage(spark, tmp_path / "passes", "die", timeout=120.0, maxFailures=1)
+    assert time.monotonic() - started < 90
+    assert_next_fit_works(spark)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_fit_after_the_timeout_and_is_named(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    started = time.monotonic()
+    with pytest.raises(TrainingError, match=r"rank 1 on .* did not take part"):
+        sabotage(spark, tmp_path / "passes", "sleep", timeout=8.0, maxFailures=0)
+    assert time.monotonic() - started < 50
+    assert_next_fit_works(spark)
+
+
+def assert_next_fit_works(spark: SparkSession) -> None:
+    model = estimator(strategy=ALL_REDUCE, numWorkers=3).fit(frame(spark))
+    assert model.history[0].examples == 60
+
+
+def test_dynamic_allocation_is_refused_before_anything_starts(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conf = spark.sparkContext.getConf().set("spark.dynamicAllocation.enabled", "true")
+    monkeypatch.setattr(spark.sparkContext, "getConf", lambda: conf)
+    with pytest.raises(ConfigError, match=r"dynamicAllocation.*ParameterAveraging"):
+        require_static_allocation(spark)
+    with pytest.raises(ConfigError, match=r"dynamicAllocation.*ParameterAveraging"):
+        estimator(strategy=ALL_REDUCE, numWorkers=3).fit(frame(spark))
+
+
+def test_slots_held_by_another_job_are_an_error_with_numbers_in_seconds(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(slots, "OTHERS_END_S", 1.0)
+    folder = str(tmp_path)
+
+    def hold(_: Any) -> Any:
+        open(os.path.join(folder, f"started-{os.getpid()}"), "w").close()
+        time.sleep(60)
+        return []
+
+    def run_other() -> None:
+        spark.sparkContext.setJobGroup("other", "holds slots", interruptOnCancel=True)
+        with pytest.raises(Exception, match="cancelled"):
+            spark.sparkContext.parallelize(range(2), 2).mapPartitions(hold).collect()
+
+    other = threading.Thread(target=run_other)
+    other.start()
+    try:
+        deadline = time.monotonic() + 60
+        while len(os.listdir(folder)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with pytest.raises(ConfigError, match=r"3 workers .* other jobs hold 2 of the.* 3"):
+            estimator(strategy=ALL_REDUCE, numWorkers=3).fit(frame(spark))
+        require_free_slots(spark, 1)
+    finally:
+        spark.sparkContext.cancelJobGroup("other")
+        other.join(60)
+    monkeypatch.undo()  # the killed tasks may take longer to leave
+    assert_next_fit_works(spark)
+
+
+@pytest.mark.parametrize("text", ["40000", "40100-40000", "0-10", "a-b", "1-70000"])
+def test_a_range_of_ports_that_is_none_is_refused(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    conf = spark.sparkContext.getConf().set("spark.sparkdl.collective.ports", text)
+    monkeypatch.setattr(spark.sparkContext, "getConf", lambda: conf)
+    with pytest.raises(ConfigError, match="must be two ports such as '40000-40100'"):
+        network_of(spark)
+
+
+def test_interface_and_ports_come_from_the_spark_settings(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conf = spark.sparkContext.getConf()
+    assert network_of(spark).driver == conf.get("spark.driver.host")
+    conf.set("spark.sparkdl.collective.ports", "40000-40100")
+    conf.set("spark.sparkdl.collective.interface", "eth7")
+    monkeypatch.setattr(spark.sparkContext, "getConf", lambda: conf)
+    assert network_of(spark).ports == (40000, 40100)
+    assert network_of(spark).interface == "eth7"
+    chosen = network_of(spark, interface="eth8", ports="50000-50001")
+    assert (chosen.interface, chosen.ports) == ("eth8", (50000, 50001))
+
+
+class Noting(nn.Module):
+    """Notes where the workers' store is."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.folder = folder
+
+    def forward(self, features: Tensor) -> Tensor:
+        if dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store().underlying_store
+            Path(self.folder, f"{store.host}:{store.port}").touch()
+        return self.layer(features)
+
+
+def test_the_params_choose_interface_and_port_of_a_fit(spark: SparkSession, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        model = estimator(
+            model=Noting(str(tmp_path)),
+            strategy=ALL_REDUCE,
+            numWorkers=3,
+            collectiveInterface="127.0.0.0/8",
+            collectivePorts=f"{port}-{port + 40}",
+        ).fit(frame(spark))
+    assert model.history[0].examples == 60
+    (told,) = (path.name for path in tmp_path.iterdir())
+    host, _, chosen = told.rpartition(":")
+    assert host == "127.0.0.1"
+    assert port < int(chosen) <= port + 40
+
+
+def test_an_interface_that_no_worker_has_is_an_error_that_lists_what_there_is(
+    spark: SparkSession,
+) -> None:
+    with pytest.raises(TrainingError, match=r"no network interface of .* matches 'wan7'; .*lo \("):
+        estimator(strategy=ALL_REDUCE, numWorkers=3, collectiveInterface="wan7").fit(frame(spark))
+    assert_next_fit_works(spark)

@@ -1,0 +1,197 @@
+"""Several ranks in one task, each a process: every row once, nobody stays, every end is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkdl.errors import TrainingError, WorkerLostError
+from sparkdl.feed.columns import ORDER_COLUMN
+from sparkdl.spark.launch.rank_host import RankCall, host_ranks, shares
+
+
+def rows(places: Any, values: Any = None) -> pa.RecordBatch:
+    values = range(len(places)) if values is None else values
+    return pa.record_batch(
+        {"c0": pa.array(values, pa.int64()), ORDER_COLUMN: pa.array(places, pa.int64())}
+    )
+
+
+places_of_rows = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=60)
+
+
+@settings(deadline=None)
+@given(places_of_rows, st.integers(1, 9))
+def test_every_row_is_one_ranks(places: list[int], ranks: int) -> None:
+    cut = shares(rows(places), ranks, 0)
+    assert len(cut) == ranks
+    assert sorted(v for share in cut for v in share["c0"].to_pylist()) == list(range(len(places)))
+
+
+@settings(deadline=None)
+@given(places_of_rows, st.integers(1, 9), st.integers(1, 60), st.randoms())
+def test_a_ranks_rows_are_the_same_in_whatever_order_and_batches_they_come(
+    places: list[int], ranks: int, cut: int, random: Any
+) -> None:
+    numbered = list(enumerate(places))
+    random.shuffle(numbered)
+    found: list[set[int]] = [set() for _ in range(ranks)]
+    for part in (numbered[:cut], numbered[cut:]):
+        batch = rows([place for _, place in part], [number for number, _ in part])
+        for mine, share in zip(found, shares(batch, ranks, 0), strict=True):
+            mine |= set(share["c0"].to_pylist())
+    wanted = [set(share["c0"].to_pylist()) for share in shares(rows(places), ranks, 0)]
+    assert found == wanted
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 20), max_size=5), st.integers(1, 9))
+def test_rows_that_come_in_the_same_order_every_time_are_dealt_in_turn(
+    sizes: list[int], ranks: int
+) -> None:
+    before, found = 0, [[] for _ in range(ranks)]  # type: ignore[var-annotated]
+    for size in sizes:
+        batch = pa.record_batch({"c0": pa.array(range(before, before + size), pa.int64())})
+        for mine, share in zip(found, shares(batch, ranks, before), strict=True):
+            mine += share["c0"].to_pylist()
+        before += size
+    assert found == [list(range(rank, before, ranks)) for rank in range(ranks)]
+
+
+def test_hashed_rows_are_shared_evenly() -> None:
+    places = np.random.default_rng(3).integers(-(2**63), 2**63 - 1, 80_000)
+    sizes = [share.num_rows for share in shares(rows(places), 8, 0)]
+    assert max(sizes) / min(sizes) < 1.1
+
+
+# What the ranks do. Their processes import this module.
+
+
+def tell(rank: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Its number, its process, a variable, and the rows it was given."""
+    values = [value for batch in batches for value in batch["c0"].to_pylist()]
+    told = {"rank": [rank], "pid": [os.getpid()], "set": [os.environ.get("TOLD")], "rows": [values]}
+    yield pa.record_batch({name: pa.array(value) for name, value in told.items()})
+
+
+def misbehave(
+    deed: str, sleeper: str, batches: Iterator[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    if deed == "sleep":
+        Path(sleeper).write_text(str(os.getpid()))
+        time.sleep(300)
+    while not Path(sleeper).is_file():
+        time.sleep(0.05)
+    if deed == "raise":
+        raise ZeroDivisionError("the reactor is empty")
+    if deed == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(3)
+    yield from batches
+
+
+def calls(function: str, *arguments: tuple[Any, ...]) -> list[RankCall]:
+    return [
+        RankCall(rank=4 + index, entry=f"{__name__}:{function}", arguments=each)
+        for index, each in enumerate(arguments)
+    ]
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def eventually_gone(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while is_there(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not is_there(pid)
+
+
+def test_ranks_run_in_processes_of_their_own_on_shares_of_the_rows() -> None:
+    batches = [
+        rows(range(start, start + 10), range(start, start + 10)) for start in range(0, 50, 10)
+    ]
+    ranks = [
+        RankCall(rank=r, entry=f"{__name__}:tell", arguments=(r,), environment={"TOLD": f"to {r}"})
+        for r in range(2)
+    ]
+
+    first, second = [answer.to_pylist()[0] for answer in host_ranks(ranks, iter(batches))]
+
+    assert [first["rank"], second["rank"]] == [0, 1]
+    assert [first["set"], second["set"]] == ["to 0", "to 1"]
+    assert len({first["pid"], second["pid"], os.getpid()}) == 3
+    assert first["rows"] == list(range(0, 50, 2))
+    assert second["rows"] == list(range(1, 50, 2))
+    assert not is_there(first["pid"])
+    assert not is_there(second["pid"])
+
+
+def test_a_task_without_rows_is_ranks_without_rows() -> None:
+    (answer,) = host_ranks(calls("tell", (0,)), [])
+    assert answer.to_pylist()[0]["rows"] == []
+
+
+@pytest.mark.parametrize(
+    ("deed", "error", "told"),
+    [
+        ("raise", TrainingError, "rank 5 on .*(?s:.*)in misbehave(?s:.*)the reactor is empty"),
+        ("die", WorkerLostError, "process [0-9]+ of rank 5 on .* was ended by SIGKILL"),
+        ("leave", WorkerLostError, "process [0-9]+ of rank 5 on .* left with code 3"),
+    ],
+)
+def test_the_end_of_one_rank_is_told_and_ends_the_others(
+    tmp_path: Path, deed: str, error: type[Exception], told: str
+) -> None:
+    sleeper = tmp_path / "pid"
+    ranks = calls("misbehave", ("sleep", str(sleeper)), (deed, str(sleeper)))
+    with pytest.raises(error, match=told):
+        list(host_ranks(ranks, [rows([1, 2])]))
+    assert not is_there(int(sleeper.read_text()))
+
+
+def test_an_error_among_the_rows_ends_all_ranks(tmp_path: Path) -> None:
+    sleeper = tmp_path / "pid"
+
+    def broken() -> Iterator[pa.RecordBatch]:
+        yield rows([1, 2])
+        while not sleeper.is_file():
+            time.sleep(0.05)
+        raise LookupError("upstream")
+
+    with pytest.raises(LookupError, match="upstream"):
+        list(host_ranks(calls("misbehave", ("sleep", str(sleeper))), broken()))
+    assert not is_there(int(sleeper.read_text()))
+
+
+def test_a_rank_ends_with_the_task_that_is_killed(tmp_path: Path) -> None:
+    sleeper = tmp_path / "pid"
+    program = (
+        f"import sys; sys.path[:] = {sys.path!r}\n"
+        f"from {__name__} import calls, host_ranks\n"
+        f"list(host_ranks(calls('misbehave', ('sleep', {str(sleeper)!r})), []))"
+    )
+    task = subprocess.Popen([sys.executable, "-c", program])
+    deadline = time.monotonic() + 60
+    while not (sleeper.is_file() and sleeper.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert is_there(int(sleeper.read_text()))
+    task.kill()
+    task.wait()
+    assert eventually_gone(int(sleeper.read_text()))

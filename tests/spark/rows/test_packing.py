@@ -1,0 +1,161 @@
+"""Whatever a frame's rows are, the workers get them as they are, packed and taken apart again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.ml.linalg import Vectors, VectorUDT
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from sparkdl.feed.columns import ORDER_COLUMN
+from sparkdl.feed.packed import unpacked
+from sparkdl.spark.rows.packing import packed
+
+COLUMNS = {
+    "c0": "cast(id as float)",
+    "c1": "if(id % 3 = 0, null, cast(id as float))",
+    "c2": "cast(-id as float)",
+    "c3": "cast(id * 2 as float)",
+    "c4": "cast(id as int)",
+    "c5": "transform(sequence(1, 70), x -> cast(x * id as float))",
+    "c6": "if(id % 7 = 0, null, transform(sequence(1, cast(3 + id % 2 as int)), "
+    "x -> if(x = 2 and id % 5 = 0, null, cast(x * id as double))))",
+    "c7": "array_repeat(cast(id as tinyint), cast(id % 4 as int))",
+    "c8": "array(id, id + 1)",
+    "c9": "array(cast(id as smallint))",
+    "c10": "array(1.5f, null)",
+    "c11": "cast(id as string)",
+    ORDER_COLUMN: "id * 100",
+}
+VECTORS = T.StructType(
+    [T.StructField("c0", VectorUDT()), T.StructField(ORDER_COLUMN, T.LongType())]
+)
+SQL = [f"{expression} as {name}" for name, expression in COLUMNS.items()]
+
+
+@pytest.fixture(scope="module")
+def computed(spark: SparkSession) -> DataFrame:
+    return spark.range(0, 100, 1, 2).selectExpr(*SQL)
+
+
+@pytest.fixture(scope="module")
+def files(computed: DataFrame, tmp_path_factory: pytest.TempPathFactory) -> DataFrame:
+    path = (Path(tmp_path_factory.mktemp("rows")) / "table").as_uri()
+    computed.write.parquet(path)
+    return computed.sparkSession.read.parquet(path)
+
+
+def at_the_workers(frame: DataFrame) -> list[dict[str, Any]]:
+    """The rows that come out of packing, by their order."""
+
+    def unpack(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in map(unpacked, batches):
+            yield pa.record_batch([pa.array([repr(batch.to_pylist())])], ["rows"])
+
+    found = packed(frame).mapInArrow(unpack, "rows string").collect()
+    rows: list[dict[str, Any]] = [each for row in found for each in eval(row.rows)]
+    return sorted(rows, key=lambda row: int(row[ORDER_COLUMN]))
+
+
+@pytest.fixture(scope="module")
+def expected(computed: DataFrame) -> list[dict[str, Any]]:
+    rows = [row.asDict() for row in computed.collect()]
+    return sorted(rows, key=lambda row: int(row[ORDER_COLUMN]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda df: df,
+        lambda df: df.repartition(3),
+        lambda df: df.cache(),
+        lambda df: df.select(*[F.col(name).alias(name) for name in df.columns]).where("c4 >= 0"),
+    ],
+    ids=["read", "shuffled", "cached", "filtered"],
+)
+def test_rows_from_files_come_as_they_are(
+    files: DataFrame, expected: list[dict[str, Any]], change: Callable[[DataFrame], DataFrame]
+) -> None:
+    changed = change(files)
+    assert at_the_workers(changed) == expected
+    changed.unpersist()
+
+
+def test_arrays_that_were_just_computed_come_as_they_are(
+    computed: DataFrame, expected: list[dict[str, Any]]
+) -> None:
+    assert at_the_workers(computed) == expected
+
+
+def test_rows_come_as_they_are_without_generated_code(
+    spark: SparkSession, files: DataFrame, expected: list[dict[str, Any]]
+) -> None:
+    settings = {
+        "spark.sql.codegen.wholeStage": "false",
+        "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    }
+    for name, value in settings.items():
+        spark.conf.set(name, value)
+    try:
+        assert at_the_workers(files) == expected
+    finally:
+        for name in settings:
+            spark.conf.unset(name)
+
+
+def test_rows_that_the_driver_made_come_as_they_are(spark: SparkSession) -> None:
+    frame = spark.sql(
+        f"select * from values (array(1f, 2f), 0), (array(3f, null), 1) as t(c0, {ORDER_COLUMN})"
+    )
+    assert at_the_workers(frame) == [
+        {"c0": [1.0, 2.0], ORDER_COLUMN: 0},
+        {"c0": [3.0, None], ORDER_COLUMN: 1},
+    ]
+
+
+def test_vectors_come_as_structs(spark: SparkSession) -> None:
+    rows = [(Vectors.dense([1.0, 2.0]), 0), (Vectors.sparse(3, [2], [5.0]), 1), (None, 2)]
+    frame = spark.createDataFrame(rows, schema=VECTORS)
+    assert at_the_workers(frame) == [
+        {
+            "c0": {"type": 1, "size": None, "indices": [], "values": [1.0, 2.0]},
+            ORDER_COLUMN: 0,
+        },
+        {"c0": {"type": 0, "size": 3, "indices": [2], "values": [5.0]}, ORDER_COLUMN: 1},
+        {"c0": None, ORDER_COLUMN: 2},
+    ]
+
+
+def test_numbers_of_one_type_come_together_and_arrays_in_bytes(files: DataFrame) -> None:
+    frame = packed(files.select("c0", "c1", "c2", "c3", "c4", "c5", ORDER_COLUMN))
+    assert dict(frame.dtypes) == {
+        "c0,c1,c2,c3": "array<float>",
+        "c4": "int",
+        "c5:float": "binary",
+        "c5:rest": "array<float>",
+        ORDER_COLUMN: "bigint",
+    }
+
+
+def test_arrays_in_files_come_in_bytes_alone(files: DataFrame) -> None:
+    rest = [F.size("c5:rest"), F.size("c7:rest"), F.coalesce(F.size("c6:rest"), F.lit(0))]
+    assert packed(files).select(F.sum(sum(rest))).collect() == [(0,)]
+
+
+def test_a_spark_without_those_methods_hands_arrays_over_as_they_are(
+    files: DataFrame, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        "sparkdl.spark.rows.packing._UNSAFE", "org.apache.spark.sql.catalyst.NoSuchArray"
+    )
+    with caplog.at_level(logging.INFO, "sparkdl.spark.rows.packing"):
+        frame = packed(files.select("c5", "c6"))
+    assert frame.dtypes == [("c5", "array<float>"), ("c6", "array<double>")]
+    assert "arrays are handed to Python as they are" in caplog.text

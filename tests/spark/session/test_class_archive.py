@@ -1,0 +1,126 @@
+"""The archive of Spark's classes: what it is called, who is told of it, and that Java reads it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparkdl.errors import SetupError
+from sparkdl.spark.session import class_archive
+from sparkdl.spark.session.class_archive import (
+    DRIVER_OPTIONS,
+    EXECUTOR_OPTIONS,
+    archive_path,
+    archive_settings,
+)
+from sparkdl.spark.session.prepare import write_class_archive
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with a Java, a Spark of one jar, and nothing prepared."""
+    for folder in ("java/bin", "spark/jars"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "java/bin/java").touch()
+    (tmp_path / "java/release").write_text('JAVA_VERSION="17.0.15"\n')
+    (tmp_path / "spark/jars/spark-core.jar").write_text("core")
+    monkeypatch.setattr(class_archive, "_find_spark_home", lambda: str(tmp_path / "spark"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def java_of(home: Path) -> Path:
+    return home / "java/bin/java"
+
+
+def prepared(home: Path) -> Path:
+    path = archive_path(java_of(home))
+    path.parent.mkdir(parents=True)
+    path.touch()
+    return path
+
+
+def test_a_machine_that_was_not_prepared_gets_no_settings(home: Path) -> None:
+    assert archive_settings(java_of(home), "local-cluster[2,1,1024]") == {}
+
+
+def test_a_local_clusters_driver_and_executors_are_told_of_the_archive(home: Path) -> None:
+    option = f"-XX:SharedArchiveFile={prepared(home)}"
+    assert archive_settings(java_of(home), "local-cluster[2,1,1024]") == {
+        DRIVER_OPTIONS: option,
+        EXECUTOR_OPTIONS: option,
+    }
+
+
+@pytest.mark.parametrize("master", [None, "local[2]", "yarn", "spark://there:7077"])
+def test_executors_that_may_be_elsewhere_are_not_told_of_it(home: Path, master: str | None) -> None:
+    prepared(home)
+    assert set(archive_settings(java_of(home), master)) == {DRIVER_OPTIONS}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda home: (home / "java/release").write_text('JAVA_VERSION="17.0.16"\n'),
+        lambda home: (home / "spark/jars/spark-core.jar").write_text("another core"),
+        lambda home: (home / "spark/jars/extra.jar").write_text(""),
+        lambda home: os.utime(home / "spark/jars/spark-core.jar", (0, 0)),
+    ],
+    ids=["java", "jar", "more-jars", "time"],
+)
+def test_an_upgrade_asks_for_a_new_archive(home: Path, change: object) -> None:
+    prepared(home)
+    assert callable(change)
+    change(home)
+    assert archive_settings(java_of(home), "local[2]") == {}
+
+
+def test_a_java_that_writes_no_archive_is_an_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparkdl.spark.session.prepare._run_job", lambda written, rows: 1)
+    with pytest.raises(SetupError, match=r"no class archive.*\(it ended with 1\).*HotSpot"):
+        write_class_archive(tmp_path / "cache" / "classes.jsa")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+SESSION = """
+from sparkdl import create_session
+log = "-Xlog:class+load:file={log}"
+spark = create_session("test", "local[1]", {{"spark.driver.extraJavaOptions": log}})
+assert spark.range(3).count() == 3
+"""
+
+
+@pytest.mark.slow
+def test_sessions_of_a_prepared_machine_map_sparks_classes(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=170,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    said = run("-c", "from sparkdl.spark.session.prepare import main; main([])")
+    (archive,) = (tmp_path / "sparkdl").iterdir()
+    for_others = [line.split(maxsplit=1) for line in said.splitlines()[-2:]]
+    assert [name for name, _ in for_others] == [DRIVER_OPTIONS, EXECUTOR_OPTIONS]
+    assert all(line.endswith(f"-XX:SharedArchiveFile={archive}") for _, line in for_others)
+    log = tmp_path / "classes.txt"
+    run("-c", SESSION.format(log=log))
+    loaded = [line for line in log.read_text().splitlines() if " org.apache.spark." in line]
+    mapped = sum(line.endswith("source: shared objects file (top)") for line in loaded)
+    from_jars = sum("source: file:" in line or "source: jar:" in line for line in loaded)
+    assert mapped > 2000
+    assert from_jars < 0.1 * mapped

@@ -1,0 +1,113 @@
+"""Sessions: Java found or asked for, and the executors' Python set."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from sparkdl import create_session
+from sparkdl.errors import ConfigError, SetupError
+from sparkdl.spark.session.session import find_java, require_classic_session
+
+
+def test_without_java_the_message_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SetupError, match=r"Java 17 or 21.*apt-get install openjdk-17"):
+        find_java()
+
+
+def test_a_java_home_without_java_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    with pytest.raises(SetupError, match=f"JAVA_HOME is {tmp_path}.*unset it"):
+        find_java()
+
+
+def test_java_home_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "java").touch(mode=0o755)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    find_java()
+
+
+def test_java_on_the_path_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "java").touch(mode=0o755)
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    find_java()
+
+
+def test_create_session_in_a_process_without_java_fails_with_the_fix_and_no_stack_of_the_jvm(
+    tmp_path: Path,
+) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("JAVA_HOME", "SPARK_HOME")}
+    environment["PATH"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", "import sparkdl; sparkdl.create_session('app', 'local[1]')"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("sparkdl.errors.SetupError: Spark needs Java 17 or 21")
+    assert "apt-get install" in last
+    assert "JAVA_GATEWAY_EXITED" not in done.stderr
+
+
+def test_a_second_session_is_the_first(spark: SparkSession) -> None:
+    assert create_session("another").sparkContext is spark.sparkContext
+
+
+def test_executors_run_the_drivers_python(spark: SparkSession) -> None:
+    assert spark.sparkContext.pythonExec == sys.executable
+
+
+def test_the_driver_and_the_executors_compile_hot_code_later(spark: SparkSession) -> None:
+    option = "-XX:Tier4CompileThreshold=150000"
+    driver = spark._jvm.java.lang.ProcessHandle.current()
+    executors = [
+        child
+        for child in driver.descendants().toArray()
+        if "CoarseGrainedExecutorBackend" in command_line(child.pid())
+    ]
+    assert option in command_line(driver.pid())
+    assert [option in command_line(executor.pid()) for executor in executors] == [True] * 3
+
+
+def test_java_options_of_ones_own_come_beside_ours() -> None:
+    settings = {"spark.driver.extraJavaOptions": "-Dmine=1", "spark.ui.enabled": "false"}
+    script = (
+        f"import sparkdl; spark = sparkdl.create_session('app', 'local[1]', {settings!r}); "
+        "java = spark._jvm.java.lang; print(java.System.getProperty('mine')); "
+        "print(*java.management.ManagementFactory.getRuntimeMXBean().getInputArguments()); "
+        "spark.stop()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    mine, arguments = done.stdout.splitlines()[-2:]
+    assert mine == "1"
+    assert "-XX:Tier4CompileThreshold=" in arguments
+
+
+def command_line(process: int) -> str:
+    return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def test_a_frame_of_a_spark_connect_session_is_refused_with_the_way_out() -> None:
+    class ConnectFrame:
+        """Spark Connect's DataFrame is no py4j proxy."""
+
+    with pytest.raises(ConfigError, match=r"Spark Connect.*spark-submit"):
+        require_classic_session(ConnectFrame())  # type: ignore[arg-type]

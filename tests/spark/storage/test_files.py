@@ -1,0 +1,157 @@
+"""Directories on a file system that only Hadoop knows: published whole, fetched to read.
+
+``viewfs://`` stands in for a remote file system: Hadoop's view of a local directory under another
+scheme.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from pyspark.sql import SparkSession
+from torch import nn
+
+from sparkdl import TorchEstimator
+from sparkdl.errors import CheckpointError, ConfigError
+from sparkdl.spark.storage.files import fetch, publish
+
+
+@pytest.fixture
+def remote(spark: SparkSession, tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "remote").mkdir()
+    name = f"view{uuid.uuid4().hex}"  # Hadoop keeps file systems by name
+    link = f"fs.viewfs.mounttable.{name}.link./remote"
+    hadoop = spark.sparkContext._jsc.hadoopConfiguration()
+    hadoop.set(link, (tmp_path / "remote").as_uri())
+    yield f"viewfs://{name}/remote"
+    hadoop.unset(link)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    directory = tmp_path / "made"
+    (directory / "metadata").mkdir(parents=True)
+    (directory / "metadata" / "part-00000").write_text("{}")
+    (directory / "weights").write_bytes(bytes(range(256)))
+    return directory
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    return {
+        str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()
+    }
+
+
+def test_a_published_directory_is_fetched_with_the_same_bytes(remote: str, made: Path) -> None:
+    publish(made, f"{remote}/model", overwrite=False)
+    with fetch(f"{remote}/model") as fetched:
+        assert files_in(fetched) == files_in(made)
+
+
+def test_the_fetched_copy_is_gone_after_the_block(remote: str, made: Path) -> None:
+    publish(made, f"{remote}/model", overwrite=False)
+    with fetch(f"{remote}/model") as fetched:
+        pass
+    assert not fetched.exists()
+
+
+def test_what_is_there_is_replaced_only_if_asked(remote: str, made: Path) -> None:
+    publish(made, f"{remote}/model", overwrite=False)
+    with pytest.raises(ConfigError, match=r"exists already.*overwrite\(\)"):
+        publish(made, f"{remote}/model", overwrite=False)
+    (made / "weights").unlink()
+    publish(made, f"{remote}/model", overwrite=True)
+    with fetch(f"{remote}/model") as fetched:
+        assert set(files_in(fetched)) == {"metadata/part-00000"}
+
+
+def test_nothing_is_left_beside_what_was_published(remote: str, made: Path, tmp_path: Path) -> None:
+    publish(made, f"{remote}/model", overwrite=True)
+    publish(made, f"{remote}/model", overwrite=True)
+    assert [p.name for p in (tmp_path / "remote").iterdir()] == ["model"]
+
+
+def test_what_a_save_was_about_to_replace_is_found_when_it_was_interrupted(
+    remote: str, made: Path, tmp_path: Path
+) -> None:
+    publish(made, f"{remote}/model", overwrite=False)
+    (tmp_path / "remote" / "model").rename(tmp_path / "remote" / "model.sparkdl-replaced")
+    with fetch(f"{remote}/model") as fetched:
+        assert files_in(fetched) == files_in(made)
+    with pytest.raises(ConfigError, match="exists already"):
+        publish(made, f"{remote}/model", overwrite=False)
+    publish(made, f"{remote}/model", overwrite=True)
+    assert [p.name for p in (tmp_path / "remote").iterdir()] == ["model"]
+
+
+def test_a_save_that_fails_leaves_what_was_there_and_no_fragment(
+    remote: str, made: Path, tmp_path: Path
+) -> None:
+    publish(made, f"{remote}/model", overwrite=False)
+    before = files_in(tmp_path / "remote" / "model")
+    os.mknod(made / "socket", stat.S_IFSOCK)  # which cannot be copied
+    with pytest.raises(CheckpointError, match=r"model could not be written: .*still there"):
+        publish(made, f"{remote}/model", overwrite=True)
+    assert files_in(tmp_path / "remote") == {f"model/{n}": b for n, b in before.items()}
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process may grow beyond 50 kB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_what_was_there_and_no_fragment(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SparkSession, "getActiveSession", lambda: None)
+    target = tmp_path / "local" / "model"
+    publish(made, str(target), overwrite=False)
+    before = files_in(target)
+    (made / "weights").write_bytes(bytes(60_000))
+    refused = pytest.raises(CheckpointError, match=r"could not be written: .*File too large")
+    with full_disk(), refused:
+        publish(made, str(target), overwrite=True)
+    assert files_in(tmp_path / "local") == {f"model/{n}": b for n, b in before.items()}
+
+
+def test_a_path_with_nothing_there_is_named(remote: str) -> None:
+    with pytest.raises(ConfigError, match="nowhere"), fetch(f"{remote}/nowhere"):
+        pass
+
+
+def test_an_estimator_is_saved_and_loaded_there(remote: str) -> None:
+    original = TorchEstimator(
+        model=nn.Identity, loss=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, epochs=4
+    )
+    original.save(f"{remote}/estimator")
+    loaded = TorchEstimator.load(f"{remote}/estimator")
+    assert loaded.uid == original.uid
+    assert loaded.getEpochs() == 4
+
+
+def test_a_remote_path_without_a_session_is_refused(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SparkSession, "getActiveSession", lambda: None)
+    with pytest.raises(ConfigError, match=r"hdfs://.* is not a local path; create a Spark session"):
+        publish(made, "hdfs://somewhere/model", overwrite=False)
+
+
+def test_a_local_path_is_published_without_a_session(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SparkSession, "getActiveSession", lambda: None)
+    publish(made, str(tmp_path / "local" / "model"), overwrite=False)
+    assert files_in(tmp_path / "local" / "model") == files_in(made)

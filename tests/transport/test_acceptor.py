@@ -1,0 +1,297 @@
+"""The way in: strangers, however many and however slow, keep nobody out for long."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import resource
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from toys import sparkdl_threads
+
+from sparkdl.errors import DisconnectedError
+from sparkdl.testing.flood import Flood
+from sparkdl.transport import acceptor, local
+from sparkdl.transport.acceptor import MAX_STRANGERS
+from sparkdl.transport.connection import Connection
+from sparkdl.transport.handshake import HELLO_BYTES, Challenge
+from sparkdl.transport.port import Port
+from sparkdl.transport.reaching import introduced, reach
+from sparkdl.transport.strangers import Allowance, Stranger, Strangers, source_of
+
+HOST, TOKEN = "127.0.0.1", "the job's secret"
+DEADLINE_S = 10.0
+JOINS_S = 4.0
+"""Twice what ``benchmarks/strangers.py`` holds it to: strangers and port share a process here."""
+KINDS = ["tcp", "local", "encrypted"]
+HALF_A_TLS_HELLO = b"\x16\x03\x01\x02\x00\x01" + bytes(40)
+
+needs_local_names = pytest.mark.skipif(not local.HAS_LOCAL_NAMES, reason="only Linux has them")
+
+
+def greet(connection: Connection) -> None:
+    connection.send_header({"welcome": True})
+
+
+@contextlib.contextmanager
+def listening(kind: str = "tcp") -> Iterator[Port]:
+    port = Port(HOST, TOKEN, greet, encrypted=kind == "encrypted")
+    try:
+        yield port
+    finally:
+        port.close()
+
+
+def address_of(port: Port, kind: str) -> tuple[str, int] | bytes:
+    if kind != "local":
+        return HOST, port.number
+    name = local.name_of(HOST, port.number, TOKEN)
+    assert name is not None
+    return name
+
+
+def join(port: Port) -> float:
+    """The seconds that a worker takes to be let in and greeted."""
+    started = time.monotonic()
+    address = (HOST, port.number)
+    connection = reach(
+        lambda: introduced(0, "the driver", address, TOKEN, port.fingerprint, DEADLINE_S),
+        DEADLINE_S,
+    )
+    assert connection.receive_header() == {"welcome": True}
+    connection.close()
+    return time.monotonic() - started
+
+
+def stranger_at(port: Port, kind: str) -> socket.socket:
+    address = address_of(port, kind)
+    stranger = socket.socket(socket.AF_UNIX if kind == "local" else socket.AF_INET)
+    stranger.settimeout(DEADLINE_S)
+    stranger.connect(address)
+    return stranger
+
+
+@pytest.mark.parametrize("drip_s", [None, 0.1], ids=["silent", "dripping"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thousand_strangers_that_come_back_at_once_keep_no_worker_out(
+    kind: str, drip_s: float | None
+) -> None:
+    with listening(kind) as port, Flood(address_of(port, kind), 1000, drip_s=drip_s) as flood:
+        deadline = time.monotonic() + DEADLINE_S
+        while (flood.opened < 1000 or not flood.closed) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert flood.opened + flood.closed >= 1000
+        assert max(join(port) for _ in range(2)) < JOINS_S
+
+
+@pytest.mark.parametrize("said", [b"", HALF_A_TLS_HELLO], ids=["silent", "dripping"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stranger_has_so_long_and_not_longer_however_it_behaves(
+    kind: str, said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acceptor, "HANDSHAKE_S", 0.5)
+    with listening(kind) as port, stranger_at(port, kind) as stranger:
+        started = time.monotonic()
+        stranger.settimeout(0.05)
+        with contextlib.suppress(ConnectionError):
+            for turn in range(200):
+                stranger.send(said[turn : turn + 1])
+                with contextlib.suppress(TimeoutError):
+                    if not stranger.recv(HELLO_BYTES):
+                        break
+        assert 0.4 < time.monotonic() - started < 1.5
+
+
+def test_one_that_has_spoken_tls_has_no_more_time_than_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(acceptor, "HANDSHAKE_S", 0.5)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with listening("encrypted") as port, stranger_at(port, "encrypted") as plain:
+        started = time.monotonic()
+        with context.wrap_socket(plain) as stranger:
+            assert len(stranger.recv(HELLO_BYTES)) == HELLO_BYTES
+            with contextlib.suppress(OSError):
+                assert stranger.recv(1) == b""
+            assert 0.4 < time.monotonic() - started < 1.5
+
+
+def test_strangers_cost_no_threads() -> None:
+    before = len(sparkdl_threads())
+    with listening() as port, contextlib.ExitStack() as stack:
+        for _ in range(50):
+            stranger = stack.enter_context(stranger_at(port, "tcp"))
+            assert len(stranger.recv(HELLO_BYTES, socket.MSG_WAITALL)) == HELLO_BYTES
+        assert len(sparkdl_threads()) == before + 1
+
+
+def test_when_there_are_too_many_the_source_that_has_most_suffers() -> None:
+    with listening() as port, contextlib.ExitStack() as stack:
+
+        def come_from(source: str) -> socket.socket:
+            address = (HOST, port.number)
+            end = stack.enter_context(
+                socket.create_connection(address, DEADLINE_S, source_address=(source, 0))
+            )
+            assert len(end.recv(HELLO_BYTES, socket.MSG_WAITALL)) == HELLO_BYTES
+            return end
+
+        quiet = come_from("127.0.0.2")
+        noisy = [come_from("127.0.0.3") for _ in range(MAX_STRANGERS)]
+        with contextlib.suppress(ConnectionResetError):
+            assert noisy[0].recv(1) == b""  # the oldest, since there is one too many
+        for stays in (quiet, noisy[1], noisy[-1]):
+            stays.settimeout(0.02)
+            with pytest.raises(TimeoutError):
+                stays.recv(1)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60))
+def test_nobody_leaves_whose_source_has_no_more_than_its_share(sources: list[int]) -> None:
+    strangers = Strangers()
+    came: list[tuple[int, Stranger]] = []
+    left, right = socket.socketpair()
+    with left, right:
+        for number, source in enumerate(sources):
+            stranger = Stranger(
+                left, bytes([source]), Challenge(TOKEN, b"tcp"), float(number), Allowance(1, 1.0)
+            )
+            strangers.add(stranger)
+            came.append((source, stranger))
+        while came:
+            assert (strangers.oldest, len(strangers)) == (came[0][1], len(came))
+            counts = [sum(s == source for s, _ in came) for source in range(6)]
+            leaving = next(pair for pair in came if pair[1] is strangers.superfluous)
+            assert counts[leaving[0]] == max(counts)
+            assert leaving == next(pair for pair in came if pair[0] == leaving[0])
+            strangers.remove(leaving[1])
+            came.remove(leaving)
+        assert strangers.oldest is None
+
+
+def test_an_address_is_a_source_and_in_ipv6_its_network_is() -> None:
+    def four(host: str, port: int) -> bytes:
+        return source_of(socket.AF_INET, (host, port))
+
+    def six(host: str) -> bytes:
+        return source_of(socket.AF_INET6, (host, 5, 0, 0))
+
+    assert four("10.0.0.1", 5) == four("10.0.0.1", 6) != four("10.0.0.2", 5)
+    assert six("2001:db8::1") == six("2001:db8::2") != six("2001:db8:0:1::1")
+    assert six("fe80::1%eth0") == six("fe80::2")
+
+
+def test_an_allowance_grows_with_time_but_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    allowance = Allowance(3, per_s=8.0)
+    assert [allowance.take() for _ in range(4)] == [True, True, True, False]
+    now[0] += 0.125
+    assert [allowance.take() for _ in range(2)] == [True, False]
+    allowance.give_back()
+    assert allowance.take()
+    now[0] += 1000
+    assert [allowance.take() for _ in range(4)] == [True, True, True, False]
+    allowance.suspend(0.5)
+    now[0] += 0.5 + 0.0625
+    assert not allowance.take()
+    now[0] += 0.0625
+    assert allowance.take()
+
+
+def test_a_thread_that_cannot_be_started_keeps_nobody_else_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = [1, 2, 3]
+    start = threading.Thread.start
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        if thread.name == "sparkdl-port-connection" and failures:
+            failures.pop()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    with listening() as port, caplog.at_level(logging.WARNING):
+        assert join(port) < DEADLINE_S
+        assert join(port) < JOINS_S
+    assert not failures
+    assert "could not be served: can't start new thread" in caplog.text
+
+
+def test_a_port_that_cannot_start_its_thread_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    create = socket.create_server
+
+    def create_server(*arguments: Any, **options: Any) -> socket.socket:
+        listener = create(*arguments, **options)
+        opened.put(listener)
+        return listener
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(socket, "create_server", create_server)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Port(HOST, TOKEN, greet)
+    assert opened.get().fileno() == -1
+
+
+def test_a_mistake_with_one_stranger_does_not_end_the_port(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    advance = Stranger.advance
+    mistakes = [1]
+
+    def advance_or_fail(stranger: Stranger) -> int:
+        if mistakes:
+            mistakes.pop()
+            raise MemoryError
+        return advance(stranger)
+
+    monkeypatch.setattr(Stranger, "advance", advance_or_fail)
+    with listening() as port, stranger_at(port, "tcp"):
+        assert join(port) < JOINS_S
+    assert "a port goes on after an error" in caplog.text
+
+
+def test_without_file_descriptors_a_port_waits_for_better_times(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with listening() as port, contextlib.ExitStack() as stack:
+        waiting = [stack.enter_context(socket.socket()) for _ in range(4)]
+        lowest_free = max(socket.socket().detach(), waiting[-1].fileno())
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+            for each in waiting:
+                each.connect((HOST, port.number))
+            deadline = time.monotonic() + DEADLINE_S
+            while "could not be accepted" not in caplog.text and time.monotonic() < deadline:
+                time.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert "could not be accepted: [Errno 24]" in caplog.text
+        assert join(port) < JOINS_S
+
+
+def test_a_closed_port_can_be_closed_again_and_refuses() -> None:
+    with listening() as port:
+        pass
+    port.close()
+    with pytest.raises(DisconnectedError, match="refused"):
+        introduced(0, "the driver", (HOST, port.number), TOKEN, None, DEADLINE_S)

@@ -1,0 +1,185 @@
+"""The shorter way between processes of one machine."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparkdl.transport import local
+from sparkdl.transport.connection import Connection, UnprovedError
+from sparkdl.transport.port import Port
+from sparkdl.transport.reaching import dial
+
+pytestmark = pytest.mark.skipif(not local.HAS_LOCAL_NAMES, reason="only Linux has local names")
+
+HOST, TOKEN = "127.0.0.1", "the job's secret"
+DEADLINE_S = 5.0
+
+
+@pytest.fixture
+def arrivals() -> queue.SimpleQueue[Connection]:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def port(arrivals: queue.SimpleQueue[Connection]) -> Iterator[Port]:
+    port = Port(HOST, TOKEN, lambda connection: echo(connection, arrivals))
+    yield port
+    port.close()
+
+
+def echo(connection: Connection, arrivals: queue.SimpleQueue[Connection]) -> None:
+    arrivals.put(connection)
+    values = torch.empty(300_000)
+    connection.receive_values(values)
+    connection.send_values(values)
+
+
+def name_of(host: str, port: int) -> bytes:
+    name = local.name_of(host, port, TOKEN)
+    assert name is not None
+    return name
+
+
+def connect(port: int, host: str = HOST, fingerprint: str | None = None) -> Connection:
+    return dial((host, port), TOKEN, fingerprint, DEADLINE_S, DEADLINE_S)
+
+
+def family_of(port: Port, host: str = HOST) -> int:
+    connection = connect(port.number, host, port.fingerprint)
+    connection.close()
+    return connection._socket.family
+
+
+def test_a_port_on_this_machine_is_reached_without_tcp(port: Port) -> None:
+    assert family_of(port) == socket.AF_UNIX
+
+
+def test_values_arrive_as_they_were_sent(port: Port) -> None:
+    sent, received = torch.randn(300_000), torch.empty(300_000)
+    connection = connect(port.number)
+    connection.send_values(sent)
+    connection.receive_values(received)
+    connection.close()
+    assert connection._socket.family == socket.AF_UNIX
+    assert torch.equal(sent, received)
+
+
+def test_without_local_names_tcp_is_used(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "HAS_LOCAL_NAMES", False)
+    assert family_of(port) == socket.AF_INET
+
+
+def test_another_host_token_port_kernel_or_network_has_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two machines may well give the same number to two ports of one job."""
+    names = [local.name_of(*of) for of in [("a", 1, "t"), ("b", 1, "t"), ("a", 2, "t")]]
+    names.append(local.name_of("a", 1, "u"))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(local, "_NETWORK", tmp_path)
+        names.append(local.name_of("a", 1, "t"))
+    (tmp_path / "boot_id").write_text("another kernel's")
+    monkeypatch.setattr(local, "_BOOT", tmp_path / "boot_id")
+    names.append(local.name_of("a", 1, "t"))
+    assert None not in names
+    assert len(set(names)) == len(names) == 6
+
+
+def test_where_the_kernel_does_not_tell_the_network_tcp_is_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(local, "_NETWORK", tmp_path / "missing")
+    port = Port(HOST, TOKEN, Connection.close)
+    try:
+        assert family_of(port) == socket.AF_INET
+    finally:
+        port.close()
+
+
+def test_a_host_that_is_not_the_one_advertised_is_reached_by_tcp(port: Port) -> None:
+    assert family_of(port, "localhost") == socket.AF_INET
+
+
+def test_a_host_is_the_same_however_it_is_spelled() -> None:
+    port = Port(HOST, TOKEN, Connection.close, advertised_host="LocalHost")
+    try:
+        assert family_of(port, "localhost") == socket.AF_UNIX
+    finally:
+        port.close()
+
+
+def test_who_knows_the_name_but_not_the_token_is_not_let_in(
+    port: Port, arrivals: queue.SimpleQueue[Connection]
+) -> None:
+    connected = local.connect((HOST, port.number), TOKEN, DEADLINE_S)
+    assert connected is not None
+    stranger = Connection(connected, DEADLINE_S)
+    assert not stranger.introduce("guessed")
+    stranger.close()
+    assert arrivals.empty()
+
+
+def test_who_listens_under_the_name_without_the_token_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of this user's own processes, for others the kernel tells apart."""
+    monkeypatch.setattr(local, "listen", lambda *_: None)
+    port = Port(HOST, TOKEN, Connection.close)
+    monkeypatch.undo()
+    monkeypatch.setattr(local, "name_of", lambda *_: b"\0sparkdl-" + TOKEN.encode())
+    impostor = Port(HOST, "guessed", Connection.close)
+    try:
+        assert family_of(port) == socket.AF_INET
+    finally:
+        port.close()
+        impostor.close()
+
+
+def test_a_token_that_is_not_the_ports_is_told_as_such(port: Port) -> None:
+    with pytest.raises(UnprovedError, match="does not have the job's token"):
+        dial((HOST, port.number), "another job's", None, DEADLINE_S, DEADLINE_S)
+
+
+def test_an_encrypted_port_is_reached_by_no_other_way() -> None:
+    port = Port(HOST, TOKEN, Connection.close, encrypted=True)
+    try:
+        assert family_of(port) == socket.AF_INET
+        with pytest.raises(ConnectionRefusedError), socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(name_of(HOST, port.number))
+    finally:
+        port.close()
+
+
+def test_the_name_does_not_show_the_token() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(name_of(HOST, 1))
+        assert TOKEN.encode() not in listener.getsockname()
+
+
+def test_a_closed_port_leaves_no_name_behind() -> None:
+    port = Port(HOST, TOKEN, Connection.close)
+    port.close()
+    with pytest.raises(ConnectionRefusedError):
+        connect(port.number)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(name_of(HOST, port.number))
+
+
+def test_a_name_at_which_nobody_is_let_in_is_passed_over() -> None:
+    """As of a driver that is stopped while many workers come; a blocking socket would wait."""
+    waiting: list[socket.socket] = []
+    listener = local.listen(HOST, 1, TOKEN, backlog=0)
+    assert listener is not None
+    with listener:
+        while (connected := local.connect((HOST, 1), TOKEN, DEADLINE_S)) is not None:
+            waiting.append(connected)
+            assert len(waiting) < 10
+        for connected in waiting:
+            connected.close()
+    assert waiting

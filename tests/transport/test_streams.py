@@ -1,0 +1,228 @@
+"""Ends that never wait, plain and encrypted: what goes through, what is not there yet, the end."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from random import Random
+
+import pytest
+
+from sparkdl.transport.streams import RECORD_BYTES, Stream, stream_over
+from sparkdl.transport.tls import Certificate, Encrypted, connect
+
+PATIENCE_S = 20.0
+MUCH = 8 << 20
+"""More than sockets on this machine buffer."""
+
+
+@pytest.fixture(scope="module")
+def certificate() -> Certificate:
+    return Certificate()
+
+
+class Pair:
+    """The averager's end, and a worker's that waits."""
+
+    def __init__(self, here: Stream, there: socket.socket | Encrypted) -> None:
+        self.here = here
+        self.there = there
+
+    def wait(self, *, to_send: bool = False) -> None:
+        """Until the averager's end can go on."""
+        poll = select.poll()
+        poll.register(self.here.fileno(), select.POLLOUT if to_send else select.POLLIN)
+        assert poll.poll(1000 * PATIENCE_S), "nothing moved"
+
+    def receive(self, into: Sequence[memoryview]) -> int:
+        """Wait for what arrives next."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            count = self.here.receive(into)
+            if count is not None:
+                return count
+            self.wait()
+        raise AssertionError("nothing arrived")
+
+    def receive_all(self, size: int, piece: int = 1000) -> bytes:
+        """Everything up to a size, through small buffers."""
+        octets = b""
+        while len(octets) < size:
+            place = bytearray(piece)
+            count = self.receive([memoryview(place)])
+            assert count, "it ended early"
+            octets += place[:count]
+        return octets
+
+    def take(self, size: int) -> bytes:
+        """What the worker receives."""
+        octets = bytearray()
+        while len(octets) < size:
+            place = bytearray(min(1 << 16, size - len(octets)))
+            count = self.there.recv_into(place)
+            assert count, "it ended early"
+            octets += place[:count]
+        return bytes(octets)
+
+
+@pytest.fixture(params=["plain", "encrypted"])
+def pair(request: pytest.FixtureRequest, certificate: Certificate) -> Iterator[Pair]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        met: list[socket.socket | Encrypted] = []
+        fingerprint = certificate.fingerprint if request.param == "encrypted" else None
+
+        def meet() -> None:
+            met.append(connect(listener.getsockname(), fingerprint, PATIENCE_S))
+
+        worker = threading.Thread(target=meet)
+        worker.start()
+        accepted, _ = listener.accept()
+        if fingerprint is None:
+            here = stream_over(accepted)
+        else:
+            accepted.setblocking(False)
+            here = stream_over(Encrypted(certificate.wrap(accepted)))
+        deadline = time.monotonic() + PATIENCE_S
+        while worker.is_alive() and time.monotonic() < deadline:
+            # Nothing to receive yet, but whoever encrypts has to shake hands.
+            assert here.receive([memoryview(bytearray(1))]) is None
+            worker.join(0.001)
+    (there,) = met
+    if isinstance(there, Encrypted):
+        there.silence_s = PATIENCE_S
+    else:
+        there.settimeout(PATIENCE_S)
+    try:
+        yield Pair(here, there)
+    finally:
+        here.close()
+        there.close()
+
+
+def test_what_has_not_arrived_is_not_waited_for(pair: Pair) -> None:
+    began = time.monotonic()
+    assert pair.here.receive([memoryview(bytearray(10))]) is None
+    assert time.monotonic() - began < PATIENCE_S / 2
+
+
+def test_what_has_arrived_fills_the_buffers_in_turn(pair: Pair) -> None:
+    pair.there.sendall(b"0123456789")
+    first, second = bytearray(4), bytearray(100)
+    # The whole of it may have been cut on its way, but never leaves a hole.
+    count = pair.receive([memoryview(first), memoryview(second)])
+    while count < 10:
+        views = [memoryview(first)[count:], memoryview(second)[max(0, count - 4) :]]
+        count += pair.receive([view for view in views if view])
+    assert bytes(first) + bytes(second[:6]) == b"0123456789"
+
+
+def test_nothing_that_has_arrived_stays_where_no_selector_sees_it(pair: Pair) -> None:
+    """Whoever has received into all it offered may go on to wait for the socket."""
+    octets = bytes(range(200))
+    pair.there.sendall(octets)
+    pair.wait()
+    place, staging = bytearray(10), bytearray(2 * RECORD_BYTES)
+    count = pair.receive([memoryview(place), memoryview(staging)])
+    assert count == len(octets)
+    assert bytes(place) + bytes(staging[: count - 10]) == octets
+    assert pair.here.receive([memoryview(staging)]) is None
+
+
+@pytest.mark.parametrize("piece", [7, 1000, 100_000])
+def test_everything_arrives_in_order_through_buffers_of_any_size(pair: Pair, piece: int) -> None:
+    octets = Random(0).randbytes(40 * piece if piece < 100 else 300_000)
+    sender = threading.Thread(target=pair.there.sendall, args=(octets,))
+    sender.start()
+    assert pair.receive_all(len(octets), piece) == octets
+    sender.join(PATIENCE_S)
+    assert not sender.is_alive()
+
+
+def test_it_is_blocked_once_the_other_end_takes_nothing_and_goes_on_when_it_does(
+    pair: Pair,
+) -> None:
+    octets = Random(1).randbytes(MUCH)
+    at = 0
+    while (sent := pair.here.send([memoryview(octets)[at:]])) is not None:
+        assert 0 < sent <= len(octets) - at
+        at += sent
+    assert 0 < at < len(octets)
+
+    taken: list[bytes] = []
+    worker = threading.Thread(target=lambda: taken.append(pair.take(len(octets))))
+    worker.start()
+    while at < len(octets):
+        sent = pair.here.send([memoryview(octets)[at:]])
+        if sent is None:
+            pair.wait(to_send=True)
+        else:
+            at += sent
+    worker.join(PATIENCE_S)
+    assert taken == [octets]
+
+
+def test_many_buffers_arrive_as_one(pair: Pair) -> None:
+    draw = Random(2)
+    frames = [memoryview(draw.randbytes(size)) for size in (5, 40_000, 5, 1, 5, RECORD_BYTES, 0, 5)]
+    expected = b"".join(frames)
+    sizes = []
+    while frames:
+        sent = pair.here.send(frames)
+        if sent is None:
+            pair.wait(to_send=True)
+            continue
+        sizes.append(sent)
+        while frames and sent >= len(frames[0]):
+            sent -= len(frames.pop(0))
+        if sent:
+            frames[0] = frames[0][sent:]
+    assert sum(sizes) == len(expected)
+    assert pair.take(len(expected)) == expected
+
+
+def test_a_small_buffer_does_not_travel_alone(pair: Pair) -> None:
+    sent = pair.here.send([memoryview(b"12345"), memoryview(bytes(100))])
+    assert sent == 105
+
+
+def test_the_end_is_seen_as_nothing_received(pair: Pair) -> None:
+    pair.there.sendall(b"last")
+    pair.there.shutdown(socket.SHUT_WR)
+    assert pair.receive_all(4) == b"last"
+    assert pair.receive([memoryview(bytearray(10))]) == 0
+
+
+def test_whoever_ends_sending_is_still_sent_to(pair: Pair) -> None:
+    assert pair.here.send([memoryview(b"stopped")]) == 7
+    pair.here.end_sending()
+    pair.there.sendall(b"too late")
+    assert pair.receive_all(8) == b"too late"
+    assert pair.take(7) == b"stopped"
+    assert pair.there.recv_into(bytearray(1)) == 0
+
+
+def test_an_end_that_is_gone_is_an_error_of_the_system(pair: Pair) -> None:
+    pair.there.sendall(b"unread")
+    # Closed with something unread at its own end, the system resets the connection.
+    pair.here.send([memoryview(b"nobody reads this")])
+    pair.wait()
+    pair.there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    pair.there.close()
+
+    def send_on() -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            if pair.here.send([memoryview(bytes(1000))]) is None:
+                pair.wait(to_send=True)
+
+    with pytest.raises(OSError, match=r"reset|[Bb]roken|EOF"):
+        send_on()
+
+
+def test_it_can_be_waited_for(pair: Pair) -> None:
+    assert pair.here.fileno() >= 0
+    pair.there.sendall(b"x")
+    pair.wait()

@@ -1,0 +1,136 @@
+"""Encrypted connections: nothing to read on the wire, no other certificate, no other result."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from toys import classification, make_job, mlp, parameters_of
+
+from sparkdl.averager import Averager, AveragerClient
+from sparkdl.averager.codec import FullPrecision
+from sparkdl.driver import run
+from sparkdl.errors import ConfigError, DisconnectedError
+from sparkdl.feed.feed import FeedOptions
+from sparkdl.protocols import Segment
+from sparkdl.testing import run_world
+from sparkdl.testing.faults import Proxy
+from sparkdl.testing.world import _threads
+from sparkdl.transport import connection
+from sparkdl.transport.connection import Connection
+from sparkdl.transport.handshake import MAGIC
+from sparkdl.transport.port import Port
+from sparkdl.transport.tls import Certificate, Encrypted, connect
+
+LAYOUT = (Segment("parameters", torch.float32, 5),)
+SILENCE_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def certificate() -> Certificate:
+    return Certificate()
+
+
+def test_another_certificate_is_refused_before_anything_is_sent(certificate: Certificate) -> None:
+    received: list[dict[str, Any]] = []
+    port = Port("127.0.0.1", "token", lambda c: received.append(c.receive_header()), encrypted=True)
+    try:
+        assert port.fingerprint not in (None, certificate.fingerprint)
+        with pytest.raises(OSError, match=f"SHA-256 {port.fingerprint}, but the job's has"):
+            connect(("127.0.0.1", port.number), certificate.fingerprint, SILENCE_S)
+    finally:
+        port.close()
+    assert received == []
+
+
+def test_a_worker_does_not_talk_to_a_man_in_the_middle_with_a_certificate_of_his_own() -> None:
+    with Averager(LAYOUT, [torch.ones(5)], 1, FullPrecision(), tls=True) as averager:
+        seen: list[bytes] = []
+
+        def listen(met: Connection) -> None:
+            seen.append(met._receive(1))
+
+        middle = Port("127.0.0.1", averager.address.token, listen, encrypted=True)
+        try:
+            uri = f"tcp://127.0.0.1:{middle.number}"
+            with pytest.raises(DisconnectedError, match=r"rank 0 cannot reach .* in between"):
+                AveragerClient(replace(averager.address, uri=uri), 0, FullPrecision())
+        finally:
+            middle.close()
+    assert seen == []
+
+
+@pytest.mark.parametrize("tls", [True, False], ids=["encrypted", "plain"])
+def test_an_end_that_encrypts_and_one_that_does_not_never_meet(
+    tls: bool, certificate: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "INTRODUCE_S", 0.5)
+    with Averager(LAYOUT, [torch.ones(5)], 1, FullPrecision(), deadline_s=5, tls=tls) as averager:
+        other = replace(averager.address, fingerprint=None if tls else certificate.fingerprint)
+        with pytest.raises(DisconnectedError, match="rank 0"):
+            AveragerClient(other, 0, FullPrecision(), deadline_s=1)
+        assert averager.losses == []
+
+
+def test_without_the_package_for_certificates_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(ConfigError, match=r"pip install 'sparkdl-torch\[tls\]'"):
+        Port("127.0.0.1", "token", lambda met: None, encrypted=True)
+
+
+def bytes_on_the_wire(tls: bool, folder: Path) -> tuple[bytes, dict[str, Any]]:
+    """What passes between workers and averager in a training, and the parameters it ends with."""
+    job = make_job(mlp(), epochs=2, tls=tls)
+    shards = classification([12, 12]).shards()
+    start = _threads(job, shards, folder)
+    seen = bytearray()
+
+    @contextlib.contextmanager
+    def launch(averager: Averager) -> Iterator[None]:
+        with Proxy(averager.address, on_bytes=seen.extend) as proxy:
+            through: Any = SimpleNamespace(address=proxy.address, fail=averager.fail)
+            with start(through):
+                yield
+
+    module = run(job, 2, launch).module
+    return bytes(seen), parameters_of(module)
+
+
+def test_nothing_readable_passes_between_workers_and_averager(tmp_path: Path) -> None:
+    plain, expected = bytes_on_the_wire(False, tmp_path)
+    encrypted, parameters = bytes_on_the_wire(True, tmp_path)
+    # What was sent last are the final parameters, in the model's own float64.
+    secrets = [expected["0.bias"].tobytes(), b'"window"', b'"shard"', MAGIC]
+    assert [secret in plain for secret in secrets] == [True] * 4
+    assert [secret in encrypted for secret in secrets] == [False] * 4
+    assert all((parameters[name] == expected[name]).all() for name in expected)
+
+
+def test_rows_that_are_dealt_anew_are_encrypted_and_the_result_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used: list[bool] = []
+    receive = Encrypted.recv_into
+
+    def counted(self: Encrypted, *arguments: Any) -> int:
+        used.append(True)
+        return receive(self, *arguments)
+
+    def train(tls: bool) -> dict[str, Any]:
+        job = make_job(mlp(), epochs=3, tls=tls, feed=FeedOptions(reshuffle_every=1))
+        return parameters_of(run_world(job, classification([9, 14]).shards()).module)
+
+    expected = train(False)
+    monkeypatch.setattr(Encrypted, "recv_into", counted)
+    found = train(True)
+    assert used
+    assert all((found[name] == expected[name]).all() for name in expected)
