@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
 """Seconds that a stranger has in all, from being accepted to having proved itself."""
-MAX_STRANGERS = 256
+MAX_STRANGERS = 512
 """Connections at once whose other end has not yet proved that it knows the token."""
-STRANGERS_PER_S = 600.0
+STRANGERS_PER_S = 400.0
 """Of those that prove nothing, the most that a listener accepts when ever more come. That takes a
-thirtieth of a core, leaves each of them 0.4 s, and a thousand keep nobody waiting for 1.3 s."""
+twenty-fifth of a core, and a thousand of them keep nobody waiting for 1.3 s."""
 BACKLOG = 4_096
 """Connections that may wait to be accepted, if the kernel's own limit is not lower."""
 _BATCH = 16
