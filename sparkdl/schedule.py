@@ -42,6 +42,11 @@ class Schedule:
         self._steps = 0
         self._scheduler = None if build is None else _checked(build(optimizer))
 
+    @property
+    def steps(self) -> int:
+        """How many it has taken."""
+        return self._steps
+
     def start_at(self, epoch: int, steps: int) -> None:
         """Set the hyperparameters that belong to a place of the training.
 
@@ -51,6 +56,19 @@ class Schedule:
                 the worker with the most rows.
         """
         self._go_to(steps if self._every == "step" else epoch - 1)
+
+    def go_back(self, steps: int) -> None:
+        """Set the hyperparameters that belong to the step where it stands, or to one before that.
+
+        Args:
+            steps: how many it had taken.
+
+        Raises:
+            ValueError: it was not there.
+        """
+        if not isinstance(steps, int) or not 0 <= steps <= self._steps:
+            raise ValueError(f"a schedule that has taken {self._steps} steps stood at {steps!r}")
+        self._go_to(steps)
 
     def after_step(self) -> None:
         """Take note of an optimizer step."""

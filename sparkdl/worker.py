@@ -324,6 +324,7 @@ def own_state(replica: Replica, strategy: Strategy) -> bytes:
         replica.optimizer,
         replica.device,
         center_has_optimizer=strategy.exchanges_optimizer_state,
+        schedule_steps=replica.schedule.steps,
     )
 
 
@@ -334,10 +335,16 @@ def kept_state(replica: Replica, strategy: Strategy) -> bytes:
     not exchange is left out, for the driver's memory must not grow with the workers.
     """
     optimizer = replica.optimizer if strategy.exchanges_optimizer_state else None
+    pack = partial(
+        pack_own_state,
+        device=replica.device,
+        center_has_optimizer=True,
+        schedule_steps=replica.schedule.steps,
+    )
     try:
-        return pack_own_state(optimizer, replica.device, center_has_optimizer=True)
+        return pack(optimizer)
     except CheckpointError:  # of an optimizer of the user's, which nobody asked to be saved
-        return pack_own_state(None, replica.device, center_has_optimizer=True)
+        return pack(None)
 
 
 def _take_center(
@@ -356,7 +363,6 @@ def _take_center(
     if run.step and not averager.resumes:
         # It has connected again, and the steps before that belong to no commit.
         replica.rebuild_optimizer()
-    # Before the worker's own state, which has hyperparameters too.
     before = job.steps_before(position.epoch, averager.shard_rows)
     replica.schedule.start_at(position.epoch, before + position.step_of_epoch)
     if not averager.resumes:
@@ -366,7 +372,8 @@ def _take_center(
         replica.segments(with_optimizer=whole), replica.layout(with_optimizer=whole)
     )
     if octets:
-        unpack_own_state(octets, replica.optimizer, replica.device)
+        # Where an epoch has ended, the schedule goes on from there when the next one starts.
+        unpack_own_state(octets, replica.optimizer, replica.device, replica.schedule.go_back)
     return position
 
 

@@ -103,22 +103,22 @@ DECAY = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "after", "backward", "repeated"),
+    ("strategy", "after", "backward", "repeated", "every"),
     [
         # 6 passes of rank 1 an epoch; what is behind the last commit is done again.
-        (GradientAllReduce(bucket_mb=0.0001, commit_every=3), 10, True, 2),
-        (GradientAllReduce(), 10, False, 5),
-        (GradientAllReduce(commit_every=1, accumulate=2), 9, False, 2),
-        (ParameterAveraging(2, aggregation="executors", commit_every=3), 11, True, 2),
-        (ParameterAveraging(2, aggregation="executors"), 0, False, 1),
+        (GradientAllReduce(bucket_mb=0.0001, commit_every=3), 10, True, 2, "step"),
+        (GradientAllReduce(), 10, False, 5, "epoch"),
+        (GradientAllReduce(commit_every=1, accumulate=2), 9, False, 2, "step"),
+        (ParameterAveraging(2, aggregation="executors", commit_every=3), 11, True, 2, "step"),
+        (ParameterAveraging(2, aggregation="executors"), 0, False, 1, "step"),
     ],
     ids=["all-reduce", "epochs", "accumulating", "averaging", "first-step"],
 )
 def test_a_worker_killed_in_the_middle_costs_the_steps_since_the_last_commit_and_no_bits(
-    tmp_path: Path, strategy: Strategy, after: int, backward: bool, repeated: int
+    tmp_path: Path, strategy: Strategy, after: int, backward: bool, repeated: int, every: str
 ) -> None:
     data = classification(SIZES)
-    scheduled: dict[str, Any] = {"scheduler": DECAY, "scheduler_every": "step"}
+    scheduled: dict[str, Any] = {"scheduler": DECAY, "scheduler_every": every}
     calm = misbehaving(tmp_path / "calm", strategy, times=0, **scheduled)
     whole = run_world(calm, data.shards(), ranks_as="processes")
     events: list[object] = []

@@ -170,6 +170,24 @@ def test_the_learning_rate_goes_on_where_it_was(tmp_path: Path, stop: Any, every
     assert same_bits(resumed, whole)
 
 
+@pytest.mark.parametrize("every", ["step", "epoch"])
+def test_the_learning_rate_goes_on_behind_the_end_of_an_epoch(tmp_path: Path, every: Any) -> None:
+    """Workers stood where the epoch ended, those with fewer rows some steps behind the others."""
+    scheduler = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.5, total_steps=25)
+    job = make_job(
+        mlp(),
+        optimizer=OPTIMIZERS["momentum"],
+        epochs=4,
+        scheduler=scheduler,
+        scheduler_every=every,
+    )
+    data = classification(SIZES)
+    whole = run_world(job, data.shards())
+    assert die_after(job, data, tmp_path / "c", 26)
+    resumed = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
+    assert same_bits(resumed, whole)
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     windows=st.integers(0, 23),

@@ -1,7 +1,7 @@
 """What only one worker knows, as tensors and JSON: with the center it makes the worker again.
 
 The center holds what the replicas agree on. Beside it a replica has random number generators, the
-optimizer's hyperparameters (a schedule may have changed the learning rate), what of the optimizer's
+optimizer's hyperparameters, the place of the schedule that has set them, what of the optimizer's
 state is no floating-point number, and all of that state where the strategy does not exchange it.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ def pack_own_state(
     device: torch.device,
     *,
     center_has_optimizer: bool,
+    schedule_steps: int = 0,
 ) -> bytes:
     """Take one worker's own state.
 
@@ -37,6 +39,7 @@ def pack_own_state(
         optimizer: the replica's; None for the random numbers alone.
         device: the replica's; its random number generator is the worker's too.
         center_has_optimizer: whether the center holds the optimizer's floating-point state.
+        schedule_steps: how many steps the schedule of the learning rate has taken.
 
     Returns:
         A safetensors file.
@@ -52,6 +55,7 @@ def pack_own_state(
         "values": {name: value for name, value in values.items() if name not in tensors},
         # Optimizers keep their step counters on the CPU, whatever the device.
         "on_device": [name for name, value in tensors.items() if value.device.type != "cpu"],
+        "schedule_steps": schedule_steps,
     }
     tensors |= random_state(device)
     try:
@@ -66,13 +70,19 @@ def pack_own_state(
     return file.getvalue()
 
 
-def unpack_own_state(octets: bytes, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def unpack_own_state(
+    octets: bytes,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    set_schedule: Callable[[int], None] = lambda steps: None,
+) -> None:
     """Give a worker back what ``pack_own_state`` took.
 
     Args:
         octets: what it returned.
         optimizer: the replica's; its state and hyperparameters are overwritten.
         device: the replica's.
+        set_schedule: takes the schedule to where it stood, before the hyperparameters are put back.
 
     Raises:
         CheckpointError: the state is damaged, or that of another optimizer.
@@ -81,6 +91,7 @@ def unpack_own_state(octets: bytes, optimizer: torch.optim.Optimizer, device: to
     try:
         description = json.loads(metadata["own"])
         on_device = set(description["on_device"])
+        set_schedule(description["schedule_steps"])
         for name, tensor in tensors.items():
             _put(optimizer, name, tensor.to(device) if name in on_device else tensor)
         for name, value in description["values"].items():
