@@ -37,6 +37,7 @@ from sparkdl.errors import (
 )
 from sparkdl.events import EpochSummary
 from sparkdl.feed.facts import DataFacts, check_facts
+from sparkdl.initial import drawn_apart
 from sparkdl.protocols import Layout, LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.randomness import borrowed_random_numbers
 from sparkdl.replica import Replica
@@ -83,6 +84,18 @@ def build_replica(
     """Build a replica as every worker does, leaving the caller's random state as it was."""
     with borrowed_random_numbers(seed):
         return Replica(model(), optimizer, loss)
+
+
+def first_replica(job: Job) -> Replica:
+    """Build the replica with whose values a training starts: the same for the same seed.
+
+    Raises:
+        ModelError: the model can be built here, but not in a process of its own.
+    """
+    with drawn_apart(job.model, job.seed, job.deadline_s) as overwrite:
+        replica = build_replica(job.model, job.optimizer, job.loss, job.seed)
+        overwrite(replica)
+    return replica
 
 
 def initial_center(replica: Replica, *, with_optimizer: bool) -> tuple[Layout, list[Tensor]]:
@@ -133,12 +146,12 @@ def run(
         ConfigError: the newest checkpoint is of another training or of other rows, another process
             writes checkpoints there, or the strategy has state that no checkpoint holds.
         CheckpointError: the checkpoints cannot be read.
-        ModelError: the optimizer cannot take a step.
+        ModelError: the optimizer cannot take a step, or as ``first_replica`` does.
         DataError: the rows cannot be trained on.
         TrainingError: the run could not be finished; see ``errors``.
         SystemExit: the process was told to end by SIGTERM, and a checkpoint has been written.
     """
-    replica = build_replica(job.model, job.optimizer, job.loss, job.seed)
+    replica = first_replica(job)
     try:
         layout, center = initial_center(
             replica, with_optimizer=job.strategy.exchanges_optimizer_state

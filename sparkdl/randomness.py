@@ -18,22 +18,6 @@ from torch import Tensor
 _LOCK = threading.RLock()
 
 
-@contextmanager
-def borrowed_random_numbers(seed: int | None = None) -> Iterator[None]:
-    """Let a user's code draw, and leave the caller's random state as it was.
-
-    One thread at a time: of two fits in one process, each would draw from the other's stream, and
-    the same seed would not give the same parameters.
-
-    Args:
-        seed: where the stream begins; None to go on from where it is.
-    """
-    with _LOCK, torch.random.fork_rng(devices=[]):
-        if seed is not None:
-            torch.manual_seed(seed)
-        yield
-
-
 def seed_worker(seed: int) -> None:
     """Begin the streams of this process: torch's on every device, numpy's and Python's own."""
     torch.manual_seed(seed)
@@ -50,6 +34,22 @@ def streams_put_back() -> Iterator[None]:
         yield
     finally:
         set_random_state(states, cpu)
+
+
+@contextmanager
+def borrowed_random_numbers(seed: int | None = None) -> Iterator[None]:
+    """Let a user's code draw, and leave the caller's random state as it was.
+
+    One of our threads at a time; a thread of somebody else's may still draw in between. What has
+    to be the same for the same seed is drawn by ``initial.drawn_apart``.
+
+    Args:
+        seed: where the streams begin; None to go on from where they are.
+    """
+    with _LOCK, streams_put_back():
+        if seed is not None:
+            seed_worker(seed)
+        yield
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

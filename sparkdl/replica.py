@@ -101,7 +101,7 @@ class Replica:
         self.module = module.to(self.device)
         self.loss = loss.to(self.device) if isinstance(loss, nn.Module) else loss
         self._loss_of_rows = loss_of_rows(self.loss)
-        self._module_groups = [*_flatten_parameters(module), *_flatten_buffers(module)]
+        self._module_groups = flatten(module)
         self._optimizer_groups: list[FlatGroup] = []
         defer_compiler()
         self._build_optimizer = optimizer
@@ -348,6 +348,11 @@ def align_targets(outputs: Tensor, targets: Targets) -> Targets:
     ):
         return targets.unsqueeze(-1)
     return targets
+
+
+def flatten(module: nn.Module) -> list[FlatGroup]:
+    """Give a module's parameters and buffers flat homes."""
+    return [*_flatten_parameters(module), *_flatten_buffers(module)]
 
 
 def _flatten_parameters(module: nn.Module) -> list[FlatGroup]:

@@ -163,7 +163,7 @@ def train(
     """
     torch.set_num_threads(place.threads)
     try:
-        torch.manual_seed(job.seed)
+        seed_worker(job.seed)
         replica = Replica(
             job.model(),
             job.optimizer,

@@ -16,7 +16,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("estimator",),
     ("spark",),
     ("driver",),
-    ("training",),
+    ("training", "initial"),
     ("worker",),
     ("reshuffle",),
     ("strategies",),

@@ -135,10 +135,8 @@ def test_an_error_ends_the_run_long_before_the_deadline() -> None:
 
 
 def test_an_error_while_building_the_model_on_a_worker_is_the_workers_error() -> None:
-    main = threading.main_thread()
-
     def build() -> nn.Module:
-        if threading.current_thread() is not main:
+        if threading.current_thread() is not threading.main_thread():
             raise LookupError("no weights on this host")
         return mlp()
 
@@ -290,10 +288,9 @@ def test_a_rank_that_joins_twice_ends_the_run() -> None:
 
 
 def test_a_replica_of_another_shape_ends_the_run() -> None:
-    main = threading.main_thread()
-
     def build() -> nn.Module:
-        return mlp() if threading.current_thread() is main else mlp(classes=5)
+        is_rank = threading.current_thread() is not threading.main_thread()
+        return mlp(classes=5) if is_rank else mlp()
 
     with pytest.raises(TrainingError, match="same model"):
         run_world(make_job(build, deadline_s=10), classification([4, 4]).shards())

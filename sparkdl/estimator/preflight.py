@@ -22,6 +22,7 @@ from sparkdl.estimator.schema import fed_columns
 from sparkdl.estimator.shipping import require_picklable
 from sparkdl.feed.facts import ColumnFacts, DataFacts
 from sparkdl.feed.feed import FeedOptions
+from sparkdl.initial import prepare
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import Precision
 from sparkdl.schedule import Unit
@@ -66,6 +67,7 @@ class Preflight:
         for name in ("model", "loss", "optimizer", "scheduler", "strategy", "batchTransform"):
             require_picklable(name, params.getOrDefault(name))
         builder = as_builder(params.getModel())
+        prepare(builder)
         self._replica = build(builder, params.getOptimizer(), params.getLoss(), params.getSeed())
         scheduler_every = cast(Unit, params.getSchedulerEvery())
         require_schedule(self._replica.optimizer, params.getScheduler(), scheduler_every)

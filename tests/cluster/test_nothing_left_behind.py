@@ -158,9 +158,9 @@ def own_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def warm(spark: SparkSession) -> Traces:
-    """What there is after fits that have used every executor."""
-    for _ in range(2):
-        estimator(numWorkers=3).fit(frame(spark))
+    """What there is after fits that have used every executor, and a process to draw in."""
+    for changes in ({}, {"model": partial(nn.Linear, WIDTH, CLASSES)}):
+        estimator(numWorkers=3, **changes).fit(frame(spark))
     return take_traces()
 
 
