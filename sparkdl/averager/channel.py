@@ -27,8 +27,10 @@ from sparkdl.transport.framing import (
     read_header,
     read_prefix,
 )
-from sparkdl.transport.streams import Stream
+from sparkdl.transport.streams import RECORD_BYTES, Stream
 
+IN_PLACE_BYTES = RECORD_BYTES
+"""Values of so many bytes are received where they belong, with the prefix before them."""
 BUDGET_BYTES = 4 << 20
 """What one worker's messages may amount to before it is the others' turn."""
 FRAMES_AT_ONCE = 64
@@ -71,7 +73,8 @@ class Channel:
         self._wakes: deque[Any] = deque()
         # What has arrived and was not asked for yet.
         self._left = b""
-        self._prefix = bytearray()
+        self._prefix = bytearray(PREFIX_BYTES)
+        self._prefixed = 0
         self._header: bytearray | None = None
         # What of the message's body has yet to come.
         self._rest = memoryview(b"")
@@ -130,8 +133,8 @@ class Channel:
                 octets, self._left = self._left, b""
                 self._take(memoryview(octets))
                 continue
-            buffers = [self._rest, self._staging] if self._rest else [self._staging]
-            asked = len(self._rest) + len(self._staging)
+            buffers = self._room()
+            asked = sum(map(len, buffers))
             try:
                 count = self.stream.receive(buffers)
             except OSError as error:
@@ -141,13 +144,7 @@ class Channel:
             if count == 0:
                 raise LeftError("the other end closed the connection")
             received += count
-            in_place = min(count, len(self._rest))
-            if in_place:
-                self._rest = self._rest[in_place:]
-                if not self._rest:
-                    self._end_message()
-            if count > in_place:
-                self._take(self._staging[: count - in_place])
+            self._place(count)
             if count < asked and self.stream.short_is_all:
                 return False
         return self.listens
@@ -209,6 +206,40 @@ class Channel:
         self._outgoing.clear()
         self.stream.close()
 
+    def _room(self) -> list[memoryview]:
+        """Where to receive what comes next: values where they belong, all else into the staging."""
+        if len(self._rest) >= IN_PLACE_BYTES:
+            return [self._rest]
+        if self._rest:
+            return [self._rest, self._staging]
+        if isinstance(self._need, memoryview) and len(self._need) >= IN_PLACE_BYTES:
+            return [memoryview(self._prefix)[self._prefixed :], self._need]
+        return [self._staging]
+
+    def _place(self, count: int) -> None:
+        """Take note of so many bytes that were received into that room."""
+        if self._rest:
+            in_place = min(count, len(self._rest))
+            self._rest = self._rest[in_place:]
+            if not self._rest:
+                self._end_message()
+            self._take(self._staging[: count - in_place])
+        elif isinstance(self._need, memoryview) and len(self._need) >= IN_PLACE_BYTES:
+            in_prefix = min(count, PREFIX_BYTES - self._prefixed)
+            self._prefixed += in_prefix
+            if self._prefixed < PREFIX_BYTES:
+                return
+            came = self._need[: count - in_prefix]
+            self._begin_message()
+            if self._header is not None:  # it is no values, so what came is not where it belongs
+                self._take(memoryview(bytes(came)))
+                return
+            self._rest = self._rest[len(came) :]
+            if not self._rest:
+                self._end_message()
+        else:
+            self._take(self._staging[:count])
+
     def _take(self, octets: memoryview) -> None:
         """Go through what has arrived; what is not wanted yet is kept."""
         while octets:
@@ -223,10 +254,11 @@ class Channel:
                 self._rest = self._rest[count:]
                 octets = octets[count:]
             else:
-                count = PREFIX_BYTES - len(self._prefix)
-                self._prefix += octets[:count]
+                count = min(len(octets), PREFIX_BYTES - self._prefixed)
+                self._prefix[self._prefixed : self._prefixed + count] = octets[:count]
+                self._prefixed += count
                 octets = octets[count:]
-                if len(self._prefix) < PREFIX_BYTES:
+                if self._prefixed < PREFIX_BYTES:
                     return
                 self._begin_message()
             if not self._rest:
@@ -234,7 +266,7 @@ class Channel:
 
     def _begin_message(self) -> None:
         kind, length = read_prefix(self._prefix)
-        self._prefix.clear()
+        self._prefixed = 0
         if kind == HEADER_KIND:
             self._header = bytearray(length)
             self._rest = memoryview(self._header)

@@ -25,7 +25,7 @@ from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.events import EpochSummary
 from sparkdl.protocols import Layout
 from sparkdl.transport.address import AveragerAddress
-from sparkdl.transport.connection import set_up_tcp
+from sparkdl.transport.connection import set_up
 from sparkdl.transport.port import Listener
 from sparkdl.transport.streams import stream_over
 from sparkdl.transport.tls import Encrypted
@@ -203,5 +203,5 @@ class Averager:
                 return
 
     def _admit(self, connected: socket.socket | Encrypted, proof: bytes) -> None:
-        set_up_tcp(connected)
+        set_up(connected)
         self._loop.adopt(stream_over(connected), proof)

@@ -43,6 +43,9 @@ from sparkdl.transport.tls import Encrypted
 
 INTRODUCE_S = 20.0
 """Seconds that an averager has to let a worker in; others may wait at its port before that one."""
+LOCAL_BUFFER_BYTES = 256 << 10
+"""For what one end of a local connection has sent and the other has not taken; the kernel doubles
+it. Less costs more steps, more no longer fits into a processor's cache."""
 _SECONDS = struct.Struct("ll")
 _SHORTEST_S = 1e-3
 """What is less may be 0 for the kernel, and that is no limit."""
@@ -81,7 +84,7 @@ class Connection:
         self._socket = connected
         self._sending = threading.Lock()
         self._silence_s = silence_s
-        set_up_tcp(connected)
+        set_up(connected)
         self._limit_silence(silence_s)
 
     def welcome(self, proof: bytes) -> None:
@@ -261,9 +264,11 @@ class Connection:
         return ConnectionLostError(f"the connection broke: {error}")
 
 
-def set_up_tcp(connected: socket.socket | Encrypted) -> None:
-    """Have what is sent leave at once, and the kernel ask after the other end, if it is TCP."""
-    if connected.family not in (socket.AF_INET, socket.AF_INET6):
+def set_up(connected: socket.socket | Encrypted) -> None:
+    """Have what is sent leave at once, in large pieces, and the kernel ask after the other end."""
+    if connected.family == socket.AF_UNIX:
+        # TCP's buffers grow by themselves; the kernel may grant less than is asked for.
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_BUFFER_BYTES)
         return
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
