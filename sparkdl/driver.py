@@ -146,7 +146,8 @@ def run(
         ConfigError: the newest checkpoint is of another training or of other rows, another process
             writes checkpoints there, or the strategy has state that no checkpoint holds.
         CheckpointError: the checkpoints cannot be read.
-        ModelError: the optimizer cannot take a step, or as ``first_replica`` does.
+        ModelError: the optimizer cannot take a step, a worker has built other frozen parameters
+            than the driver, or as ``first_replica`` does.
         DataError: the rows cannot be trained on.
         TrainingError: the run could not be finished; see ``errors``.
         SystemExit: the process was told to end by SIGTERM, and a checkpoint has been written.
@@ -191,6 +192,7 @@ def run(
                 kept=kept,
                 tolerance=Tolerance(job.survivable_losses, job.min_workers),
                 tls=job.tls,
+                frozen=replica.frozen.fingerprint,
             )
 
         examine = _Examiner(job, check, resumed)

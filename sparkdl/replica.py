@@ -1,7 +1,8 @@
 """One replica: model + optimizer + device, its state laid out in a few flat buffers.
 
-Parameters and buffers are views into one flat tensor per dtype, so a contribution to a round is the
-flat tensor itself and an update is one write in place; nothing is gathered or scattered per round.
+What trains, and the buffers, are views into one flat tensor per dtype, so a contribution to a round
+is the flat tensor itself and an update is one write in place; nothing is gathered or scattered per
+round. Parameters that require no gradient stay where they are; see ``frozen``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from sparkdl.eager import defer_compiler
+from sparkdl.errors import ModelError
+from sparkdl.frozen import FrozenParameters
 from sparkdl.losses import loss_of_rows, weighted_mean
 from sparkdl.protocols import (
     Batch,
@@ -71,7 +74,8 @@ class Replica:
     """A model with its optimizer on one device.
 
     Args:
-        module: the model; moved to the device, its parameters and buffers become flat views.
+        module: the model; moved to the device, its buffers and the parameters that require a
+            gradient become flat views.
         optimizer: builds the optimizer from the module's trainable parameters.
         loss: (outputs, targets) -> mean over the minibatch.
         device: where the replica lives.
@@ -81,6 +85,12 @@ class Replica:
             and gradients staying what they are.
         scheduler: builds the schedule of the optimizer's learning rate; None for none.
         scheduler_every: after what the schedule takes a step, an optimizer step or an epoch.
+
+    Raises:
+        ModelError: no parameter requires a gradient.
+
+    Attributes:
+        frozen: the parameters that require none, of which the segments hold nothing.
     """
 
     def __init__(
@@ -101,6 +111,13 @@ class Replica:
         self.module = module.to(self.device)
         self.loss = loss.to(self.device) if isinstance(loss, nn.Module) else loss
         self._loss_of_rows = loss_of_rows(self.loss)
+        self._trainable = [p for p in module.parameters() if p.requires_grad]
+        if not self._trainable:
+            raise ModelError(
+                f"{type(module).__name__} has no parameter that requires a gradient: there is "
+                "nothing to train"
+            )
+        self.frozen = FrozenParameters(module)
         self._module_groups = flatten(module)
         self._optimizer_groups: list[FlatGroup] = []
         defer_compiler()
@@ -118,8 +135,8 @@ class Replica:
         """Whether others may have written to that since the last step."""
 
     def trainable(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer works on."""
-        return [p for p in self.module.parameters() if p.requires_grad]
+        """The parameters that the optimizer works on: what required a gradient when built."""
+        return self._trainable
 
     def rebuild_optimizer(
         self,
@@ -211,7 +228,11 @@ class Replica:
 
         Args:
             with_optimizer: whether the optimizer's state is part of it.
+
+        Raises:
+            TrainingError: something that is no part of it has changed, or is about to.
         """
+        self.frozen.require_unchanged()
         for group in self._module_groups:
             if group.kind == "buffers":
                 _reclaim_buffers(self.module, group)
@@ -351,12 +372,12 @@ def align_targets(outputs: Tensor, targets: Targets) -> Targets:
 
 
 def flatten(module: nn.Module) -> list[FlatGroup]:
-    """Give a module's parameters and buffers flat homes."""
-    return [*_flatten_parameters(module), *_flatten_buffers(module)]
+    """Give a module's trained parameters and its buffers flat homes."""
+    trained = [each for each in module.parameters() if each.requires_grad]
+    return [*_flatten_parameters(trained), *_flatten_buffers(module)]
 
 
-def _flatten_parameters(module: nn.Module) -> list[FlatGroup]:
-    parameters = list(module.parameters())
+def _flatten_parameters(parameters: Sequence[nn.Parameter]) -> list[FlatGroup]:
     groups = []
     for dtype in _in_order(p.dtype for p in parameters):
         members = [p for p in parameters if p.dtype == dtype]

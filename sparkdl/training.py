@@ -47,6 +47,7 @@ def identity(job: Job, world_size: int, replica: Replica, layout: Layout) -> dic
     return {
         "model": describe_model(replica.module),
         "state": [[segment.kind, str(segment.dtype), segment.numel] for segment in layout],
+        "frozen parameters": _frozen(replica),
         # Values are saved in the order in which they lie in memory.
         "strides": {
             f"strides of {name}": list(parameter.stride())
@@ -76,6 +77,14 @@ def identity(job: Job, world_size: int, replica: Replica, layout: Layout) -> dic
         "number of workers": world_size,
         "first epoch": "streamed" if job.feed.stream_first_epoch else "read first",
     }
+
+
+def _frozen(replica: Replica) -> str | None:
+    """The parameters that no checkpoint holds, because they do not change."""
+    frozen = replica.frozen
+    if not frozen.fingerprint:
+        return None
+    return f"{frozen.numel} values (fingerprint {frozen.fingerprint})"
 
 
 def _columns(schema: FeedSchema) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ShardFacts
 from sparkdl.feed.feed import Feed, FeedOptions
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder, SchedulerBuilder
-from sparkdl.randomness import seed_worker
+from sparkdl.randomness import borrowed_random_numbers, seed_worker
 from sparkdl.replica import Precision, Replica
 from sparkdl.reshuffle import Reshuffle
 from sparkdl.schedule import Unit
@@ -163,17 +163,18 @@ def train(
     """
     torch.set_num_threads(place.threads)
     try:
-        seed_worker(job.seed)
-        replica = Replica(
-            job.model(),
-            job.optimizer,
-            job.loss,
-            place.device,
-            clip_norm=job.clip_norm,
-            precision=job.precision,
-            scheduler=job.scheduler,
-            scheduler_every=job.scheduler_every,
-        )
+        # As the driver draws: parameters that are never trained come from nowhere else.
+        with borrowed_random_numbers(job.seed):
+            replica = Replica(
+                job.model(),
+                job.optimizer,
+                job.loss,
+                place.device,
+                clip_norm=job.clip_norm,
+                precision=job.precision,
+                scheduler=job.scheduler,
+                scheduler_every=job.scheduler_every,
+            )
     except Exception as error:  # whatever the user's code raises has to reach the driver
         report_failure(address, place.rank, error)
         return
@@ -189,6 +190,7 @@ def train(
             attempt=place.attempt,
             task=place.task,
             kept_state=partial(kept_state, replica, job.strategy) if job.resubmissions else None,
+            frozen=replica.frozen.fingerprint,
         ) as averager:
             joined = True
             run = Run(place.rank, replica, averager)

@@ -24,6 +24,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("collective",),
     ("transport",),
     ("replica",),
+    ("frozen",),
     ("schedule",),
     ("feed",),
     ("losses",),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from toys import mlp
 
+from sparkdl.errors import ModelError, TrainingError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica, align_targets
 
@@ -350,21 +351,48 @@ def test_tied_weights_stay_tied_and_travel_once() -> None:
     assert module.scale.item() == module.same_scale.item() == 3
 
 
-def test_frozen_parameters_travel_but_are_not_trained() -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_frozen_parameters_neither_travel_nor_change_nor_have_optimizer_state(name: str) -> None:
     module = mlp()
-    for parameter in module[0].parameters():
-        parameter.requires_grad_(False)
-    replica = replica_of(module, OPTIMIZERS["momentum"])
-    frozen = module[0].weight.detach().clone()
-    replica.step(batch())
-    layout = replica.layout(with_optimizer=True)
-    assert [(s.kind, s.numel) for s in layout] == [
-        ("parameters", 6 * 8 + 8 + 8 * 3 + 3),
-        ("optimizer", 8 * 3 + 3),
+    module[0].requires_grad_(False)
+    alone, replica = mlp()[2], replica_of(module, OPTIMIZERS[name])
+    kinds = [
+        (segment.kind, segment.numel)
+        for segment in Replica(alone, OPTIMIZERS[name], nn.MSELoss()).layout(with_optimizer=True)
     ]
-    assert torch.equal(module[0].weight, frozen)
+    assert [(s.kind, s.numel) for s in replica.layout(with_optimizer=True)] == kinds
+    values = {key: value.clone() for key, value in module[0].state_dict().items()}
+    for seed in range(3):
+        replica.step(batch(seed))
+    assert [(s.kind, s.numel) for s in replica.layout(with_optimizer=True)] == kinds
+    assert all(torch.equal(values[key], now) for key, now in module[0].state_dict().items())
+    assert set(replica.optimizer.state) <= set(module[2].parameters())
     assert not module[0].weight.requires_grad
-    assert module[2].weight.requires_grad
+    assert views_of([module[2].weight, module[2].bias], replica.segments(with_optimizer=False))
+
+
+def test_a_replica_without_anything_to_train_is_refused_before_its_optimizer_is_built() -> None:
+    with pytest.raises(ModelError, match="Sequential has no parameter that requires a gradient"):
+        replica_of(mlp().requires_grad_(False))
+
+
+def test_what_is_frozen_after_the_replica_was_built_still_travels() -> None:
+    replica = replica_of(mlp(), OPTIMIZERS["adam"])
+    layout = replica.layout(with_optimizer=True)
+    replica.module[0].requires_grad_(False)
+    replica.step(batch())
+    replica.rebuild_optimizer()
+    assert replica.layout(with_optimizer=True) == layout
+
+
+def test_what_is_unfrozen_after_the_replica_was_built_is_an_error_at_the_next_exchange() -> None:
+    module = mlp()
+    module[0].requires_grad_(False)
+    replica = replica_of(module)
+    replica.segments(with_optimizer=True)
+    module[0].bias.requires_grad_(True)
+    with pytest.raises(TrainingError, match=r"'0\.bias' required no gradient when the model was b"):
+        replica.segments(with_optimizer=True)
 
 
 def test_dtypes_travel_in_segments_of_their_own() -> None:

@@ -195,7 +195,7 @@ def _steps(draw: random.Random) -> dict[str, Any]:
 
 def _messages(steps: dict[str, Any], rank: int, codec: str, *, saves: bool) -> list[Said]:
     """All that a worker sends, if nothing is wrong with it."""
-    said = [Said({"join": rank, "host": "h", "attempt": 0, "task": rank})]
+    said = [Said({"join": rank, "host": "h", "attempt": 0, "task": rank, "frozen": ""})]
     said += [Said({"reading": 5})] * steps["reads"]
     # The header with the rest, and the center's parameters and buffers.
     said += [Said(_shard(complete=not steps["streams"]), answers=3)]

@@ -58,6 +58,7 @@ class AveragerClient:
         task: the task's number, if several workers may share it.
         kept_state: called for every contribution; what the averager keeps of this worker, should
             all start again from that commit. None for nothing.
+        frozen: the fingerprint of the parameters that are no part of the center.
 
     Attributes:
         closed_epoch: the last epoch of which this worker has exchanged its last window; 0 if none.
@@ -78,6 +79,7 @@ class AveragerClient:
         attempt: int = 0,
         task: int | None = None,
         kept_state: Callable[[], bytes] | None = None,
+        frozen: str = "",
     ) -> None:
         self.rank = rank
         self.closed_epoch = 0
@@ -92,7 +94,7 @@ class AveragerClient:
         self._reported_reading = time.monotonic()
         self._address = address
         self._deadline_s = deadline_s
-        self._hello = join_header(rank, attempt, task)
+        self._hello = join_header(rank, attempt, task, frozen)
         # The driver waits that long for its workers to start.
         self._line = reach(self._connect, deadline_s)
 

@@ -5,7 +5,8 @@ One worker is one connection (``framing.py`` has its form):
     worker                               averager
     {"join": rank, "host": ...,
      "attempt": of its task,
-     "task": ...}                ------>
+     "task": ..., "frozen":
+     fingerprint}                ------>
     {"reading": rows so far}     ------> now and then, while its rows arrive
     {"shard": what they are}     ------> wait for all ranks, and for the driver to look at it
                                  <------ or {"read_on": true}, to one that has not read all of

@@ -35,7 +35,7 @@ from sparkdl.averager.membership import FencedError, Membership, Tolerance
 from sparkdl.averager.progress import Position, Progress
 from sparkdl.averager.round import Loss, Round
 from sparkdl.averager.shards import Shards
-from sparkdl.errors import DeadlineError, SparkDLError, TrainingError
+from sparkdl.errors import DeadlineError, ModelError, SparkDLError, TrainingError
 from sparkdl.feed.facts import ShardFacts
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class Coordinator:
         kept: what was kept of each rank at its last commit; by default nothing.
         checkpoints: which commits become checkpoints; none by default.
         resumed: whether the training goes on from a checkpoint, which may be of other rows.
+        frozen: the fingerprint that the frozen parameters of every worker are to have.
 
     Attributes:
         members: who is in the run.
@@ -80,6 +81,7 @@ class Coordinator:
         kept: Mapping[int, KeptState] | None = None,
         checkpoints: Schedule | None = None,
         resumed: bool = False,
+        frozen: str = "",
     ) -> None:
         self.members = Membership(world_size, deadline_s, tolerance or Tolerance(), now)
         self.shards = Shards(world_size)
@@ -91,6 +93,7 @@ class Coordinator:
         self.failure: SparkDLError | None = None
         self._world_size = world_size
         self._deadline_s = deadline_s
+        self._frozen = frozen
         self._gathers = Gathers(world_size)
         self._lateness = Lateness(
             self.members, self.shards, self._gathers, self.round, self.committed, self.checkpoints
@@ -184,6 +187,14 @@ class Coordinator:
         before = self.members.join(event.member, self._now)
         if before is not None:
             self._lose(before, "was replaced before its connection was known to be lost")
+        if event.member.frozen != self._frozen:
+            raise ModelError(
+                f"{event.member} has built the model with other parameters that require no "
+                "gradient than the driver has, or with other values in them. They are never sent, "
+                "so all have to build the same: does the function given as model read a file that "
+                "is another one on that host, or draw random numbers that do not follow from "
+                "torch's seed? A module given as model is sent to all as it is"
+            )
 
     def _rows_found(self, event: on.RowsFound) -> None:
         member, shard = event.member, event.shard

@@ -24,6 +24,7 @@ class Member:
         host: where it runs.
         attempt: of Spark's task; a later one takes the place of an earlier.
         task: the number of its task, which several workers may share.
+        frozen: the fingerprint of its frozen parameters; empty if it has none.
         gone: whether it was lost, dropped or replaced; decisions ignore what it says from then on.
     """
 
@@ -31,6 +32,7 @@ class Member:
     host: str
     attempt: int = 0
     task: int = -1
+    frozen: str = ""
     gone: bool = False
 
     def __post_init__(self) -> None:

@@ -136,25 +136,26 @@ def read_facts(header: dict[str, Any]) -> DataFacts:
     return DataFacts(tuple(rows), everything.columns, everything.held_out, everything.weight)
 
 
-def join_header(rank: int, attempt: int, task: int | None) -> dict[str, Any]:
+def join_header(rank: int, attempt: int, task: int | None, frozen: str) -> dict[str, Any]:
     """What a worker of this host sends first; by default it is the only one of its task."""
     host, task = socket.gethostname(), rank if task is None else task
-    return {"join": rank, "host": host, "attempt": attempt, "task": task}
+    return {"join": rank, "host": host, "attempt": attempt, "task": task, "frozen": frozen}
 
 
-def read_join(header: dict[str, Any]) -> tuple[int, str, int, int]:
-    """Rank, host, attempt and task of a worker that joins.
+def read_join(header: dict[str, Any]) -> tuple[int, str, int, int, str]:
+    """Rank, host, attempt, task and fingerprint of a worker that joins.
 
     Raises:
         TrainingError: the header does not have them.
     """
     rank, host = header.get("join"), header.get("host")
     attempt, task = header.get("attempt", 0), header.get("task", rank)
+    frozen = header.get("frozen", "")
     numbers = all(type(each) is int and each in _INTEGERS for each in (rank, attempt, task))
-    if not numbers or not isinstance(host, str):
+    if not numbers or not isinstance(host, str) or not isinstance(frozen, str):
         shown = _quoted(header)
         raise TrainingError(f"an exchange starts with a rank and a host, not with {shown}")
-    return cast(int, rank), host, attempt, cast(int, task)
+    return cast(int, rank), host, attempt, cast(int, task), frozen
 
 
 def read_shard(header: dict[str, Any], rank: int | None) -> ShardFacts:

@@ -48,6 +48,8 @@ class Averager:
         kept: what was kept of each rank at its last commit; by default nothing.
         tolerance: what losses of workers the run survives; none by default.
         tls: whether connections are encrypted.
+        frozen: the fingerprint of the parameters that are no part of the center; a worker that has
+            built others ends the run.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Averager:
         kept: Mapping[int, KeptState] | None = None,
         tolerance: Tolerance | None = None,
         tls: bool = False,
+        frozen: str = "",
     ) -> None:
         self._coordinator = Coordinator(
             world_size,
@@ -76,6 +79,7 @@ class Averager:
             kept=kept,
             checkpoints=plan,
             resumed=resumed is not None,
+            frozen=frozen,
         )
         self._plan = plan
         self._center = Center(layout, center, world_size, codec)

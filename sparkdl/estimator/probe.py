@@ -62,12 +62,6 @@ def build(
         module = model()
         if not isinstance(module, nn.Module):
             raise ModelError(f"model builds a {type(module).__name__}; it must return an nn.Module")
-        # Before the optimizer sees them: torch's own say only "empty parameter list".
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise ModelError(
-                f"{type(module).__name__} has no parameter that requires a gradient: there is "
-                "nothing to train"
-            )
         return module
 
     try:

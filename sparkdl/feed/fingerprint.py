@@ -46,7 +46,7 @@ def fingerprint(columns: Sequence[Tensor], *, may_hold_nan: bool = True) -> int:
             column = column.masked_fill(column.isnan(), torch.nan)
         if column.numel():
             raw = column.reshape(rows, -1).contiguous().view(torch.uint8).numpy()
-            total += _weighted_sums(raw, _factors(index, -(-raw.shape[1] // 8)))
+            total += weighted_sums(raw, odd_factors(index, -(-raw.shape[1] // 8)))
     # What a row's sum has in its upper bits, all bits of the result are to depend on, and the
     # other way round.
     total ^= total >> _HALF
@@ -57,7 +57,7 @@ def fingerprint(columns: Sequence[Tensor], *, may_hold_nan: bool = True) -> int:
     return int(total.sum(dtype=np.uint64))
 
 
-def _weighted_sums(raw: np.ndarray, factors: np.ndarray) -> np.ndarray:
+def weighted_sums(raw: np.ndarray, factors: np.ndarray) -> np.ndarray:
     """Of each row's words the sum, each times its own factor.
 
     Args:
@@ -90,7 +90,8 @@ def _weighted_sums(raw: np.ndarray, factors: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=256)
-def _factors(column: int, words: int) -> np.ndarray:
+def odd_factors(column: int, words: int) -> np.ndarray:
+    """The same factors of ``weighted_sums`` in every process, other ones for each column."""
     # Raw draws of this generator are the same in every version of numpy.
     draws = np.random.Philox(key=[SEED, column]).random_raw(words)
     return np.asarray(draws, np.uint64) | np.uint64(1)

@@ -78,7 +78,13 @@ class Run:
         Args:
             last: whether it is the epoch's last window.
             stands_for: rows of those who have formed the contribution together.
+
+        Raises:
+            TrainingError: with the last one, if frozen parameters have changed.
         """
+        if last:
+            # Before the epoch counts: its end may become a checkpoint.
+            self.replica.frozen.require_unchanged(every_value=True)
         report = replace(self.window(), last=last, stands_for=stands_for)
         self.examples = 0
         self.loss_sum = 0.0

@@ -67,6 +67,7 @@ class Run:
         checkpoints: Schedule | None = None,
         progress: Progress | None = None,
         kept: Mapping[int, bytes] | None = None,
+        frozen: str = "",
     ) -> None:
         self.now = 1000.0
         self.members: dict[int, Member] = {}
@@ -78,6 +79,7 @@ class Run:
             checkpoints=checkpoints,
             progress=progress,
             kept=kept,
+            frozen=frozen,
         )
         self.ranks = range(world_size)
 
@@ -100,9 +102,9 @@ class Run:
         return decisions
 
     def join(
-        self, rank: int, attempt: int = 0, host: str | None = None, task: int = -1
+        self, rank: int, attempt: int = 0, host: str | None = None, task: int = -1, frozen: str = ""
     ) -> list[Decision]:
-        self.members[rank] = Member(rank, host or f"host-{rank}", attempt, task)
+        self.members[rank] = Member(rank, host or f"host-{rank}", attempt, task, frozen)
         return self.tell(on.Joined(self.members[rank]))
 
     def read(self, rank: int, found: ShardFacts | None = None) -> list[Decision]:

@@ -8,7 +8,7 @@ from decisions import Run, expect_failure, only, report, shard, started
 from sparkdl.averager import events as on
 from sparkdl.averager.events import Member
 from sparkdl.averager.progress import Position, Progress
-from sparkdl.errors import DeadlineError, StoppedError, TrainingError
+from sparkdl.errors import DeadlineError, ModelError, StoppedError, TrainingError
 from sparkdl.events import ValidationReport
 from sparkdl.feed.facts import ColumnFacts, DataFacts, ShardFacts
 
@@ -26,6 +26,13 @@ def test_nobody_is_let_start_before_the_driver_says_so() -> None:
     told = DataFacts((1, 1), (ColumnFacts(),))
     assert run.read(1) == [on.Report(told)]
     assert run.start() == [on.Welcome(run.members[0]), on.Welcome(run.members[1])]
+
+
+@pytest.mark.parametrize("of_driver", ["", "f1"])
+def test_who_has_built_other_frozen_parameters_than_the_driver_ends_the_run(of_driver: str) -> None:
+    run = Run(2, frozen=of_driver)
+    assert run.join(0, frozen=of_driver) == []
+    expect_failure(run, run.join(1, frozen="f2"), ModelError, "rank 1 on host-1 has built")
 
 
 def test_a_second_start_starts_nothing() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sparkdl.averager.headers import (
+    join_header,
     read_join,
     read_shard,
     read_validation,
@@ -65,6 +66,13 @@ def test_facts_beyond_64_bits_are_refused(name: str) -> None:
 def test_a_worker_that_joins_with_numbers_beyond_64_bits_is_refused(name: str) -> None:
     with pytest.raises(TrainingError, match="starts with a rank and a host"):
         read_join({"join": 0, "host": "h", "attempt": 0, "task": 0} | {name: HUGE})
+
+
+def test_what_joins_is_read_back_and_its_fingerprint_has_to_be_text() -> None:
+    header = join_header(3, 1, 2, "f1")
+    assert read_join(header) == (3, header["host"], 1, 2, "f1")
+    with pytest.raises(TrainingError, match="starts with a rank and a host"):
+        read_join({**header, "frozen": 7})
 
 
 def test_the_largest_of_64_bits_is_taken() -> None:

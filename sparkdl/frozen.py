@@ -1,0 +1,133 @@
+"""What of a model is never trained: neither sent nor averaged nor saved, but the same everywhere.
+
+Parameters that require no gradient when a replica is built (a pretrained backbone below a new head
+or low-rank adapters) are built by every worker and by the driver, and stay as they are. A
+fingerprint of their values tells whether all have built the same. A look at every exchange tells
+whether one has begun to change, of which the other replicas would never learn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from sparkdl.errors import ModelError, TrainingError
+from sparkdl.feed.fingerprint import odd_factors, weighted_sums
+
+BLOCK_BYTES = 1 << 18
+"""How much is added up to one word of what is hashed; a third of the time of hashing it all."""
+
+
+class FrozenParameters:
+    """The parameters of a module that require no gradient now.
+
+    Args:
+        module: just built, and on the device on which it will stay.
+
+    Raises:
+        ModelError: one of them shares memory with one that requires a gradient.
+
+    Attributes:
+        numel: how many values they have together.
+        fingerprint: tells them from others by name, dtype, shape and every bit of their values, on
+            whatever device they are; empty if there are none.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        named = dict(module.named_parameters())
+        self._frozen = {name: each for name, each in named.items() if not each.requires_grad}
+        _require_apart(self._frozen, {k: each for k, each in named.items() if each.requires_grad})
+        # What was made under torch.inference_mode counts no writes.
+        self._counting = [each for each in self._frozen.values() if not each.is_inference()]
+        self._writes = self._count_writes()
+        self._digests = {name: _digest(each) for name, each in self._frozen.items()}
+        self.numel = sum(each.numel() for each in self._frozen.values())
+        together = "".join(f"{name} {digest} " for name, digest in self._digests.items())
+        self.fingerprint = together and hashlib.sha256(together.encode()).hexdigest()[:16]
+
+    def require_unchanged(self, *, every_value: bool = False) -> None:
+        """Check that they are what they were.
+
+        Args:
+            every_value: whether to look at the values even where torch does not know of a write:
+                one to ``parameter.data`` leaves no trace.
+
+        Raises:
+            TrainingError: one of them requires a gradient now, or has other values.
+        """
+        writes = self._count_writes()
+        unfrozen = True in [each.requires_grad for each in self._counting]
+        if writes == self._writes and not unfrozen and not every_value:
+            return
+        written = {
+            each
+            for each, before, now in zip(self._counting, self._writes, writes, strict=True)
+            if before != now
+        }
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise TrainingError(
+                    f"the parameter '{name}' required no gradient when the model was built, and "
+                    "does now. Only what required one then is given to the optimizer and "
+                    "averaged. Build the model with requires_grad=True for all that is ever to be "
+                    "trained, and run the part that is not yet under torch.no_grad()"
+                )
+            suspect = every_value or parameter in written
+            if suspect and _digest(parameter) != self._digests[name]:
+                raise TrainingError(
+                    f"the parameter '{name}' required no gradient when the model was built, and "
+                    "its values have changed since. Such parameters are not averaged. Make what "
+                    "the model itself changes, for example a moving average of other parameters, "
+                    "a buffer (register_buffer): buffers are averaged"
+                )
+        self._writes = writes
+
+    def _count_writes(self) -> list[int]:
+        """How often each was written to, as far as torch knows."""
+        return [each._version for each in self._counting]
+
+
+def _digest(values: Tensor) -> str:
+    """What tells a tensor from others by dtype, shape and every bit."""
+    found = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}".encode())
+    for plain in _plain(values.detach()):
+        octets = plain.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        whole = len(octets) - len(octets) % BLOCK_BYTES
+        blocks = octets[:whole].reshape(-1, BLOCK_BYTES)
+        found.update(weighted_sums(blocks, odd_factors(0, BLOCK_BYTES // 8)).tobytes())
+        found.update(octets[whole:].tobytes())
+    return found.hexdigest()
+
+
+def _plain(values: Tensor) -> Iterator[Tensor]:
+    """The tensors that have memory: of a quantized one its codes, scales and so on."""
+    if not _is_wrapper(values):
+        yield values
+        return
+    for name in values.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield from _plain(getattr(values, name))
+
+
+def _is_wrapper(values: Tensor) -> bool:
+    """Whether it is of a class that keeps its values in other tensors."""
+    return hasattr(values, "__tensor_flatten__")
+
+
+def _require_apart(frozen: dict[str, nn.Parameter], trained: dict[str, nn.Parameter]) -> None:
+    """Check that no frozen parameter has the memory of a trained one.
+
+    Raises:
+        ModelError: one has.
+    """
+    owners = {each.data_ptr(): name for name, each in trained.items() if each.numel()}
+    for name, parameter in frozen.items():
+        other = None if _is_wrapper(parameter) else owners.get(parameter.data_ptr())
+        if other is not None and parameter.numel():
+            raise ModelError(
+                f"the parameter '{name}' requires no gradient, but has the memory of '{other}', "
+                "which does: training the one would change the other. Put the same nn.Parameter "
+                "in both places, or give one of them a clone() of the values"
+            )

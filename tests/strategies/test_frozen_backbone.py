@@ -1,0 +1,351 @@
+"""Training a head on a frozen backbone costs the bytes of the head, and gives what torch gives."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from toys import Data, classification, make_job, relative_error, sgd_on_union
+
+from sparkdl.averager import streams
+from sparkdl.averager.handshake import PROOF_BYTES
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.driver import Outcome
+from sparkdl.errors import ConfigError, ModelError, WorkerError
+from sparkdl.events import WindowReport
+from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
+from sparkdl.testing import run_world
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+TRAINED = (6 * 3 + 3) * 8
+"""Bytes of a head in float64; its momentum has as many."""
+
+
+def head() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(6, 3).double()
+
+
+def on_backbone() -> nn.Module:
+    """The same head on 200 times as many parameters that are not trained."""
+    torch.manual_seed(2)
+    backbone = [nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 6), nn.Tanh()]
+    return nn.Sequential(*(layer.double().requires_grad_(False) for layer in backbone), head())
+
+
+class Wires:
+    """All that the driver's end of each connection receives and sends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.received: dict[int, bytearray] = {}
+        self.sent: dict[int, bytearray] = {}
+        self._kept: list[object] = []
+        receive, send = streams._Plain.receive, streams._Plain.send
+
+        def receiving(stream: Any, into: Sequence[memoryview]) -> int | None:
+            count = receive(stream, into)
+            self._note(self.received, stream, into, count)
+            return count
+
+        def sending(stream: Any, buffers: Sequence[memoryview]) -> int | None:
+            octets = [bytes(each) for each in buffers]
+            count = send(stream, buffers)
+            self._note(self.sent, stream, octets, count)
+            return count
+
+        monkeypatch.setattr(streams._Plain, "receive", receiving)
+        monkeypatch.setattr(streams._Plain, "send", sending)
+
+    def _note(
+        self, where: dict[int, bytearray], stream: object, pieces: Any, count: int | None
+    ) -> None:
+        self._kept.append(stream)  # so that no other gets its id
+        log = where.setdefault(id(stream), bytearray())
+        for piece in pieces:
+            log += piece[: max(0, count or 0)]
+            count = (count or 0) - len(piece)
+
+    def values_in(self) -> list[int]:
+        """The size of each message of values from the workers; every other byte is a header's."""
+        return sorted(size for log in self.received.values() for size in values_of(log))
+
+    def values_out(self) -> list[int]:
+        return sorted(size for log in self.sent.values() for size in values_of(log[PROOF_BYTES:]))
+
+
+def values_of(log: bytes) -> list[int]:
+    """Read a connection from its first byte to its last: kind, length, and what they announce."""
+    sizes = []
+    while log:
+        kind, size = struct.unpack("!BI", log[:5])
+        assert len(log) >= 5 + size
+        if kind == 1:
+            assert size < 1024
+            json.loads(log[5 : 5 + size])
+        else:
+            sizes.append(size)
+        log = log[5 + size :]
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "received", "sent"),
+    [
+        (ParameterAveraging(period=2), 8, 8),
+        (ParameterAveraging(period=2, aggregation="hierarchical"), 4, 4),
+        (ParameterAveraging(period=2, aggregation="executors"), 1, 0),
+        (GradientAllReduce(), 1, 0),
+        (GradientAllReduce(commit_every=1), 4, 0),
+    ],
+    ids=str,
+)
+def test_rounds_and_copies_have_the_bytes_of_what_is_trained(
+    strategy: Strategy, received: int, sent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wires = Wires(monkeypatch)
+    job = make_job(on_backbone(), strategy=strategy, optimizer=MOMENTUM)
+    run_world(
+        job,
+        classification([16] * 4).shards(),
+        ranks_as="processes",
+        hosts=["a", "b", "a", "b"],
+    )
+    # Parameters and momentum in a round; parameters alone for each worker that begins.
+    assert wires.values_in() == [TRAINED] * 2 * received
+    assert wires.values_out() == [TRAINED] * (4 + 2 * sent)
+
+
+def test_changes_rounded_to_bfloat16_have_a_quarter_of_the_bytes_of_float64(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wires = Wires(monkeypatch)
+    job = make_job(on_backbone(), strategy=ParameterAveraging(2, wire_dtype="bfloat16"))
+    run_world(job, classification([16, 16]).shards(), ranks_as="processes")
+    assert wires.values_in() == [TRAINED // 4] * 4
+
+
+STRATEGIES: list[Strategy] = [
+    ParameterAveraging(period=1),
+    ParameterAveraging(period=1, aggregation="hierarchical"),
+    ParameterAveraging(period=1, aggregation="executors"),
+    GradientAllReduce(),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_it_equals_sgd_in_one_process_and_the_backbone_keeps_its_bits(strategy: Strategy) -> None:
+    data = classification([13, 8, 4])
+    job = make_job(on_backbone(), strategy=strategy, epochs=3)
+
+    outcome = run_world(job, data.shards(), ranks_as="processes", hosts=["a", "b", "a"])
+
+    oracle = sgd_on_union(on_backbone(), data, lr=0.1, epochs=3, batch_size=4, dtype=torch.float64)
+    assert relative_error(outcome.module, oracle) <= 1e-6
+    assert not torch.equal(outcome.module[4].weight, head().weight)
+    assert_same_backbone(outcome)
+    assert [p.requires_grad for p in outcome.module.parameters()] == [False] * 4 + [True] * 2
+
+
+def assert_same_backbone(outcome: Outcome) -> None:
+    for name, value in on_backbone()[:4].state_dict().items():
+        assert torch.equal(outcome.module.state_dict()[name], value)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter, tied to the layer that comes after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layer = nn.Linear(6, 6).double().requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, 6, dtype=torch.float64))
+        self.up = nn.Parameter(torch.zeros(6, 2, dtype=torch.float64))
+        self.again = nn.Linear(6, 6).double().requires_grad_(False)
+        self.again.weight = self.layer.weight
+        self.head = nn.Linear(6, 3).double()
+        self.steps = nn.Parameter(torch.arange(4), requires_grad=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        features = torch.tanh(self.layer(features) + features @ self.down.T @ self.up.T)
+        outputs: Tensor = self.head(torch.tanh(self.again(features)))
+        return outputs
+
+
+def test_low_rank_adapters_beside_tied_frozen_layers_equal_sgd_in_one_process() -> None:
+    data = classification([13, 8])
+
+    outcome = run_world(make_job(Adapted(), epochs=3), data.shards())
+
+    oracle = sgd_on_union(Adapted(), data, lr=0.1, epochs=3, batch_size=4, dtype=torch.float64)
+    assert relative_error(outcome.module, oracle) <= 1e-10
+    assert outcome.module.again.weight is outcome.module.layer.weight
+
+
+def test_values_drawn_by_a_function_under_the_seed_are_the_same_everywhere() -> None:
+    """In threads, which have one stream of random numbers for all."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 300).requires_grad_(False), nn.Linear(300, 3)).double()
+
+    data = classification([6, 6, 6, 6])
+    first, second = (run_world(make_job(build), data.shards()).module for _ in range(2))
+    assert torch.equal(first[0].weight, second[0].weight)
+
+
+def elsewhere() -> bool:
+    return multiprocessing.current_process().name == "rank 1"
+
+
+def test_a_worker_with_another_backbone_ends_the_run_before_it_trains() -> None:
+    """As when the function given as model reads a file that is another one on a host."""
+
+    def build() -> nn.Module:
+        module = on_backbone()
+        with torch.no_grad():
+            module[0].bias[7] += 1e-12 if elsewhere() else 0
+        return module
+
+    windows: list[object] = []
+    with pytest.raises(ModelError, match=r"rank 1 on \S+ has built the model with other param"):
+        run_world(
+            make_job(build, max_failures=3),
+            classification([8, 8]).shards(),
+            ranks_as="processes",
+            on_event=windows.append,
+        )
+    assert not any(isinstance(event, WindowReport) for event in windows)
+
+
+def test_a_worker_that_freezes_other_layers_ends_the_run_before_it_trains() -> None:
+    def build() -> nn.Module:
+        module = on_backbone()
+        module[0].bias.requires_grad_(elsewhere())
+        return module
+
+    with pytest.raises(ModelError, match="rank 1 on"):
+        run_world(make_job(build), classification([8, 8]).shards(), ranks_as="processes")
+
+
+class Misbehaves(nn.Module):
+    """Does something to its backbone in its third minibatch."""
+
+    def __init__(self, deed: Callable[[nn.Parameter], object]) -> None:
+        super().__init__()
+        self.layers = on_backbone()
+        self.deed = deed
+        self.passes = 0
+
+    def forward(self, features: Tensor) -> Tensor:
+        outputs: Tensor = self.layers(features)
+        self.passes += 1
+        if self.passes == 3:
+            self.deed(self.layers[0].weight)
+        return outputs
+
+
+def unfreeze(parameter: nn.Parameter) -> None:
+    parameter.requires_grad_(True)
+
+
+def move(parameter: nn.Parameter) -> None:
+    parameter.detach().mul_(0.99)
+
+
+def move_unseen(parameter: nn.Parameter) -> None:
+    parameter.data.mul_(0.99)
+
+
+@pytest.mark.parametrize(
+    ("deed", "step", "words"),
+    [
+        (unfreeze, 3, "'layers.0.weight' required no gradient when the model was built, and does"),
+        (move, 3, "'layers.0.weight' required no gradient .* its values have changed"),
+        (move_unseen, 4, "'layers.0.weight' required no gradient .* its values have changed"),
+    ],
+)
+def test_a_backbone_that_begins_to_change_is_an_error_before_its_epoch_counts(
+    tmp_path: Path, deed: Callable[[nn.Parameter], None], step: int, words: str
+) -> None:
+    """One that leaves no trace at the end of the epoch, which becomes no checkpoint."""
+    job, data = make_job(Misbehaves(deed), epochs=2), classification([16, 16])
+    with pytest.raises(WorkerError, match=rf"rank [01], epoch 1, step {step}: .*{words}"):
+        run_world(job, data.shards(), checkpoints=CheckpointPolicy(path=str(tmp_path / "c")))
+    assert not list(tmp_path.glob("c/checkpoint-*"))
+
+
+def sizes_below(path: Path) -> dict[str, int]:
+    """Of each file of the newest checkpoint that holds values."""
+    newest = max(path.glob("checkpoint-*"))
+    return {each.name: each.stat().st_size for each in newest.iterdir() if each.suffix != ".json"}
+
+
+@pytest.mark.parametrize("averaged", [True, False], ids=["averaged-state", "own-state"])
+def test_a_checkpoint_has_the_size_of_one_of_the_head_alone(tmp_path: Path, averaged: bool) -> None:
+    strategy = ParameterAveraging(2, average_optimizer_state=averaged)
+    data = classification([8, 8])
+    for name, model in (("frozen", on_backbone()), ("alone", head())):
+        run_world(
+            make_job(model, optimizer=MOMENTUM, strategy=strategy),
+            data.shards(),
+            checkpoints=CheckpointPolicy(path=str(tmp_path / name)),
+        )
+    sizes = sizes_below(tmp_path / "frozen")
+    assert sizes == sizes_below(tmp_path / "alone")
+    center = max((tmp_path / "frozen").glob("checkpoint-*/center.safetensors")).read_bytes()
+    (header,) = struct.unpack("<Q", center[:8])
+    assert len(center) == 8 + header + TRAINED * (2 if averaged else 1)
+
+
+def half_trained(path: Path, model: nn.Module, data: Data) -> None:
+    policy = CheckpointPolicy(path=str(path))
+    run_world(make_job(model, optimizer=MOMENTUM), data.shards(), checkpoints=policy)
+
+
+def test_a_resumed_training_takes_its_backbone_from_the_model_and_ends_in_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    data, policy = classification([16, 9]), CheckpointPolicy(path=str(tmp_path / "c"))
+    job = make_job(on_backbone(), optimizer=MOMENTUM, epochs=3)
+    whole = run_world(job, data.shards())
+    half_trained(tmp_path / "c", on_backbone(), data)
+    resumed = run_world(job, data.shards(), checkpoints=policy)
+    assert_same_backbone(resumed)
+    for one, other in zip(resumed.module.parameters(), whole.module.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def nudged(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        module[0].weight[3, 3] = torch.nextafter(module[0].weight[3, 3], torch.tensor(9.0).double())
+    return module
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda: nudged(on_backbone()), r"was 3906 values \(.*\), is now 3906 values \("),
+        (lambda: on_backbone().requires_grad_(True), r"was 3906 values \(.*\), is now none"),
+    ],
+    ids=["values", "unfrozen"],
+)
+def test_a_checkpoint_is_not_continued_on_another_backbone(
+    tmp_path: Path, other: Callable[[], nn.Module], words: str
+) -> None:
+    data, policy = classification([8, 8]), CheckpointPolicy(path=str(tmp_path / "c"))
+    half_trained(tmp_path / "c", on_backbone(), data)
+    for epochs in (1, 2):
+        job = make_job(other(), optimizer=MOMENTUM, epochs=epochs)
+        with pytest.raises(ConfigError, match=rf"frozen parameters: {words}"):
+            run_world(job, data.shards(), checkpoints=policy)
