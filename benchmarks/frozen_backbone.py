@@ -18,7 +18,6 @@ import torch
 from round_processes import RoundProcesses
 from torch import nn
 
-from sparkdl.averager.address import AveragerAddress
 from sparkdl.averager.client import AveragerClient
 from sparkdl.averager.codec import FullPrecision
 from sparkdl.averager.server import Averager
@@ -26,6 +25,7 @@ from sparkdl.driver import build_replica, initial_center
 from sparkdl.events import WindowReport
 from sparkdl.feed.facts import ShardFacts
 from sparkdl.replica import Replica
+from sparkdl.transport.address import AveragerAddress
 
 WORKERS = 2
 WIDTH, LAYERS, CLASSES = 500, 100, 200

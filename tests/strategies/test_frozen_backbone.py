@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from toys import Data, classification, make_job, relative_error, sgd_on_union
 
-from sparkdl.averager import streams
-from sparkdl.averager.handshake import PROOF_BYTES
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError, ModelError, WorkerError
 from sparkdl.events import WindowReport
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
+from sparkdl.transport import streams
+from sparkdl.transport.handshake import PROOF_BYTES
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
