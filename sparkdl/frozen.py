@@ -19,6 +19,8 @@ from sparkdl.feed.fingerprint import odd_factors, weighted_sums
 
 BLOCK_BYTES = 1 << 18
 """How much is added up to one word of what is hashed; a third of the time of hashing it all."""
+AT_A_GLANCE = 32
+"""So many tensors take some 20 us, a hundredth of a small round."""
 
 
 class FrozenParameters:
@@ -38,56 +40,74 @@ class FrozenParameters:
 
     def __init__(self, module: nn.Module) -> None:
         named = dict(module.named_parameters())
-        self._frozen = {name: each for name, each in named.items() if not each.requires_grad}
-        _require_apart(self._frozen, {k: each for k, each in named.items() if each.requires_grad})
-        # What was made under torch.inference_mode counts no writes.
-        self._counting = [each for each in self._frozen.values() if not each.is_inference()]
-        self._writes = self._count_writes()
-        self._digests = {name: _digest(each) for name, each in self._frozen.items()}
-        self.numel = sum(each.numel() for each in self._frozen.values())
-        together = "".join(f"{name} {digest} " for name, digest in self._digests.items())
+        frozen = {name: each for name, each in named.items() if not each.requires_grad}
+        _require_apart(frozen, {k: each for k, each in named.items() if each.requires_grad})
+        self._members = [_Frozen(name, each) for name, each in frozen.items()]
+        self._next = 0
+        self.numel = sum(each.numel() for each in frozen.values())
+        together = "".join(f"{each.name} {each.digest} " for each in self._members)
         self.fingerprint = together and hashlib.sha256(together.encode()).hexdigest()[:16]
 
-    def require_unchanged(self, *, every_value: bool = False) -> None:
-        """Check that they are what they were.
-
-        Args:
-            every_value: whether to look at the values even where torch does not know of a write:
-                one to ``parameter.data`` leaves no trace.
+    def glance(self) -> None:
+        """Check some of them, others each time, for what torch notes of them by itself.
 
         Raises:
-            TrainingError: one of them requires a gradient now, or has other values.
+            TrainingError: one requires a gradient now, or was written to and has other values.
         """
-        writes = self._count_writes()
-        unfrozen = True in [each.requires_grad for each in self._counting]
-        if writes == self._writes and not unfrozen and not every_value:
-            return
-        written = {
-            each
-            for each, before, now in zip(self._counting, self._writes, writes, strict=True)
-            if before != now
-        }
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise TrainingError(
-                    f"the parameter '{name}' required no gradient when the model was built, and "
-                    "does now. Only what required one then is given to the optimizer and "
-                    "averaged. Build the model with requires_grad=True for all that is ever to be "
-                    "trained, and run the part that is not yet under torch.no_grad()"
-                )
-            suspect = every_value or parameter in written
-            if suspect and _digest(parameter) != self._digests[name]:
-                raise TrainingError(
-                    f"the parameter '{name}' required no gradient when the model was built, and "
-                    "its values have changed since. Such parameters are not averaged. Make what "
-                    "the model itself changes, for example a moving average of other parameters, "
-                    "a buffer (register_buffer): buffers are averaged"
-                )
-        self._writes = writes
+        some = self._members[self._next : self._next + AT_A_GLANCE]
+        self._next = (self._next + AT_A_GLANCE) if len(some) == AT_A_GLANCE else 0
+        for each in some:
+            each.glance()
 
-    def _count_writes(self) -> list[int]:
-        """How often each was written to, as far as torch knows."""
-        return [each._version for each in self._counting]
+    def require_unchanged(self) -> None:
+        """Check all of them, value by value: writing to ``parameter.data`` leaves no trace.
+
+        Raises:
+            TrainingError: one requires a gradient now, or has other values.
+        """
+        for each in self._members:
+            each.glance()
+            each.look()
+
+
+class _Frozen:
+    """One parameter."""
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self.name = name
+        self.digest = _digest(parameter)
+        self._parameter = parameter
+        self._writes = _writes_to(parameter)
+
+    def glance(self) -> None:
+        """Look at its values only if torch knows that they were written to."""
+        if self._parameter.requires_grad:
+            raise TrainingError(
+                f"the parameter '{self.name}' required no gradient when the model was built, and "
+                "does now. Only what required one then is given to the optimizer and averaged. "
+                "Build the model with requires_grad=True for all that is ever to be trained, and "
+                "run the part that is not yet under torch.no_grad()"
+            )
+        writes = _writes_to(self._parameter)
+        if writes != self._writes:
+            self.look()
+            self._writes = writes
+
+    def look(self) -> None:
+        """Look at every value."""
+        if _digest(self._parameter) != self.digest:
+            raise TrainingError(
+                f"the parameter '{self.name}' required no gradient when the model was built, and "
+                "its values have changed since. Such parameters are not averaged. Make what the "
+                "model itself changes, for example a moving average of other parameters, a buffer "
+                "(register_buffer): buffers are averaged"
+            )
+
+
+def _writes_to(parameter: nn.Parameter) -> int:
+    """How often its values were written to, as far as torch counts."""
+    # Not if it was made under torch.inference_mode.
+    return 0 if parameter.is_inference() else parameter._version
 
 
 def _digest(values: Tensor) -> str:

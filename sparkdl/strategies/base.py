@@ -84,7 +84,7 @@ class Run:
         """
         if last:
             # Before the epoch counts: its end may become a checkpoint.
-            self.replica.frozen.require_unchanged(every_value=True)
+            self.replica.frozen.require_unchanged()
         report = replace(self.window(), last=last, stands_for=stands_for)
         self.examples = 0
         self.loss_sum = 0.0
