@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import signal
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +20,6 @@ from torch import Tensor, nn
 from toys import Data, classification, make_job, relative_error, sgd_on_union
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError, ModelError, WorkerError
 from sparkdl.events import WindowReport
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
@@ -115,7 +116,7 @@ def test_rounds_and_copies_have_the_bytes_of_what_is_trained(
     strategy: Strategy, received: int, sent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wires = Wires(monkeypatch)
-    job = make_job(on_backbone(), strategy=strategy, optimizer=MOMENTUM)
+    job = make_job(on_backbone(), strategy=strategy, optimizer=MOMENTUM, deadline_s=120.0)
     run_world(
         job,
         classification([16] * 4).shards(),
@@ -147,20 +148,20 @@ STRATEGIES: list[Strategy] = [
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_it_equals_sgd_in_one_process_and_the_backbone_keeps_its_bits(strategy: Strategy) -> None:
     data = classification([13, 8, 4])
-    job = make_job(on_backbone(), strategy=strategy, epochs=3)
+    job = make_job(on_backbone(), strategy=strategy, epochs=3, deadline_s=120.0)
 
     outcome = run_world(job, data.shards(), ranks_as="processes", hosts=["a", "b", "a"])
 
     oracle = sgd_on_union(on_backbone(), data, lr=0.1, epochs=3, batch_size=4, dtype=torch.float64)
     assert relative_error(outcome.module, oracle) <= 1e-6
     assert not torch.equal(outcome.module[4].weight, head().weight)
-    assert_same_backbone(outcome)
+    assert_same_backbone(outcome.module)
     assert [p.requires_grad for p in outcome.module.parameters()] == [False] * 4 + [True] * 2
 
 
-def assert_same_backbone(outcome: Outcome) -> None:
-    for name, value in on_backbone()[:4].state_dict().items():
-        assert torch.equal(outcome.module.state_dict()[name], value)
+def assert_same_backbone(module: nn.Module) -> None:
+    state = module.state_dict()
+    assert all(torch.equal(state[key], now) for key, now in on_backbone()[:4].state_dict().items())
 
 
 class Adapted(nn.Module):
@@ -285,6 +286,51 @@ def test_a_backbone_that_begins_to_change_is_an_error_before_its_epoch_counts(
     assert not list(tmp_path.glob("c/checkpoint-*"))
 
 
+class DiesOnce(nn.Module):
+    """Kills the process of rank 1 in its sixth minibatch, the first time that it comes so far."""
+
+    def __init__(self, marker: Path) -> None:
+        super().__init__()
+        self.layers = on_backbone()
+        self.marker = str(marker)
+        self.passes = 0
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.passes += 1
+        if self.passes == 6 and elsewhere() and not Path(self.marker).exists():
+            Path(self.marker).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        outputs: Tensor = self.layers(features)
+        return outputs
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [ParameterAveraging(period=2), GradientAllReduce(commit_every=2)],
+    ids=["comes back alone", "all start again"],
+)
+def test_a_lost_worker_comes_back_with_the_same_backbone(
+    tmp_path: Path, strategy: Strategy
+) -> None:
+    job = make_job(
+        DiesOnce(tmp_path / "dead"),
+        strategy=strategy,
+        optimizer=MOMENTUM,
+        epochs=3,
+        max_failures=2,
+        deadline_s=120.0,
+    )
+    data = classification([16, 16])
+    outcome = run_world(job, data.shards(), ranks_as="processes")
+    assert (tmp_path / "dead").exists()
+    assert [row.examples for row in outcome.history] == [32] * 3
+    assert_same_backbone(outcome.module.layers)
+    if strategy.needs_collective:
+        whole = run_world(job, data.shards(), ranks_as="processes").module
+        for one, other in zip(outcome.module.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
 def sizes_below(path: Path) -> dict[str, int]:
     """Of each file of the newest checkpoint that holds values."""
     newest = max(path.glob("checkpoint-*"))
@@ -321,7 +367,7 @@ def test_a_resumed_training_takes_its_backbone_from_the_model_and_ends_in_the_sa
     whole = run_world(job, data.shards())
     half_trained(tmp_path / "c", on_backbone(), data)
     resumed = run_world(job, data.shards(), checkpoints=policy)
-    assert_same_backbone(resumed)
+    assert_same_backbone(resumed.module)
     for one, other in zip(resumed.module.parameters(), whole.module.parameters(), strict=True):
         assert torch.equal(one, other)
 
