@@ -19,13 +19,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import BinaryIO
 
 import cloudpickle
+import torch
+from torch import Tensor
 
 from sparkdl.errors import ModelError
+from sparkdl.frozen import frozen_values
 from sparkdl.protocols import ModelBuilder
 from sparkdl.randomness import seed_worker
 from sparkdl.replica import Replica, flatten
@@ -52,7 +55,7 @@ def drawn_apart(
 
     Yields:
         Waits for the model, and overwrites with its parameters and buffers those of a replica that
-        was built here.
+        was built here; also what is never trained.
 
     Raises:
         ModelError: the model cannot be built there, or has another layout there.
@@ -134,20 +137,28 @@ def _build(connected: socket.socket) -> None:
         os.environ.update(environment)
         model: ModelBuilder = cloudpickle.loads(payload)
         seed_worker(seed)
-        groups = flatten(model().cpu())
+        module = model().cpu()
+        state = [*(group.flat for group in flatten(module)), *frozen_values(module)]
     except Exception as error:  # whatever the user's code raises
-        groups, header = [], {"error": f"{type(error).__name__}: {error}"}
+        state, header = [], {"error": f"{type(error).__name__}: {error}"}
     else:
-        header = {"layout": str([group.segment for group in groups])}
+        header = {"layout": _layout(state)}
     with suppress(BrokenPipeError), connected.makefile("wb") as reply:
         reply.write(json.dumps(header).encode() + b"\n")
-        for group in groups:
-            reply.write(octets_of(group.flat))
+        for values in state:
+            reply.write(octets_of(values.contiguous().view(-1)))
+
+
+def _layout(state: Sequence[Tensor]) -> str:
+    return ", ".join(
+        f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in state
+    )
 
 
 def _receive(file: BinaryIO, replica: Replica) -> None:
     header = json.loads(file.readline() or b"{}")
-    layout = str(list(replica.layout(with_optimizer=False)))
+    state = [*replica.segments(with_optimizer=False), *frozen_values(replica.module)]
+    layout = _layout(state)
     if "layout" not in header:
         raise ModelError(
             "the model cannot be built in a process of its own, as it is on each worker: "
@@ -159,9 +170,13 @@ def _receive(file: BinaryIO, replica: Replica) -> None:
             f"{header['layout']} there, {layout} here. It must not depend on what only this "
             "process knows, for example torch.set_default_dtype"
         )
-    for segment in replica.segments(with_optimizer=False):
-        if file.readinto(octets_of(segment)) != segment.nbytes:  # type: ignore[attr-defined]
+    for values in state:
+        received = torch.empty(values.numel(), dtype=values.dtype)
+        if file.readinto(octets_of(received)) != received.nbytes:  # type: ignore[attr-defined]
             raise EOFError("the process ended in the middle of the values")
+        with torch.inference_mode():  # so may be what is overwritten
+            values.copy_(received.view(values.shape))
+    replica.take_as_frozen()
 
 
 @contextmanager

@@ -117,7 +117,7 @@ class Replica:
                 f"{type(module).__name__} has no parameter that requires a gradient: there is "
                 "nothing to train"
             )
-        self.frozen = FrozenParameters(module)
+        self.take_as_frozen()
         self._module_groups = flatten(module)
         self._optimizer_groups: list[FlatGroup] = []
         defer_compiler()
@@ -133,6 +133,10 @@ class Replica:
         self._stateless: set[Tensor] = set()
         self._lent = False
         """Whether others may have written to that since the last step."""
+
+    def take_as_frozen(self) -> None:
+        """Have what requires no gradient stay as it is now; for whoever has overwritten it."""
+        self.frozen = FrozenParameters(self.module)
 
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that the optimizer works on: what required a gradient when built."""
