@@ -20,9 +20,10 @@ _LOCK = threading.RLock()
 
 def seed_worker(seed: int) -> None:
     """Begin the streams of this process: torch's on every device, numpy's and Python's own."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
+    with _LOCK:  # ranks may be threads, one of which still builds its model
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
 
 
 @contextmanager
