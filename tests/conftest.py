@@ -36,6 +36,16 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     session.stop()
 
 
+@pytest.fixture(autouse=True)
+def _no_rank_stays() -> Iterator[None]:
+    """A rank that outlives its test would draw from the streams of the next ones, and seed them."""
+    yield
+    ranks = [t for t in sparkdl_threads() if t.name.startswith("sparkdl-rank")]
+    for rank in ranks:
+        rank.join(30)
+    assert not any(rank.is_alive() for rank in ranks), ranks
+
+
 @pytest.fixture
 def nobody_stays() -> Iterator[None]:
     """Every thread of ours that the test started has ended soon after it."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from toys import classification, make_job, mlp, parameters_of
 
 from sparkdl.averager import Averager, AveragerClient
@@ -87,9 +88,9 @@ def test_without_the_package_for_certificates_the_error_says_what_to_install(
         Port("127.0.0.1", "token", lambda met: None, encrypted=True)
 
 
-def bytes_on_the_wire(tls: bool, folder: Path) -> tuple[bytes, dict[str, Any]]:
+def bytes_on_the_wire(model: nn.Module, tls: bool, folder: Path) -> tuple[bytes, dict[str, Any]]:
     """What passes between workers and averager in a training, and the parameters it ends with."""
-    job = make_job(mlp(), epochs=2, tls=tls)
+    job = make_job(model, epochs=2, tls=tls)
     shards = classification([12, 12]).shards()
     start = _threads(job, shards, folder)
     seen = bytearray()
@@ -106,8 +107,9 @@ def bytes_on_the_wire(tls: bool, folder: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def test_nothing_readable_passes_between_workers_and_averager(tmp_path: Path) -> None:
-    plain, expected = bytes_on_the_wire(False, tmp_path)
-    encrypted, parameters = bytes_on_the_wire(True, tmp_path)
+    model = mlp()
+    plain, expected = bytes_on_the_wire(model, False, tmp_path)
+    encrypted, parameters = bytes_on_the_wire(model, True, tmp_path)
     # What was sent last are the final parameters, in the model's own float64.
     secrets = [expected["0.bias"].tobytes(), b'"window"', b'"shard"', MAGIC]
     assert [secret in plain for secret in secrets] == [True] * 4
@@ -125,8 +127,10 @@ def test_rows_that_are_dealt_anew_are_encrypted_and_the_result_is_the_same(
         used.append(True)
         return receive(self, *arguments)
 
+    model = mlp()
+
     def train(tls: bool) -> dict[str, Any]:
-        job = make_job(mlp(), epochs=3, tls=tls, feed=FeedOptions(reshuffle_every=1))
+        job = make_job(model, epochs=3, tls=tls, feed=FeedOptions(reshuffle_every=1))
         return parameters_of(run_world(job, classification([9, 14]).shards()).module)
 
     expected = train(False)
