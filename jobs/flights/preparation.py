@@ -10,6 +10,10 @@ from flights.features import CATEGORIES, FEATURES
 LARGEST_SCORE = 5.0
 """Standardised values are cut here: a few delays of 20 hours should not steer a network."""
 
+DIGITS = 6
+"""Of means and scales. Spark adds partial sums in the order of their arrival, so that last digits
+differ from run to run, and with them now and then a feature and every later bit of a training."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
@@ -74,8 +78,8 @@ class Preparation:
         if not found or values is None:
             raise ValueError("the training months have too few flights: widen split.train_months")
         return cls(
-            tuple(found[position]["mean"] or 0.0 for position in range(len(FEATURES))),
-            tuple(found[position]["scale"] or 1.0 for position in range(len(FEATURES))),
+            tuple(_rounded(found[place]["mean"] or 0.0) for place in range(len(FEATURES))),
+            tuple(_rounded(found[place]["scale"] or 1.0) for place in range(len(FEATURES))),
             {category: tuple(values[category]) for category in CATEGORIES},
         )
 
@@ -102,3 +106,7 @@ class Preparation:
     def _index(self, category: str) -> Column:
         known = F.array(*map(F.lit, self.vocabularies[category]))
         return F.array_position(known, F.col(category)).cast("int").alias(category)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
