@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from sparkdl.averager.center_update import Memory
 from sparkdl.averager.events import NewRows
 from sparkdl.averager.events import RunEvent as Event
 from sparkdl.averager.kept import KeptState
@@ -173,16 +174,23 @@ def run(
             plan = _plan(checkpoints, job, world_size, replica, layout)
             held.enter_context(plan.store.held(checkpoints.application))
             resumed = _find(checkpoints, plan, job.epochs, world_size)
-        center = center if resumed is None else resumed.read_center(layout)
+        update, memory = job.strategy.center_update, None
+        if resumed is not None:
+            center, memory = resumed.read_center(layout, update)
 
         def open_averager(
-            center: list[Tensor], progress: Progress | None, kept: Mapping[int, KeptState]
+            center: list[Tensor],
+            memory: Memory | None,
+            progress: Progress | None,
+            kept: Mapping[int, KeptState],
         ) -> Averager:
             return Averager(
                 layout,
                 center,
                 world_size,
                 job.strategy.codec,
+                update=update,
+                memory=memory,
                 host=host,
                 advertised_host=advertised_host,
                 deadline_s=job.deadline_s,
@@ -196,10 +204,12 @@ def run(
             )
 
         examine = _Examiner(job, check, resumed)
-        averager = open_averager(center, None if resumed is None else resumed.progress, {})
+        averager = open_averager(center, memory, None if resumed is None else resumed.progress, {})
         losses: list[str] = []
         while not _finished(averager, launch, plan, examine, on_event, losses, job.resubmissions):
-            averager = open_averager(averager.center, averager.progress, averager.kept)
+            averager = open_averager(
+                averager.center, averager.memory, averager.progress, averager.kept
+            )
         for values, tensor in zip(
             replica.segments(with_optimizer=False), averager.center, strict=False
         ):

@@ -11,6 +11,13 @@ import torch
 from torch import Tensor
 
 from sparkdl.averager.accumulator import Accumulator
+from sparkdl.averager.center_update import (
+    CenterUpdate,
+    Contributions,
+    Memory,
+    ReplaceByMean,
+    new_memory,
+)
 from sparkdl.averager.codec import Codec
 from sparkdl.averager.wire import Chunk, chunk_bytes, plan_chunks
 from sparkdl.protocols import Layout
@@ -20,6 +27,16 @@ Frames = list[memoryview]
 """Messages of values: prefixes and what they announce, in turn."""
 
 
+def named(layout: Layout, values: Sequence[Tensor], memory: Memory) -> dict[str, Tensor]:
+    """A center and what its update remembers, each tensor with the name that it has in files."""
+    names = [f"{index}.{segment.kind}" for index, segment in enumerate(layout)]
+    return dict(zip(names, values, strict=True)) | {
+        f"{name}.{key}": tensor
+        for name, kept in zip(names, memory, strict=True)
+        for key, tensor in kept.items()
+    }
+
+
 class Center:
     """The center and one sum: memory for twice the parameters, whatever the number of workers.
 
@@ -27,28 +44,44 @@ class Center:
         layout: kinds and sizes of the replicas' state.
         center: the initial center, a tensor of ``center_dtype`` a segment; owned from here on.
         world_size: number of workers, which decides how values are cut.
-        codec: how values travel and how the mean becomes the center.
+        codec: how values travel.
+        update: what contributions do to the center.
+        memory: what the update remembers; by default it begins. Owned from here on.
 
     Attributes:
         layout: as given.
         values: the center, a tensor of ``center_dtype`` a segment.
+        memory: what the update remembers.
         chunk_bytes: size of the largest message of values.
         chunks: how the segments are cut.
         sum: what is being added; None between two rounds.
     """
 
     def __init__(
-        self, layout: Layout, center: Sequence[Tensor], world_size: int, codec: Codec
+        self,
+        layout: Layout,
+        center: Sequence[Tensor],
+        world_size: int,
+        codec: Codec,
+        update: CenterUpdate | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.layout = layout
         self.values = list(center)
+        self._update = update or ReplaceByMean()
+        self.memory = new_memory(self._update, layout) if memory is None else memory
         self.chunk_bytes = chunk_bytes(world_size)
         self.chunks = plan_chunks(layout, self.chunk_bytes)
         self.sum: Accumulator | None = None
         self._codec = codec
         self._wire_dtypes = [codec.wire_dtype(segment) for segment in layout]
+        # Where the mean is what has changed, or the update says how; others become the mean.
+        self._moves = [
+            segment.averaged and (codec.sends_changes or self._update.updates(segment))
+            for segment in layout
+        ]
         self._spare = [torch.empty_like(segment) for segment in center]
-        self._copy: list[Tensor] = []
+        self._copy: dict[str, Tensor] = {}
         # The outcome of the last round as it travels, where that is not the center itself.
         self._reply: list[Tensor] = []
         self._frames: dict[frozenset[str] | None, Frames] = {}
@@ -62,26 +95,45 @@ class Center:
         self.sum = Accumulator(self.layout, self._wire_dtypes, self.chunks, self._spare, ranks)
         return self.sum
 
-    def commit(self, *, weighted: bool) -> None:
-        """Make the sum the new center.
+    def commit(self, contributions: Contributions) -> None:
+        """Have the sum change the center; without contributions it stays as it is.
 
         Args:
-            weighted: whether anyone has contributed; if not, the center stays as it is.
+            contributions: what the sum is of.
         """
         assert self.sum is not None
-        if weighted:
+        if contributions.weights:
             self.sum.finish()
-            old = self.values
-            self.values, reply = self._codec.commit(self.values, self._spare)
-            self._spare = old if self.values is self._spare else self._spare
-        else:
-            reply = self._codec.unchanged(self.values, self._spare)
+            for chunk in self.chunks:
+                if self._moves[chunk.segment]:
+                    self._move(chunk, contributions)
+            for index, moves in enumerate(self._moves):
+                if not moves:
+                    self.values[index], self._spare[index] = self._spare[index], self.values[index]
+        elif self._codec.replies_changes:
+            for spare in self._spare:
+                spare.zero_()
         self.sum = None
         self._frames = {}
-        self._set_reply(reply)
+        self._set_reply()
+
+    def _move(self, chunk: Chunk, contributions: Contributions) -> None:
+        """Add a change to the center while both are in the cache."""
+        center, change = chunk.of(self.values), chunk.of(self._spare)
+        if not self._codec.sends_changes:
+            change.sub_(center)
+        if self._update.updates(self.layout[chunk.segment]):
+            kept = {
+                name: tensor[chunk.start : chunk.stop]
+                for name, tensor in self.memory[chunk.segment].items()
+            }
+            self._update.step(center, change, kept, contributions)
+        if self._codec.replies_changes:
+            change.copy_(change.to(self.wire_dtype(chunk)))  # as the workers will see it
+        center.add_(change)
 
     def reply(self) -> Frames:
-        """The outcome of the last round, as the codec has it."""
+        """The outcome of the last round, as it travels."""
         if None not in self._frames:
             self._frames[None] = self._framed(self._reply, self.chunks)
         return self._frames[None]
@@ -98,23 +150,33 @@ class Center:
             self._frames[key] = self._framed(self.values, of_kind)
         return self._frames[key]
 
-    def copy(self) -> list[Tensor]:
-        """The center as it is now, in the same place each time; the next rounds overwrite it."""
+    def named(self) -> dict[str, Tensor]:
+        """All that a checkpoint has to hold of it, by name."""
+        return named(self.layout, self.values, self.memory)
+
+    def copy(self) -> dict[str, Tensor]:
+        """The same as it is now, in the same place each time; the next rounds overwrite it."""
+        present = self.named()
         if not self._copy:
-            self._copy = [torch.empty_like(segment) for segment in self.values]
-        for copy, segment in zip(self._copy, self.values, strict=True):
-            copy.copy_(segment)
+            self._copy = {name: torch.empty_like(tensor) for name, tensor in present.items()}
+        for name, tensor in present.items():
+            self._copy[name].copy_(tensor)
         return self._copy
 
-    def _set_reply(self, reply: Sequence[Tensor]) -> None:
+    def _set_reply(self) -> None:
+        """Have at hand what the workers are sent, in the form in which it travels."""
+        outcome = [
+            spare if self._codec.replies_changes and segment.averaged else values
+            for segment, values, spare in zip(self.layout, self.values, self._spare, strict=True)
+        ]
         if not self._reply:
             self._reply = [
                 torch.empty(0, dtype=dtype)
                 if values.dtype is dtype
                 else torch.empty_like(values, dtype=dtype)
-                for values, dtype in zip(reply, self._wire_dtypes, strict=True)
+                for values, dtype in zip(outcome, self._wire_dtypes, strict=True)
             ]
-        for index, (values, dtype) in enumerate(zip(reply, self._wire_dtypes, strict=True)):
+        for index, (values, dtype) in enumerate(zip(outcome, self._wire_dtypes, strict=True)):
             if values.dtype is dtype:
                 self._reply[index] = values
             else:

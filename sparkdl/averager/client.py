@@ -334,7 +334,7 @@ class AveragerClient:
 
     def _extend_base(self, state: list[Tensor], layout: Layout) -> None:
         """Start the last center at zero, as the averager does, for state that was not there yet."""
-        if self._codec.keeps_base:
+        if self._codec.sends_changes:
             for tensor, segment in list(zip(state, layout, strict=True))[len(self._base) :]:
                 self._base.append(torch.zeros_like(tensor, dtype=segment.center_dtype))
 
@@ -353,7 +353,7 @@ class AveragerClient:
     def _receive(self, dtype: torch.dtype, target: Tensor) -> Tensor:
         """Receive what ``target`` is to become: in place if it can be, else beside it."""
         values = target
-        if self._codec.keeps_base or target.dtype is not dtype or target.device.type != "cpu":
+        if self._codec.sends_changes or target.dtype is not dtype or target.device.type != "cpu":
             values = self._scratch[: len(target) * dtype.itemsize].view(dtype)
         while (header := self._line.receive_values(values)) is not None:
             self._note_checkpoint(header)

@@ -1,9 +1,9 @@
-"""What is sent for a segment, and what the averager does with the mean of what arrived.
+"""How values travel between workers and averager; nothing of what they do to the center.
 
-A codec is the same object at both ends. ``FullPrecision`` sends the values themselves and the mean
-becomes the center. ``BFloat16Changes`` halves the bytes: the *changes* since the last center travel
-as bfloat16, because rounding the parameters themselves to 8 bits of mantissa would lose every
-update smaller than 1/256 of a parameter.
+A wire format is the same object at both ends. ``FullPrecision`` sends the values themselves.
+``BFloat16Changes`` halves the bytes: the *changes* since the last center travel as bfloat16,
+because rounding the parameters themselves to 8 bits of mantissa would lose every update smaller
+than 1/256 of a parameter.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ class Codec(Protocol):
     """How one round's values travel; all methods see flat 1-D chunks."""
 
     name: str
-    keeps_base: bool
-    """Whether workers must keep a copy of the last center."""
+    sends_changes: bool
+    """Whether workers send how their values differ from the center that they received last, of
+    which they then keep a copy, the base."""
+    replies_changes: bool
+    """Whether they are sent how the center has moved, not the center: all have to move together."""
 
     def wire_dtype(self, segment: Segment) -> torch.dtype:
         """Element type of contributions and replies."""
@@ -32,31 +35,12 @@ class Codec(Protocol):
     def decode(self, reply: Tensor, values: Tensor, base: Tensor | None, segment: Segment) -> None:
         """Worker: write the new center into ``values`` (and ``base``)."""
 
-    def commit(self, center: list[Tensor], mean: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Averager: make the mean the new center.
-
-        Args:
-            center: the last center, a tensor a segment.
-            mean: the mean of the contributions, a tensor a segment.
-
-        Returns:
-            The new center, and the tensors to reply with; the buffers given are reused.
-        """
-
-    def unchanged(self, center: list[Tensor], spare: list[Tensor]) -> list[Tensor]:
-        """Averager: the tensors to reply with after a round to which nobody has contributed.
-
-        Args:
-            center: the center, which stays as it is.
-            spare: of the same shapes and dtypes; may be overwritten.
-        """
-
 
 class FullPrecision:
     """Every value travels in the replica's own dtype."""
 
     name = "float32"
-    keeps_base = False
+    sends_changes = replies_changes = False
 
     def wire_dtype(self, segment: Segment) -> torch.dtype:
         """The replica's own."""
@@ -70,20 +54,38 @@ class FullPrecision:
         """Overwrite the values."""
         values.copy_(reply)
 
-    def commit(self, center: list[Tensor], mean: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The mean is the center."""
-        return mean, mean
 
-    def unchanged(self, center: list[Tensor], spare: list[Tensor]) -> list[Tensor]:
-        """The center once more."""
-        return center
+class Changes:
+    """Changes since the last center travel up, and the center down, in the center's own dtype.
+
+    For workers that exchange one by one: what one has added to the center is not in the base of
+    another, and a contribution of values would undo it.
+    """
+
+    name = "changes"
+    sends_changes = True
+    replies_changes = False
+
+    def wire_dtype(self, segment: Segment) -> torch.dtype:
+        """The center's."""
+        return segment.center_dtype
+
+    def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
+        """The change."""
+        return values - base if segment.averaged and base is not None else values
+
+    def decode(self, reply: Tensor, values: Tensor, base: Tensor | None, segment: Segment) -> None:
+        """Overwrite both."""
+        values.copy_(reply)
+        if base is not None:
+            base.copy_(reply)
 
 
 class BFloat16Changes:
     """Changes since the last center travel as bfloat16; integer segments travel as they are."""
 
     name = "bfloat16"
-    keeps_base = True
+    sends_changes = replies_changes = True
 
     def wire_dtype(self, segment: Segment) -> torch.dtype:
         """bfloat16 for everything that is averaged."""
@@ -103,28 +105,9 @@ class BFloat16Changes:
         base.add_(reply.to(base.device))
         values.copy_(base)
 
-    def commit(self, center: list[Tensor], mean: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Round the mean change as the workers will see it, then move the center by it."""
-        for middle, change in zip(center, mean, strict=True):
-            if middle.is_floating_point():
-                change.copy_(change.to(torch.bfloat16))
-                middle.add_(change)
-            else:
-                middle.copy_(change)
-        return center, mean
-
-    def unchanged(self, center: list[Tensor], spare: list[Tensor]) -> list[Tensor]:
-        """No change, and integers once more."""
-        for middle, change in zip(center, spare, strict=True):
-            if middle.is_floating_point():
-                change.zero_()
-            else:
-                change.copy_(middle)
-        return spare
-
 
 CODECS: dict[str, type[FullPrecision] | type[BFloat16Changes]] = {
     "float32": FullPrecision,
     "bfloat16": BFloat16Changes,
 }
-"""Codecs by the name that strategies give as ``wire_dtype``."""
+"""Formats by the name that ``ParameterAveraging`` gives as ``wire_dtype``."""

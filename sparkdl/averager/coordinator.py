@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sparkdl.averager import events as on
+from sparkdl.averager.center_update import Contributions
 from sparkdl.averager.checkpointing import Checkpointing, Schedule
 from sparkdl.averager.committed import CommittedProgress
 from sparkdl.averager.events import Decision, Event, Member
@@ -337,7 +338,8 @@ class Coordinator:
     def _commit(self) -> None:
         """Make the round's sum the new center, and its windows happen."""
         windows = self.round.commit()
-        self._decided.append(on.Commit(any(window.report.weight for window in windows)))
+        weights = tuple(window.report.weight for window in windows if window.report.weight)
+        self._decided.append(on.Commit(Contributions(weights, self._world_size)))
         self.committed.commit(
             [window.report for window in windows],
             {window.member.rank: window.kept for window in windows if window.kept is not None},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sparkdl.averager.center_update import Contributions
 from sparkdl.averager.kept import KeptState
 from sparkdl.averager.progress import Progress
 from sparkdl.errors import SparkDLError
@@ -315,13 +316,13 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Make the sum the new center.
+    """Have the sum change the center.
 
     Attributes:
-        weighted: whether anyone has contributed to it; the center stays as it is otherwise.
+        contributions: what the sum is of; the center stays as it is without any.
     """
 
-    weighted: bool
+    contributions: Contributions
 
 
 @dataclass(frozen=True, slots=True)

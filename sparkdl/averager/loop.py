@@ -359,8 +359,8 @@ class Loop:
                 self._skip(rank)
             case on.OpenSum(ranks):
                 self.center.open_sum(ranks)
-            case on.Commit(weighted):
-                self.center.commit(weighted=weighted)
+            case on.Commit(contributions):
+                self.center.commit(contributions)
             case on.Report(event):
                 self.reports.put(event)
             case on.Welcome(member):
@@ -417,9 +417,7 @@ class Loop:
     def _begin_checkpoint(self, decision: on.BeginCheckpoint) -> None:
         assert self._plan is not None
         data = decision.data.lasting()
-        self.saving = Saving(
-            self._plan, decision.progress, data, self.center.layout, self.center.copy()
-        )
+        self.saving = Saving(self._plan, decision.progress, data, self.center.copy())
 
     def _write_checkpoint(self) -> None:
         saving = self.saving

@@ -11,12 +11,15 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+import torch
 from torch import Tensor
 
+from sparkdl.averager.center import named
+from sparkdl.averager.center_update import CenterUpdate, Memory, ReplaceByMean, new_memory
 from sparkdl.averager.progress import Progress
 from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint, SavedCheckpoint
 from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
@@ -55,10 +58,6 @@ class CheckpointPlan:
         return self.every_rounds is not None and rounds >= self.every_rounds
 
 
-def _segment_names(layout: Layout) -> list[str]:
-    return [f"{index}.{segment.kind}" for index, segment in enumerate(layout)]
-
-
 def own_state_file(rank: int) -> str:
     """Name of the file with one worker's own state."""
     return f"rank-{rank:05d}.safetensors"
@@ -74,8 +73,7 @@ class Saving:
         plan: where it goes.
         progress: what it is of.
         data: the facts about the rows, for whoever resumes; JSON.
-        layout: kinds and sizes of the center's segments.
-        center: its segments, not written to any more.
+        center: the center's tensors by name, not written to any more.
     """
 
     def __init__(
@@ -83,15 +81,14 @@ class Saving:
         plan: CheckpointPlan,
         progress: Progress,
         data: dict[str, Any],
-        layout: Layout,
-        center: Sequence[Tensor],
+        center: Mapping[str, Tensor],
     ) -> None:
         self.failed = False
         self._started = time.monotonic()
         self._plan = plan
         self._progress = progress
         self._data = data
-        self._center = dict(zip(_segment_names(layout), center, strict=True))
+        self._center = center
         self._lock = threading.Lock()
         self._pending: PendingCheckpoint | None = None
 
@@ -228,25 +225,34 @@ class Resumed:
                 f"{saved.directory} does not say how far its training had come: {error!r}"
             ) from error
 
-    def read_center(self, layout: Layout) -> list[Tensor]:
-        """The center's segments.
+    def read_center(
+        self, layout: Layout, update: CenterUpdate | None = None
+    ) -> tuple[list[Tensor], Memory]:
+        """The center's segments, and what its update remembers.
 
         Args:
             layout: their kinds and sizes.
+            update: the center's; by default one that remembers nothing.
 
         Raises:
             CheckpointError: the file cannot be read, or is of other segments.
         """
         with self.saved.open(CENTER) as file:
             tensors, _ = read_tensors(file)
-        names = _segment_names(layout)
         found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        kinds = [(segment.center_dtype, (segment.numel,)) for segment in layout]
-        if found != dict(zip(names, kinds, strict=True)):
+        with torch.device("meta"):
+            values = [torch.empty(segment.numel, dtype=segment.center_dtype) for segment in layout]
+            memory = new_memory(update or ReplaceByMean(), layout)
+        due = named(layout, values, memory)
+        if found != {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in due.items()}:
             raise CheckpointError(
                 f"{self.saved.directory}/{CENTER} is of another model: it holds {found}"
             )
-        return [tensors[name] for name in names]
+        read = {id(empty): tensors[name] for name, empty in due.items()}
+        return (
+            [read[id(segment)] for segment in values],
+            [{key: read[id(empty)] for key, empty in kept.items()} for kept in memory],
+        )
 
     def own_state_bytes(self, rank: int) -> int:
         """Size of a rank's own state; 0 if there is none."""

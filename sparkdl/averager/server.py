@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparkdl.averager import events as on
 from sparkdl.averager.center import Center
+from sparkdl.averager.center_update import CenterUpdate, Memory
 from sparkdl.averager.codec import Codec
 from sparkdl.averager.coordinator import Coordinator
 from sparkdl.averager.events import RunEvent
@@ -38,7 +39,9 @@ class Averager:
         layout: kinds and sizes of the replicas' state.
         center: the initial center, a tensor of ``center_dtype`` a segment; owned from here on.
         world_size: number of workers.
-        codec: how values travel and how the mean becomes the center.
+        codec: how values travel.
+        update: what contributions do to the center; by default their mean replaces it.
+        memory: what the update remembers; by default it begins. Owned from here on.
         host: interface to bind to, an address or name of this machine.
         advertised_host: the name under which workers reach it; ``host`` by default.
         deadline_s: the longest that a worker may be silent while it is waited for, in seconds.
@@ -59,6 +62,8 @@ class Averager:
         world_size: int,
         codec: Codec,
         *,
+        update: CenterUpdate | None = None,
+        memory: Memory | None = None,
         host: str = "127.0.0.1",
         advertised_host: str | None = None,
         deadline_s: float = 600.0,
@@ -82,7 +87,7 @@ class Averager:
             frozen=frozen,
         )
         self._plan = plan
-        self._center = Center(layout, center, world_size, codec)
+        self._center = Center(layout, center, world_size, codec, update, memory)
         self._loop = Loop(self._coordinator, self._center, plan, resumed)
         token = secrets.token_urlsafe(32)
         name = advertised_host or host
@@ -108,6 +113,11 @@ class Averager:
     def center(self) -> list[Tensor]:
         """The current center, a tensor of ``center_dtype`` a segment."""
         return self._center.values
+
+    @property
+    def memory(self) -> Memory:
+        """What the update of ``center`` remembers."""
+        return self._center.memory
 
     @property
     def history(self) -> list[EpochSummary]:
@@ -176,7 +186,7 @@ class Averager:
                 return
             data = self._coordinator.shards.facts.lasting()
             progress = self._coordinator.committed.progress()
-            saving = Saving(self._plan, progress, data, self._center.layout, self._center.values)
+            saving = Saving(self._plan, progress, data, self._center.named())
         saving.publish()
 
     def fail(self, error: SparkDLError) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sparkdl.averager.center_update import CenterUpdate, ReplaceByMean
 from sparkdl.averager.codec import Codec
 from sparkdl.averager.progress import Position
 from sparkdl.collective import Collective
@@ -120,6 +121,11 @@ class Strategy(ABC):
     @abstractmethod
     def codec(self) -> Codec:
         """How values travel between workers and averager."""
+
+    @property
+    def center_update(self) -> CenterUpdate:
+        """What the workers' contributions do to the center."""
+        return ReplaceByMean()
 
     @property
     @abstractmethod

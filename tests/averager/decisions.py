@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import pytest
 
 from sparkdl.averager import events as on
+from sparkdl.averager.center_update import Contributions
 from sparkdl.averager.coordinator import Coordinator, Schedule
 from sparkdl.averager.events import Decision, Event, Member
 from sparkdl.averager.membership import Tolerance
@@ -36,6 +37,11 @@ def report(
 def only(kind: type[T], decisions: list[Decision]) -> list[T]:
     """The decisions of one kind."""
     return [decision for decision in decisions if isinstance(decision, kind)]
+
+
+def commit(run: Run, *weights: int) -> on.Commit:
+    """The decision to commit what ranks with so many rows have contributed."""
+    return on.Commit(Contributions(weights, len(run.ranks)))
 
 
 class Every:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparkdl.averager import events as on
 from sparkdl.averager.center import Center, Frames
+from sparkdl.averager.center_update import Contributions
 from sparkdl.averager.codec import BFloat16Changes, Codec, FullPrecision
 from sparkdl.protocols import Layout, Segment
 from sparkdl.transport.framing import PREFIX_BYTES, VALUES_KIND, read_prefix
@@ -50,7 +51,8 @@ def average(center: Center, contributions: dict[int, tuple[int, float]]) -> None
     for rank, (examples, value) in sorted(contributions.items()):
         if examples:
             contribute(center, rank, value)
-    center.commit(weighted=any(examples for examples, _ in contributions.values()))
+    weights = tuple(examples for examples, _ in contributions.values() if examples)
+    center.commit(Contributions(weights, len(contributions)))
 
 
 def read(frames: Frames, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -76,7 +78,7 @@ def played(run: Run, center: Center, values: dict[int, float], *ranks: int) -> l
         contribute(center, rank, values[rank])
         made += run.add(rank)
     (commit,) = only(on.Commit, made)
-    center.commit(weighted=commit.weighted)
+    center.commit(commit.contributions)
     return made
 
 
@@ -85,6 +87,15 @@ def test_a_round_makes_the_weighted_mean_the_center_and_the_reply() -> None:
     average(center, {0: (3, 1.0), 1: (1, 5.0)})
     assert center.values[0].tolist() == [2.0] * SIZE
     assert read(center.reply()).tolist() == read(center.state()).tolist() == [2.0] * SIZE
+
+
+def test_the_mean_becomes_the_center_without_a_copy() -> None:
+    center = make_center()
+    places = []
+    for value in (1.0, 2.0, 3.0):
+        average(center, {0: (1, value)})
+        places.append(center.values[0].data_ptr())
+    assert places[0] == places[2] != places[1]
 
 
 def test_a_round_that_was_decided_on_gives_everyone_the_mean() -> None:
@@ -116,13 +127,13 @@ def test_a_round_without_weight_replies_that_nothing_changed(codec: Codec) -> No
     before = [values.clone() for values in center.values]
     average(center, {0: (0, 0.0), 1: (0, 0.0)})
     assert all(map(torch.equal, center.values, before))
-    floats = torch.bfloat16 if codec.keeps_base else torch.float32
+    floats = torch.bfloat16 if codec.replies_changes else torch.float32
     elements = MIXED[0].numel
     reply = b"".join(bytes(values) for values in center.reply()[1::2])
     width = floats.itemsize * elements
     parameters = torch.frombuffer(bytearray(reply[:width]), dtype=floats)
     integers = torch.frombuffer(bytearray(reply[width : width + 24]), dtype=torch.int64)
-    assert set(parameters.tolist()) == ({0.0} if codec.keeps_base else {3.0})
+    assert set(parameters.tolist()) == ({0.0} if codec.replies_changes else {3.0})
     assert integers.tolist() == [2, 2, 2]
 
 
@@ -176,9 +187,10 @@ def test_the_copy_for_a_checkpoint_stays_while_rounds_go_on_in_the_same_place_ea
     copy = center.copy()
     for value in (5.0, 6.0):
         average(center, {0: (1, value)})
-    assert copy[0].tolist() == [1.0] * SIZE
-    assert center.copy()[0].data_ptr() == copy[0].data_ptr()
-    assert copy[0].tolist() == [6.0] * SIZE
+    (name,) = copy
+    assert copy[name].tolist() == [1.0] * SIZE
+    assert center.copy()[name].data_ptr() == copy[name].data_ptr()
+    assert copy[name].tolist() == [6.0] * SIZE
 
 
 class TestMemory:

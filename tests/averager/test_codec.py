@@ -6,8 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from sparkdl.averager.codec import CODECS, BFloat16Changes, Codec, FullPrecision
+from sparkdl.averager.center import Center
+from sparkdl.averager.center_update import Contributions
+from sparkdl.averager.codec import CODECS, BFloat16Changes, Changes, Codec, FullPrecision
 from sparkdl.protocols import Segment
 
 FLOATS = Segment("parameters", torch.float32, 4)
@@ -42,36 +45,44 @@ def test_bfloat16_leaves_integers_alone() -> None:
     assert target.item() == 7
 
 
+def take_part(center: Center, codec: Codec, values: Tensor, base: Tensor) -> None:
+    """A round of a worker that is alone."""
+    total = center.open_sum([0])
+    total.declare(0, 1)
+    total.add(0, 0, codec.encode(values, base, center.layout[0]))
+    center.commit(Contributions((1,), 1))
+    octets = bytearray(center.reply()[1])
+    reply = torch.frombuffer(octets, dtype=codec.wire_dtype(center.layout[0]))
+    codec.decode(reply, values, base, center.layout[0])
+
+
+@pytest.mark.parametrize("codec", [BFloat16Changes(), Changes()], ids=lambda c: c.name)
 @given(
     start=st.floats(-100, 100, width=32),
     changes=st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=20),
 )
-def test_bfloat16_keeps_center_and_replica_bit_identical(
-    start: float, changes: list[float]
+def test_changes_keep_center_and_replica_bit_identical(
+    codec: Codec, start: float, changes: list[float]
 ) -> None:
-    codec = BFloat16Changes()
-    center, mean = [torch.tensor([start])], [torch.empty(1)]
-    base, values = torch.tensor([start]), torch.tensor([start])
     segment = Segment("parameters", torch.float32, 1)
+    base, values = torch.tensor([start]), torch.tensor([start])
+    center = Center((segment,), [base.clone()], 1, codec)
     for change in changes:
         values += change
-        mean[0].copy_(codec.encode(values, base, segment))
-        center, reply = codec.commit(center, mean)
-        codec.decode(reply[0].to(torch.bfloat16), values, base, segment)
-        assert values.numpy().tobytes() == base.numpy().tobytes() == center[0].numpy().tobytes()
+        take_part(center, codec, values, base)
+        octets = values.numpy().tobytes()
+        assert octets == base.numpy().tobytes() == center.values[0].numpy().tobytes()
 
 
 def test_bfloat16_does_not_lose_small_changes_of_large_values() -> None:
     """1 + 1e-4 is 1 in bfloat16; a hundred such changes must arrive as a hundred."""
     codec = BFloat16Changes()
-    center, mean = [torch.ones(1)], [torch.empty(1)]
     base, values = torch.ones(1), torch.ones(1)
+    center = Center((Segment("parameters", torch.float32, 1),), [torch.ones(1)], 1, codec)
     for _ in range(100):
         values += 1e-4
-        mean[0].copy_(codec.encode(values, base, FLOATS))
-        center, reply = codec.commit(center, mean)
-        codec.decode(reply[0].to(torch.bfloat16), values, base, FLOATS)
-    assert center[0].item() == pytest.approx(1.01, abs=1e-4)
+        take_part(center, codec, values, base)
+    assert center.values[0].item() == pytest.approx(1.01, abs=1e-4)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -79,23 +90,5 @@ def test_bfloat16_does_not_lose_small_changes_of_large_values() -> None:
 def test_replies_arrive_on_the_cpu_also_for_replicas_on_a_gpu(codec: Codec) -> None:
     base, values = torch.ones(4, device="cuda"), torch.ones(4, device="cuda")
     reply = torch.full((4,), 2.0).to(codec.wire_dtype(FLOATS))
-    codec.decode(reply, values, base if codec.keeps_base else None, FLOATS)
-    assert values.tolist() == [3.0 if codec.keeps_base else 2.0] * 4
-
-
-def test_full_precision_makes_the_mean_the_center_without_a_copy() -> None:
-    center, mean = [torch.zeros(2)], [torch.ones(2)]
-    new_center, reply = FullPrecision().commit(center, mean)
-    assert new_center[0] is mean[0]
-    assert reply[0] is mean[0]
-
-
-@pytest.mark.parametrize("codec", [FullPrecision(), BFloat16Changes()], ids=lambda c: c.name)
-def test_a_reply_that_nothing_changed_changes_nothing(codec: Codec) -> None:
-    center = [torch.tensor([1.5, -2.0]), torch.tensor([7])]
-    reply = codec.unchanged(center, [torch.tensor([9.0, 9.0]), torch.tensor([9])])
-    for segment, middle, answer in zip((FLOATS, INTEGERS), center, reply, strict=True):
-        base, values = middle.clone(), torch.full_like(middle, 100)
-        codec.decode(answer.to(codec.wire_dtype(segment)), values, base, segment)
-        assert torch.equal(values, middle)
-        assert torch.equal(base, middle)
+    codec.decode(reply, values, base if codec.sends_changes else None, FLOATS)
+    assert values.tolist() == [3.0 if codec.replies_changes else 2.0] * 4

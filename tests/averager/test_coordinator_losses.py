@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from decisions import Every, Run, expect_failure, only, report, shard
+from decisions import Every, Run, commit, expect_failure, only, report, shard
 from decisions import started as started_with
 
 from sparkdl.averager import events as on
@@ -32,7 +32,7 @@ class TestRounds:
         run.contribute(0)
         run.contribute(1)
         decisions = run.lose(2)
-        assert decisions[:3] == [on.Drop(run.members[2]), on.Skip(2), on.Commit(weighted=True)]
+        assert decisions[:3] == [on.Drop(run.members[2]), on.Skip(2), commit(run, 1, 1)]
         assert replied_to(decisions) == [0, 1]
         assert run.positions() == [1, 1, 0]
 
@@ -60,7 +60,7 @@ class TestRounds:
         run.close(1, examples=0)
         run.close(2)
         assert on.StartOver((run.members[0], run.members[1])) in run.lose(2)
-        assert only(on.Commit, run.round(0, 1, 3)) == [on.Commit(weighted=True)]
+        assert only(on.Commit, run.round(0, 1, 3)) == [commit(run, 1, 1, 1)]
 
     def test_a_whole_contribution_counts_although_its_sender_is_lost(self) -> None:
         run = started(2)
@@ -78,7 +78,7 @@ class TestRounds:
         run.lose(1)
         assert run.positions() == [0, 0]
         assert run.come_back(1) == [
-            on.Commit(weighted=True),
+            commit(run, 1),
             on.Report(report(0)),
             on.Welcome(run.members[1]),
         ]
@@ -370,7 +370,7 @@ class TestDropping:
         run.contribute(1)
         assert run.wait(STRAGGLER_S - 1) == []
         decisions = run.wait(1)
-        assert decisions[:3] == [on.Drop(run.members[0]), on.Skip(0), on.Commit(weighted=True)]
+        assert decisions[:3] == [on.Drop(run.members[0]), on.Skip(0), commit(run, 1)]
         (loss,) = run.coordinator.members.losses
         assert loss == "rank 0 on host-0 did not contribute to round 2 (epoch 1) within 15.0 s"
         assert run.coordinator.members.dropped == [0]

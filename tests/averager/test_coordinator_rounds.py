@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from decisions import Run, expect_failure, only, report, started
+from decisions import Run, commit, expect_failure, only, report, started
 
 from sparkdl.averager import events as on
 from sparkdl.errors import DeadlineError, TrainingError
@@ -34,7 +34,7 @@ def test_a_round_is_committed_when_everyone_has_contributed() -> None:
     run.contribute(1, examples=1)
     run.close(0, examples=3)
     assert run.add(0) == [
-        on.Commit(weighted=True),
+        commit(run, 3, 1),
         on.Report(report(0, examples=3)),
         on.Report(report(1, examples=1)),
         plain_reply(run, 0),
@@ -74,7 +74,7 @@ def test_a_rank_without_examples_is_skipped_and_replied_to() -> None:
     run = started(2)
     assert run.close(0, examples=0) == [on.OpenSum((0, 1)), on.Skip(0)]
     decisions = run.contribute(1)
-    assert on.Commit(weighted=True) in decisions
+    assert commit(run, 1) in decisions
     assert only(on.Reply, decisions) == [plain_reply(run, 0), plain_reply(run, 1)]
 
 
@@ -82,7 +82,7 @@ def test_a_round_to_which_nobody_contributes_leaves_the_center_as_it_is() -> Non
     run = started(2)
     run.close(0, examples=0)
     decisions = run.close(1, examples=0)
-    assert decisions[:2] == [on.Skip(1), on.Commit(weighted=False)]
+    assert decisions[:2] == [on.Skip(1), commit(run)]
     assert only(on.Reply, decisions) == [plain_reply(run, 0), plain_reply(run, 1)]
 
 
@@ -233,7 +233,7 @@ class TestSilence:
         for _ in range(5):
             assert run.wait(9) == []
             run.coordinator.heard(run.members[0], run.now)
-        assert on.Commit(weighted=True) in run.add(0)
+        assert commit(run, 1) in run.add(0)
 
     def test_a_pause_of_the_driver_judges_nobody(self) -> None:
         run = started(2, deadline_s=10)
@@ -289,7 +289,7 @@ class TestGather:
         run.wait(9)
         self.give(run, 1, 5)
         assert only(on.End, run.wait(9)) == []
-        assert on.Commit(weighted=True) in run.round()
+        assert commit(run, 1, 1) in run.round()
 
     def test_who_gave_was_lost_and_is_back_gives_once_more(self) -> None:
         run = started(2, max_failures=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from decisions import Run, expect_failure, only, report, shard, started
+from decisions import Run, commit, expect_failure, only, report, shard, started
 
 from sparkdl.averager import events as on
 from sparkdl.averager.events import Member
@@ -275,4 +275,4 @@ def test_a_stranger_cannot_speak_for_a_member() -> None:
     assert only(on.Refuse, run.tell(on.Joined(old))) != []
     assert run.tell(on.Finished(old)) == []
     assert run.tell(on.RowsFound(old, shard())) == []
-    assert only(on.Commit, run.round()) == [on.Commit(weighted=True)]
+    assert only(on.Commit, run.round()) == [commit(run, 1, 1)]

@@ -285,9 +285,9 @@ class Averager:
                     self._pass_turn(index)
             case on.StartOver(members):
                 self._start_over(members)
-            case on.Commit(weighted):
+            case on.Commit(contributions):
                 assert self._sum is not None
-                self.center = self._sum.finish() if weighted else self.center
+                self.center = self._sum.finish() if contributions.weights else self.center
                 self._sum = None
             case on.Drop(member):
                 self._close(member)

@@ -1,0 +1,97 @@
+"""What a round's contributions do to the center, apart from how they travel.
+
+An update sees how the workers have moved on average since the last center, and says how the center
+moves. It computes element by element, a stretch of the state at a time, so that it costs one pass
+through memory. What it remembers lies with the center: it is part of every checkpoint, and of what
+is handed on when all workers start again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkdl.protocols import Layout, Segment
+
+Memory = list[dict[str, Tensor]]
+"""What an update keeps: of each segment of the layout some tensors of its size, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contributions:
+    """What a round's mean is of.
+
+    Attributes:
+        weights: rows behind each contribution that has any, by rank.
+        world_size: workers of the run.
+        staleness: how often the center was updated since a contributor has received it; of several
+            contributors the longest ago.
+    """
+
+    weights: tuple[int, ...]
+    world_size: int
+    staleness: int = 0
+
+
+class CenterUpdate(ABC):
+    """What contributions do to the center; a value, what it remembers is handed to it."""
+
+    keeps: tuple[str, ...] = ()
+    """Names of what is kept for each element that is updated; all zero at first."""
+
+    def updates(self, segment: Segment) -> bool:
+        """Whether ``step`` is asked how a segment moves; others become the workers' mean.
+
+        Never asked of integers and booleans, which become the first contributor's.
+        """
+        return segment.kind == "parameters"
+
+    @abstractmethod
+    def step(
+        self,
+        center: Tensor,
+        change: Tensor,
+        memory: Mapping[str, Tensor],
+        contributions: Contributions,
+    ) -> None:
+        """Turn the workers' mean change into the center's.
+
+        Args:
+            center: a stretch of the last center, of ``center_dtype``; not to be written to.
+            change: how the workers have moved away from it; to be overwritten by how it moves.
+            memory: the same stretch of each tensor in ``keeps``, to be brought up to date.
+            contributions: what the change is the mean of.
+        """
+
+
+@dataclass(frozen=True)
+class ReplaceByMean(CenterUpdate):
+    """The mean of the contributions is the new center."""
+
+    def updates(self, segment: Segment) -> bool:
+        """Every segment becomes the mean."""
+        return False
+
+    def step(
+        self,
+        center: Tensor,
+        change: Tensor,
+        memory: Mapping[str, Tensor],
+        contributions: Contributions,
+    ) -> None:
+        """The center moves as the workers."""
+
+
+def new_memory(update: CenterUpdate, layout: Layout) -> Memory:
+    """What an update remembers before the first round."""
+    return [
+        {
+            name: torch.zeros(segment.numel, dtype=segment.center_dtype)
+            for name in (update.keeps if segment.averaged and update.updates(segment) else ())
+        }
+        for segment in layout
+    ]

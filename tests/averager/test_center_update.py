@@ -1,0 +1,119 @@
+"""Updates of the center: what they are told, what they remember, how what comes out travels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sparkdl.averager.center import Center
+from sparkdl.averager.center_update import CenterUpdate, Contributions
+from sparkdl.averager.codec import BFloat16Changes, Changes, Codec, FullPrecision
+from sparkdl.protocols import Layout, Segment
+
+FORMATS = [FullPrecision(), Changes(), BFloat16Changes()]
+SIZE = 300_000
+"""More than one message of values."""
+
+
+class Momentum(CenterUpdate):
+    """Half of what it was, and the change."""
+
+    keeps = ("velocity",)
+
+    def step(
+        self,
+        center: Tensor,
+        change: Tensor,
+        memory: Mapping[str, Tensor],
+        contributions: Contributions,
+    ) -> None:
+        memory["velocity"].mul_(0.5).add_(change)
+        change.copy_(memory["velocity"])
+
+
+class Told(CenterUpdate):
+    """Moves by what it is told of the contributions."""
+
+    def step(
+        self,
+        center: Tensor,
+        change: Tensor,
+        memory: Mapping[str, Tensor],
+        contributions: Contributions,
+    ) -> None:
+        told = contributions
+        change.fill_(100 * sum(told.weights) + 10 * told.world_size + told.staleness)
+
+
+def layout_of(*kinds: str) -> Layout:
+    return tuple(Segment(kind, torch.float32, SIZE) for kind in kinds)
+
+
+def contribute(center: Center, codec: Codec, *values: float) -> None:
+    """A round of one worker, which holds the center and then has so many in each segment."""
+    total = center.open_sum([0])
+    total.declare(0, 1)
+    for index, chunk in enumerate(center.chunks):
+        base = chunk.of(center.values)
+        mine = torch.full_like(base, values[chunk.segment])
+        sent = codec.encode(mine, base, center.layout[chunk.segment])
+        total.add(0, index, sent)
+    center.commit(Contributions((1,), 4, 2))
+
+
+def replied(center: Center, codec: Codec, before: Tensor) -> Tensor:
+    """What the first segment of a worker that held the center becomes by the reply."""
+    octets = bytearray(b"".join(map(bytes, center.reply()[1::2])))
+    dtype = codec.wire_dtype(center.layout[0])
+    values, base = before.clone(), before.clone()
+    codec.decode(torch.frombuffer(octets, dtype=dtype)[:SIZE], values, base, center.layout[0])
+    return values
+
+
+@pytest.mark.parametrize("codec", FORMATS, ids=lambda each: each.name)
+def test_the_center_moves_as_the_update_says_in_every_wire_format(codec: Codec) -> None:
+    center = Center(layout_of("parameters"), [torch.zeros(SIZE)], 4, codec, Momentum())
+    oracle, velocity = np.float32(0), np.float32(0)
+    for value in (1.0, 3.0, 2.5):
+        before = center.values[0].clone()
+        contribute(center, codec, value)
+        velocity = velocity * np.float32(0.5) + (np.float32(value) - oracle)
+        oracle = oracle + velocity
+        assert set(center.values[0].tolist()) == {float(oracle)}
+        assert torch.equal(replied(center, codec, before), center.values[0])
+
+
+@pytest.mark.parametrize("codec", FORMATS, ids=lambda each: each.name)
+def test_what_is_no_parameter_becomes_the_mean(codec: Codec) -> None:
+    layout = layout_of("parameters", "buffers", "optimizer")
+    center = Center(layout, [torch.zeros(SIZE) for _ in layout], 4, codec, Told())
+    contribute(center, codec, 1.0, 3.0, 5.0)
+    assert [values[-1].item() for values in center.values] == [142.0, 3.0, 5.0]
+
+
+def test_a_round_without_weight_leaves_center_and_memory_alone() -> None:
+    center = Center(layout_of("parameters"), [torch.zeros(SIZE)], 4, FullPrecision(), Momentum())
+    contribute(center, FullPrecision(), 1.0)
+    center.open_sum([0]).declare(0, 0)
+    center.commit(Contributions((), 4))
+    assert {name: tensor[0].item() for name, tensor in center.named().items()} == {
+        "0.parameters": 1.0,
+        "0.parameters.velocity": 1.0,
+    }
+
+
+def test_what_it_remembers_goes_on_in_another_center() -> None:
+    whole, first = (
+        Center(layout_of("parameters"), [torch.zeros(SIZE)], 4, FullPrecision(), Momentum())
+        for _ in range(2)
+    )
+    for value in (1.0, 3.0):
+        contribute(whole, FullPrecision(), value)
+    contribute(first, FullPrecision(), 1.0)
+    second = Center(first.layout, first.values, 4, FullPrecision(), Momentum(), first.memory)
+    contribute(second, FullPrecision(), 3.0)
+    assert torch.equal(second.values[0], whole.values[0])
