@@ -8,7 +8,7 @@ to arrive at the same parameters.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -47,7 +47,12 @@ def recorded_commits() -> Iterator[Commits]:
         CommittedProgress.commit = commit  # type: ignore[method-assign]
 
 
-def replay(job: Job, shards: Sequence[Shard], commits: Commits) -> nn.Module:
+def replay(
+    job: Job,
+    shards: Sequence[Shard],
+    commits: Commits,
+    move: Callable[[list[Tensor], list[Tensor]], list[Tensor]] = lambda center, mean: mean,
+) -> nn.Module:
     """Train what was committed, and only that.
 
     Args:
@@ -55,6 +60,7 @@ def replay(job: Job, shards: Sequence[Shard], commits: Commits) -> nn.Module:
             model draws no random numbers: then all that a window begins with is the center.
         shards: the rows of each rank, as the run had them.
         commits: the run's.
+        move: given the center and the mean of a round's contributions, the next center.
 
     Returns:
         The module with the last center's parameters and buffers.
@@ -77,7 +83,7 @@ def replay(job: Job, shards: Sequence[Shard], commits: Commits) -> nn.Module:
                         values.clone() for values in replica.segments(with_optimizer=True)
                     ]
             if contributions:
-                center = _mean(contributions)
+                center = move(center, _mean(contributions))
     for values, segment in zip(replica.segments(with_optimizer=True), center, strict=True):
         values.copy_(segment)
     return replica.release()

@@ -1,0 +1,79 @@
+"""Slow momentum: local windows, their mean change, and momentum on that in the driver.
+
+Wang et al. 2019, "SlowMo". With an outer momentum m, an outer learning rate a, and x the mean of
+the workers' parameters, weighted by examples, after windows that all began with the center c:
+
+    v  <-  m * v + (x - c)          c  <-  c + a * v          every worker goes on from c
+
+With m = 0 and a = 1 it is parameter averaging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparkdl.averager.center_update import CenterUpdate, Contributions
+from sparkdl.averager.codec import Codec, FullPrecision
+from sparkdl.protocols import Batch
+from sparkdl.strategies import Run, Strategy
+
+
+@dataclass(frozen=True)
+class SlowMomentum(CenterUpdate):
+    """Let the center go on in the direction in which it has moved."""
+
+    momentum: float
+    rate: float
+    keeps = ("velocity",)
+
+    def step(
+        self,
+        center: Tensor,
+        change: Tensor,
+        memory: Mapping[str, Tensor],
+        contributions: Contributions,
+    ) -> None:
+        """The velocity takes up the workers' mean change."""
+        velocity = memory["velocity"]
+        velocity.mul_(self.momentum).add_(change)
+        change.copy_(velocity).mul_(self.rate)
+
+
+@dataclass(frozen=True)
+class OuterMomentum(Strategy):
+    """Average after every ``period`` steps and at the end of an epoch, with momentum."""
+
+    period: int = 5
+    momentum: float = 0.5
+    rate: float = 1.0
+
+    @property
+    def codec(self) -> Codec:
+        """Values, as they are."""
+        return FullPrecision()
+
+    @property
+    def center_update(self) -> CenterUpdate:
+        """The outer optimizer."""
+        return SlowMomentum(self.momentum, self.rate)
+
+    @property
+    def exchanges_optimizer_state(self) -> bool:
+        """Each worker keeps its own."""
+        return False
+
+    def after_step(self, run: Run, batch: Batch) -> None:
+        """Exchange what was trained since the last time."""
+        if run.step_of_epoch % self.period == 0 and not batch.last:
+            self._exchange(run, last=False)
+
+    def end_epoch(self, run: Run) -> None:
+        """Exchange the rest."""
+        self._exchange(run, last=True)
+
+    def _exchange(self, run: Run, *, last: bool) -> None:
+        state = run.replica.segments(with_optimizer=False)
+        run.averager.exchange(state, run.close_window(last=last))
