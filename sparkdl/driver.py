@@ -191,6 +191,7 @@ def run(
                 job.strategy.codec,
                 update=update,
                 memory=memory,
+                policy=job.strategy.round_policy,
                 host=host,
                 advertised_host=advertised_host,
                 deadline_s=job.deadline_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -12,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from toys import SEED, Data, classification, mlp
 
 from sparkdl.averager import Averager
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.events import WindowReport
 from sparkdl.feed.shuffle import permutation
+from sparkdl.testing import run_world
 from sparkdl.worker import Job, Place, train
 
 MARK = 777.0
@@ -72,6 +77,47 @@ class SleepsABit(Marked):
 class Kills(Marked):
     def at_mark(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillsOnce(nn.Module):
+    """Kills the process of rank 1 in one of all passes that its processes make.
+
+    Args:
+        folder: an empty one, in which the passes are counted.
+        after: how many passes go well.
+    """
+
+    def __init__(self, folder: Path, after: int) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.folder, self.after = str(folder), after
+
+    def forward(self, features: Tensor) -> Tensor:
+        if "rank 1" in multiprocessing.current_process().name:
+            passes = len(os.listdir(self.folder))
+            Path(self.folder, str(passes)).touch()
+            if passes == self.after:
+                os.kill(os.getpid(), signal.SIGKILL)
+        outputs: Tensor = self.net(features)
+        return outputs
+
+
+class Interrupted(Exception):
+    """The driver dies."""
+
+
+def die_after(windows: int, job: Job, shards: Any, policy: CheckpointPolicy) -> None:
+    """Run until so many windows were committed, and no further."""
+    seen = 0
+
+    def on_event(event: object) -> None:
+        nonlocal seen
+        seen += isinstance(event, WindowReport)
+        if seen > windows:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run_world(job, shards, checkpoints=policy, on_event=on_event)
 
 
 class Overflows(Marked):

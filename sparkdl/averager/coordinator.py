@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from sparkdl.averager import events as on
@@ -35,6 +36,7 @@ from sparkdl.averager.lateness import Lateness
 from sparkdl.averager.membership import FencedError, Membership, Tolerance
 from sparkdl.averager.progress import Position, Progress
 from sparkdl.averager.round import Loss, Round
+from sparkdl.averager.round_policy import All, RoundPolicy
 from sparkdl.averager.shards import Shards
 from sparkdl.errors import DeadlineError, ModelError, SparkDLError, TrainingError
 from sparkdl.feed.facts import ShardFacts
@@ -60,6 +62,7 @@ class Coordinator:
         checkpoints: which commits become checkpoints; none by default.
         resumed: whether the training goes on from a checkpoint, which may be of other rows.
         frozen: the fingerprint that the frozen parameters of every worker are to have.
+        policy: who is waited for in rounds; by default everyone.
 
     Attributes:
         members: who is in the run.
@@ -83,13 +86,16 @@ class Coordinator:
         checkpoints: Schedule | None = None,
         resumed: bool = False,
         frozen: str = "",
+        policy: RoundPolicy | None = None,
     ) -> None:
         self.members = Membership(world_size, deadline_s, tolerance or Tolerance(), now)
         self.shards = Shards(world_size)
-        self.round = Round(self.members.everyone)
         self.committed = CommittedProgress(
             progress or Progress.start(world_size), kept or {}, now=now
         )
+        policy = policy or All()
+        policy.begin(self.committed.positions)
+        self.round = Round(self.members.everyone, policy)
         self.checkpoints = Checkpointing(checkpoints, self.committed)
         self.failure: SparkDLError | None = None
         self._world_size = world_size
@@ -110,6 +116,9 @@ class Coordinator:
         self._resumed = resumed
         # Who has finished, but for a checkpoint that is being written.
         self._leaving: dict[int, Member] = {}
+        # How often the center was updated; and had been when each rank was sent it.
+        self._updates = 0
+        self._sent: dict[int, int] = {}
         self._said_waiting = now
         self._now = now
         self._decided: list[Decision] = []
@@ -156,6 +165,7 @@ class Coordinator:
                 self.members.hear(member.rank, now)
             try:
                 self._handlers[type(event)](event)
+                self._enter_held()
             except FencedError as error:
                 assert member is not None
                 self._refuse(member, str(error))
@@ -250,6 +260,7 @@ class Coordinator:
     def _welcome(self, ranks: Iterable[int]) -> None:
         for rank in sorted(ranks):
             self.members.hear(rank, self._now)
+            self._sent[rank] = self._updates
             self._decided.append(on.Welcome(self._ready.pop(rank)))
 
     def _require_admitted(self, member: Member) -> None:
@@ -283,27 +294,13 @@ class Coordinator:
     # Rounds.
 
     def _window_closed(self, event: on.WindowClosed) -> None:
-        rank = event.member.rank
-        self._require_admitted(event.member)
-        if rank in self.round.held:
-            raise TrainingError(f"{event.member} closed a window twice")
-        self.members.end_window(rank, self._now)
-        self._require_everyone(event.member, f"contributed a window of epoch {event.report.epoch}")
-        self.round.held[rank] = event
-        self._enter([event])
-
-    def _enter(self, windows: Iterable[on.WindowClosed]) -> None:
-        """Let in who is about to contribute, as soon as the sum may be added to."""
-        if self.round.readers:
-            return
-        for window in windows:
-            if not self.checkpoints.holds(window):
-                del self.round.held[window.member.rank]
-                self._enter_one(window)
-
-    def _enter_one(self, window: on.WindowClosed) -> None:
-        member, report = window.member, window.report
+        member, report = event.member, event.report
         rank = member.rank
+        self._require_admitted(member)
+        if rank in self.round.held:
+            raise TrainingError(f"{member} closed a window twice")
+        self.members.end_window(rank, self._now)
+        self._require_everyone(member, f"contributed a window of epoch {report.epoch}")
         if report.epoch != self.committed.epoch:
             raise TrainingError(
                 f"{member} contributed a window of epoch {report.epoch}, but the run is in epoch "
@@ -313,16 +310,22 @@ class Coordinator:
             raise TrainingError(
                 f"rank {rank} contributed out of turn in epoch {report.epoch}, step {report.step}"
             )
-        if self.round.enter(window):
-            self._decided.append(on.OpenSum(tuple(sorted(self.round.active))))
-        if report.weight:
-            self._decided.append(on.Receive(member, report.weight))
-        else:
-            self._decided.append(on.Skip(rank))
-            self._complete(rank)
+        self.round.hold(event)
 
     def _enter_held(self) -> None:
-        self._enter(list(self.round.held.values()))
+        """Let in who is about to contribute, as long as the sum may be added to."""
+        while not self.ended and (window := self.round.next()) is not None:
+            if not self.checkpoints.holds(window):
+                self._enter(window)
+
+    def _enter(self, window: on.WindowClosed) -> None:
+        member, weight = window.member, window.report.weight
+        if self.round.enter(window):
+            self._decided.append(on.OpenSum(tuple(sorted(self.round.group))))
+        self._decided.append(on.Receive(member, weight) if weight else on.Skip(member.rank))
+        self._decided.extend(map(on.Skip, self.round.leave_out()))
+        if not weight:
+            self._complete(member.rank)
 
     def _complete(self, rank: int) -> None:
         self.round.finish(rank)
@@ -339,7 +342,10 @@ class Coordinator:
         """Make the round's sum the new center, and its windows happen."""
         windows = self.round.commit()
         weights = tuple(window.report.weight for window in windows if window.report.weight)
-        self._decided.append(on.Commit(Contributions(weights, self._world_size)))
+        began = (self._sent[window.member.rank] for window in windows if window.report.weight)
+        staleness = self._updates - min(began, default=self._updates)
+        self._decided.append(on.Commit(Contributions(weights, self._world_size, staleness)))
+        self._updates += bool(weights)
         self.committed.commit(
             [window.report for window in windows],
             {window.member.rank: window.kept for window in windows if window.kept is not None},
@@ -355,11 +361,12 @@ class Coordinator:
         replies = [
             window for window in windows if not window.report.last and not window.member.gone
         ]
-        saves = self._save_if_due([*replies, *waiting.values()])
-        for window in replies:
-            self._decided.append(on.Reply(window.member, False, window.takes_reply, saves))
-        for window in final:
-            self._decided.append(on.Reply(window.member, True, window.takes_reply, saves))
+        saves = self._save_if_due(chain(replies, waiting.values()))
+        for is_final, windows in ((False, replies), (True, final)):
+            for window in windows:
+                self._sent[window.member.rank] = self._updates
+                reply = on.Reply(window.member, is_final, window.takes_reply, saves)
+                self._decided.append(reply)
         if saves and not final:
             self._decided.extend(on.AskOwnState(window.member) for window in waiting.values())
         self._admit()
@@ -371,7 +378,6 @@ class Coordinator:
         self.members.begin_window(event.member.rank, self._now)
         if not readers:
             self.members.pass_turn(self._now)
-            self._enter_held()
 
     def _validated(self, event: on.Validated) -> None:
         self._require_admitted(event.member)
@@ -408,7 +414,7 @@ class Coordinator:
         leaving, self._leaving = self._leaving, {}
         for member in leaving.values():
             self._dismiss(member)
-        self._enter_held()
+        self.round.requeue()
 
     # Losing, leaving, failing.
 
@@ -436,7 +442,6 @@ class Coordinator:
         self._do_without_own_state(rank)
         # Who waited for the lost one could not be heard of.
         self.members.expect_anew(self._now)
-        self._enter_held()
         self._commit_if_complete()
 
     def _is_done(self, rank: int) -> bool:

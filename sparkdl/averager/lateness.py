@@ -92,11 +92,12 @@ class Lateness:
             return overdue(this.readers, now)
         if self._checkpoints.awaited:
             return overdue(self._checkpoints.awaited, now)
-        late = this.active - this.entered.keys() - this.held.keys() - done
+        awaited = this.group if this.is_open else this.active
+        late = awaited - this.entered.keys() - this.held.keys() - done
         adding = this.entered.keys() - this.complete
         # Who adds waits for its turn: only the first can always go on, if it is not late itself,
         # nor held until a checkpoint is written.
-        first = min(late | adding | this.held.keys(), default=None)
+        first = min(late | adding | (this.held.keys() & awaited), default=None)
         absent: set[int] = set()
         if len(this.admitted) < self._members.tolerance.min_workers:
             absent = set(self._members.everyone - this.admitted)

@@ -1,9 +1,11 @@
-"""Who takes part in a synchronous round, and how far each of them has come.
+"""Who takes part in a round, and how far each of them has come.
 
     admitted    let in; all others have yet to join, or were lost
     pending     not yet through with the epoch
-    active      both: a round is committed when each of them has contributed
+    active      both
     held        about to contribute, and waiting until the sum may be added to
+    group       of those who are active, whose contributions the round is of: it is committed
+                when each of them has contributed
     entered     contributing, or done with it
     complete    done with it
     through     waiting for the epoch's final center, after a last window
@@ -15,10 +17,12 @@ rows left, that is with the epoch's final center. Then all are active again.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from enum import Enum, auto
 
 from sparkdl.averager.events import Member, WindowClosed
+from sparkdl.averager.round_policy import All, RoundPolicy
 
 
 class Loss(Enum):
@@ -37,21 +41,27 @@ class Round:
 
     Args:
         everyone: all ranks of the run.
+        policy: who is waited for; by default everyone.
     """
 
-    def __init__(self, everyone: Iterable[int]) -> None:
+    def __init__(self, everyone: Iterable[int], policy: RoundPolicy | None = None) -> None:
         self._everyone = frozenset(everyone)
+        self._policy = policy or All()
         self.admitted: set[int] = set()
         self.pending: set[int] = set(self._everyone)
         self.active: set[int] = set()
         self.held: dict[int, WindowClosed] = {}
+        self.group: set[int] = set()
         self.entered: dict[int, WindowClosed] = {}
         self.complete: set[int] = set()
         self.through: dict[int, WindowClosed] = {}
         self.readers: set[int] = set()
         self.is_open = False
-        # Active and not complete; kept, for it is asked after every contribution.
+        # Of the group and not complete; kept, for it is asked after every contribution.
         self._missing: set[int] = set()
+        # Those held whom nothing but the sum keeps waiting; and some who are not held any more.
+        self._queue: deque[WindowClosed] = deque()
+        self._refused = False
 
     def admit(self, ranks: Iterable[int]) -> None:
         """Let ranks in, between two sums; who was through with the epoch says so once more."""
@@ -60,23 +70,67 @@ class Round:
             self.admitted.add(rank)
             self.pending.add(rank)
             self.active.add(rank)
-            self._missing.add(rank)
+        self._ask_again()
 
     def lose(self, rank: int) -> Loss:
         """Take a rank out."""
-        for ranks in (self.readers, self.admitted, self.active, self._missing):
+        takes_part = rank in self._missing
+        for ranks in (self.readers, self.admitted, self.active, self.group, self._missing):
             ranks.discard(rank)
         self.held.pop(rank, None)
         self.through.pop(rank, None)
-        if not self.is_open or rank in self.complete:
+        self._ask_again()
+        if not takes_part:
             return Loss.NOTHING
         return Loss.BROKEN if rank in self.entered else Loss.SKIPPED
 
+    def hold(self, window: WindowClosed) -> None:
+        """Have a rank wait until it may contribute."""
+        self.held[window.member.rank] = window
+        self._queue.append(window)
+
+    def next(self) -> WindowClosed | None:
+        """Whose turn it is to contribute, of those held, each once; None if nobody may now."""
+        while self._queue and not self.readers:
+            window = self._queue[0]
+            rank = window.member.rank
+            is_held = self.held.get(rank) is window
+            if is_held and self.is_open and rank not in self.group:
+                break
+            self._queue.popleft()
+            if is_held and self._policy.admits(rank, self.active):
+                return window
+            self._refused |= is_held
+        return None
+
+    def requeue(self) -> None:
+        """Have ``next`` name all who are held once more: what they waited for may have come."""
+        self._queue, self._refused = deque(self.held.values()), False
+
+    def _ask_again(self) -> None:
+        """Those whom the policy has refused may be admitted now."""
+        if self._refused:
+            self.requeue()
+
     def enter(self, window: WindowClosed) -> bool:
         """Let a rank contribute; returns whether it is the first, so that a sum has to begin."""
-        self.entered[window.member.rank] = window
+        rank = window.member.rank
+        self.held.pop(rank, None)
         is_first, self.is_open = not self.is_open, True
+        if is_first:
+            self.group = set(self._policy.group(rank, self.active))
+            self._missing = set(self.group)
+        self.entered[rank] = window
         return is_first
+
+    def leave_out(self) -> list[int]:
+        """Go on without those who have not begun, if that is enough; returns who they are."""
+        if not self._policy.is_enough(len(self.entered), len(self.group)):
+            return []
+        left = self.group - self.entered.keys()
+        self.group -= left
+        self._missing -= left
+        return sorted(left)
 
     def finish(self, rank: int) -> None:
         """Take note that a rank's contribution is whole."""
@@ -85,7 +139,7 @@ class Round:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everyone who takes part in it has contributed."""
+        """Whether everyone of the group has contributed."""
         return self.is_open and not self._missing
 
     def start_over(self) -> tuple[Member, ...]:
@@ -111,6 +165,8 @@ class Round:
             elif not window.member.gone:
                 self.readers.add(rank)
         self._begin_next()
+        if self._policy.committed(window.report for window in windows):
+            self._ask_again()
         return windows
 
     def end_epoch(self) -> list[WindowClosed]:
@@ -119,9 +175,9 @@ class Round:
         self.readers |= {window.member.rank for window in waiting}
         self.pending = set(self._everyone)
         self.active = set(self.admitted)
-        self._missing = set(self.active)
+        self._ask_again()
         return waiting
 
     def _begin_next(self) -> None:
         self.entered, self.complete, self.is_open = {}, set(), False
-        self._missing = set(self.active)
+        self.group, self._missing = set(), set()

@@ -21,6 +21,7 @@ from sparkdl.averager.kept import KeptState
 from sparkdl.averager.loop import Loop
 from sparkdl.averager.membership import Tolerance
 from sparkdl.averager.progress import Progress
+from sparkdl.averager.round_policy import RoundPolicy
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.events import EpochSummary
@@ -42,6 +43,7 @@ class Averager:
         codec: how values travel.
         update: what contributions do to the center; by default their mean replaces it.
         memory: what the update remembers; by default it begins. Owned from here on.
+        policy: who is waited for in rounds; by default everyone.
         host: interface to bind to, an address or name of this machine.
         advertised_host: the name under which workers reach it; ``host`` by default.
         deadline_s: the longest that a worker may be silent while it is waited for, in seconds.
@@ -64,6 +66,7 @@ class Averager:
         *,
         update: CenterUpdate | None = None,
         memory: Memory | None = None,
+        policy: RoundPolicy | None = None,
         host: str = "127.0.0.1",
         advertised_host: str | None = None,
         deadline_s: float = 600.0,
@@ -85,6 +88,7 @@ class Averager:
             checkpoints=plan,
             resumed=resumed is not None,
             frozen=frozen,
+            policy=policy,
         )
         self._plan = plan
         self._center = Center(layout, center, world_size, codec, update, memory)

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparkdl.averager.center_update import CenterUpdate, ReplaceByMean
 from sparkdl.averager.codec import Codec
 from sparkdl.averager.progress import Position
+from sparkdl.averager.round_policy import All, RoundPolicy
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
@@ -126,6 +127,11 @@ class Strategy(ABC):
     def center_update(self) -> CenterUpdate:
         """What the workers' contributions do to the center."""
         return ReplaceByMean()
+
+    @property
+    def round_policy(self) -> RoundPolicy:
+        """Who is waited for before the center is updated; a new object each time."""
+        return All()
 
     @property
     @abstractmethod

@@ -13,6 +13,7 @@ from sparkdl.averager.coordinator import Coordinator, Schedule
 from sparkdl.averager.events import Decision, Event, Member
 from sparkdl.averager.membership import Tolerance
 from sparkdl.averager.progress import Progress
+from sparkdl.averager.round_policy import RoundPolicy
 from sparkdl.errors import SparkDLError
 from sparkdl.events import WindowReport
 from sparkdl.feed.facts import ColumnFacts, ShardFacts
@@ -74,6 +75,7 @@ class Run:
         progress: Progress | None = None,
         kept: Mapping[int, bytes] | None = None,
         frozen: str = "",
+        policy: RoundPolicy | None = None,
     ) -> None:
         self.now = 1000.0
         self.members: dict[int, Member] = {}
@@ -86,6 +88,7 @@ class Run:
             progress=progress,
             kept=kept,
             frozen=frozen,
+            policy=policy,
         )
         self.ranks = range(world_size)
 

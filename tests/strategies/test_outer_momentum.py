@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import copy
 import os
-import signal
-import sys
-from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import misbehaving
 import numpy as np
 import outer_momentum
 import pytest
 import torch
+from misbehaving import KillsOnce, die_after
 from outer_momentum import OuterMomentum
 from torch import Tensor, nn
 from toys import batches_by_hand, classification, make_job, mlp, parameters_of, relative_error
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.driver import Outcome, run
+from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError
-from sparkdl.events import WindowReport
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
 from sparkdl.testing.replay import recorded_commits, relative_difference, replay
-from sparkdl.testing.world import _threads
 from sparkdl.worker import Job
 
 cloudpickle.register_pickle_by_value(outer_momentum)
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(misbehaving)
 
 SIZES = [40, 33, 21]
 DATA = classification(SIZES)
@@ -104,67 +101,24 @@ def test_without_momentum_it_is_parameter_averaging() -> None:
     assert relative_error(plain.module, average.module) < 1e-12
 
 
-class Interrupted(Exception):
-    """The driver dies."""
-
-
-def die_after(windows: int, path: Path) -> None:
-    """Save each round, until so many windows were committed."""
-    seen = 0
-
-    def on_event(event: object) -> None:
-        nonlocal seen
-        seen += isinstance(event, WindowReport)
-        if seen > windows:
-            raise Interrupted
-
-    policy = CheckpointPolicy(path=str(path), every_rounds=1)
-    with pytest.raises(Interrupted):
-        run(
-            job(),
-            len(SIZES),
-            _threads(job(), DATA.shards(), path.parent),
-            checkpoints=policy,
-            on_event=on_event,
-        )
-
-
 @pytest.mark.parametrize("windows", [4, 14, 20])
 def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, windows: int) -> None:
     whole = run_world(job(), DATA.shards())
-    die_after(windows, tmp_path / "c")
-    policy = CheckpointPolicy(path=str(tmp_path / "c"))
+    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
+    die_after(windows, job(), DATA.shards(), policy)
     assert same_bits(run_world(job(), DATA.shards(), checkpoints=policy), whole)
 
 
 def test_with_another_momentum_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    die_after(14, tmp_path / "c")
+    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
+    die_after(14, job(), DATA.shards(), policy)
     other = job(strategy=OuterMomentum(period=2, momentum=0.5, rate=0.7))
-    policy = CheckpointPolicy(path=str(tmp_path / "c"))
     with pytest.raises(ConfigError, match=r"strategy: was OuterMomentum\(.*momentum=0.6"):
         run_world(other, DATA.shards(), checkpoints=policy)
 
 
-class Kills(nn.Module):
-    """Kills rank 1 in one pass of all that it trains with."""
-
-    def __init__(self, folder: Path, after: int) -> None:
-        super().__init__()
-        self.net = mlp()
-        self.folder, self.after = str(folder), after
-
-    def forward(self, features: Tensor) -> Tensor:
-        if "rank 1" in current_process().name:
-            passes = len(os.listdir(self.folder))
-            Path(self.folder, str(passes)).touch()
-            if passes == self.after:
-                os.kill(os.getpid(), signal.SIGKILL)
-        outputs: Tensor = self.net(features)
-        return outputs
-
-
 def test_a_killed_worker_comes_back_and_the_center_is_what_was_committed(tmp_path: Path) -> None:
-    killed = job(Kills(tmp_path, after=12))
+    killed = job(KillsOnce(tmp_path, after=12))
     with recorded_commits() as commits:
         outcome = run_world(killed, DATA.shards(), ranks_as="processes")
     assert len(os.listdir(tmp_path)) > 12
@@ -177,7 +131,7 @@ def test_when_all_start_again_the_velocity_goes_on(tmp_path: Path) -> None:
     """Workers that deal their rows anew cannot be replaced one by one."""
     options = FeedOptions(reshuffle_every=1)
     whole = run_world(job(feed=options), DATA.shards(), ranks_as="processes")
-    killed = job(Kills(tmp_path, after=12), feed=options)
+    killed = job(KillsOnce(tmp_path, after=12), feed=options)
     outcome = run_world(killed, DATA.shards(), ranks_as="processes")
     assert len(os.listdir(tmp_path)) > 12
     assert same_bits(outcome, whole)

@@ -94,6 +94,8 @@ class Averager:
         self._paused_until = 0.0
         self._saving: Progress | None = None
         self._states: dict[int, Position] = {}
+        # With which center each rank goes on.
+        self._begun: dict[int, int] = {}
 
     def begin(self) -> None:
         """Begin to look at the clock."""
@@ -135,7 +137,7 @@ class Averager:
     def _decide(self, event: on.Event) -> None:
         self._observer.before(event)
         decisions = self.coordinator.handle(event, self._clock.now)
-        before = self.center
+        before, begun = self.center, dict(self._begun)
         for decision in decisions:
             self._carry_out(decision)
         if any(isinstance(decision, on.Commit) for decision in decisions):
@@ -144,7 +146,8 @@ class Averager:
                 for decision in decisions
                 if isinstance(decision, on.Report) and isinstance(decision.event, WindowReport)
             ]
-            assert self.center == replayed(before, windows), "the center is not what was committed"
+            expected = replayed(before, windows, begun)
+            assert self.center == expected, "the center is not what was committed"
             self._observer.committed(windows)
         for decision in decisions:
             if isinstance(decision, on.Report) and isinstance(decision.event, EpochSummary):
@@ -263,10 +266,12 @@ class Averager:
         match decision:
             case on.Welcome(member):
                 position = self.coordinator.committed.positions[member.rank]
+                self._begun[member.rank] = self.center
                 self._send(member, ("welcome", position, self.center), taken=True)
             case on.Reply(member, final, _, own_state):
                 if own_state:
                     self._conversations[member].owes_own_state = True
+                self._begun[member.rank] = self.center
                 self._send(member, ("reply", self.center, final, own_state), taken=True)
             case on.Tell(members, gathered):
                 for each in members:

@@ -7,7 +7,7 @@ out, added to another sum or trained from an old center shows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sparkdl.averager.accumulator import RankOrder
 from sparkdl.events import WindowReport
@@ -20,13 +20,19 @@ def trained(center: int, rank: int, epoch: int, window: int) -> int:
     return (center * 31 + rank * 1_000_003 + epoch * 10_007 + window * 101 + 7) % PRIME
 
 
-def replayed(center: int, windows: Sequence[WindowReport]) -> int:
-    """The center after a round of these windows, all of them begun with the center before."""
+def replayed(center: int, windows: Sequence[WindowReport], begun: Mapping[int, int]) -> int:
+    """The center after a round.
+
+    Args:
+        center: before it.
+        windows: of the round.
+        begun: with which center each rank has begun its window.
+    """
     weighted = [window for window in windows if window.weight]
     if not weighted:
         return center
     total = sum(
-        window.weight * trained(center, window.rank, window.epoch, window.step_of_epoch)
+        window.weight * trained(begun[window.rank], window.rank, window.epoch, window.step_of_epoch)
         for window in weighted
     )
     return total % PRIME

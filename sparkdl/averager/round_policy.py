@@ -1,0 +1,71 @@
+"""Who is waited for, in a round and before one; apart from who is there.
+
+The coordinator asks, and does the rest: a policy decides nothing about losses, epochs or
+checkpoints, so that these hold whatever it answers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Sequence, Set
+
+from sparkdl.averager.progress import Position
+from sparkdl.events import WindowReport
+
+
+class RoundPolicy(ABC):
+    """Who is waited for; an object a run, asked as things happen.
+
+    What it answers must not cost more with more workers, but for ``group``, once a round.
+    """
+
+    def begin(self, positions: Sequence[Position]) -> None:  # noqa: B027 - not all have to know
+        """Take note of where the ranks stand when the run begins, or begins again."""
+
+    @abstractmethod
+    def group(self, rank: int, active: Set[int]) -> Collection[int]:
+        """Whose contributions are the round that a rank's begins; the others wait for the next.
+
+        Args:
+            rank: who contributes.
+            active: who is there and has not ended its epoch.
+        """
+
+    def is_enough(self, entered: int, group: int) -> bool:
+        """Whether the round does without those of its group who have not begun to contribute.
+
+        They contribute to the next, what they have trained from the center before.
+
+        Args:
+            entered: how many have begun.
+            group: how many could.
+        """
+        return entered == group
+
+    def admits(self, rank: int, active: Set[int]) -> bool:
+        """Whether a rank may contribute already; it waits otherwise.
+
+        It is asked about once more when ``committed`` says so, and when a rank leaves ``active``
+        or comes back to it.
+        """
+        return True
+
+    def committed(self, windows: Iterable[WindowReport]) -> bool:
+        """Take note of a commit; returns whether to ask anew about whom it has not admitted."""
+        return False
+
+
+class All(RoundPolicy):
+    """Everyone in every round: the same bits each time."""
+
+    def group(self, rank: int, active: Set[int]) -> Collection[int]:
+        """All who are there."""
+        return active
+
+
+class Nobody(RoundPolicy):
+    """Each worker with the center by itself, one after another: nobody waits for the slow ones."""
+
+    def group(self, rank: int, active: Set[int]) -> Collection[int]:
+        """The rank alone."""
+        return (rank,)

@@ -1,0 +1,193 @@
+"""Who is waited for: everyone, nobody, or as a policy of one's own says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from decisions import Run, commit, only, report, started
+from policies import AllButStragglers, BoundedStaleness
+
+from sparkdl.averager import events as on
+from sparkdl.averager.center_update import Contributions
+from sparkdl.averager.coordinator import Coordinator
+from sparkdl.averager.round_policy import All, Nobody, RoundPolicy
+from sparkdl.events import WindowReport
+from sparkdl.testing.simulation import random_plan, simulate
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Each loss is a warning, and there are thousands."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def replied_to(decisions: list[on.Decision]) -> list[int]:
+    return [reply.member.rank for reply in only(on.Reply, decisions)]
+
+
+def exchange(run: Run, rank: int, **window: Any) -> list[on.Decision]:
+    """A worker's contribution, and it takes what comes back."""
+    decisions = run.contribute(rank, **window)
+    run.take(rank)
+    return decisions
+
+
+class TestNobody:
+    """Each worker alone with the center."""
+
+    def run(self, world_size: int, **options: Any) -> Run:
+        return started(world_size, policy=Nobody(), **options)
+
+    def test_a_contribution_is_a_round_and_is_answered_at_once(self) -> None:
+        run = self.run(3)
+        assert run.close(1) == [on.OpenSum((1,)), on.Receive(run.members[1], 1)]
+        assert run.add(1) == [
+            commit(run, 1),
+            on.Report(report(1)),
+            on.Reply(run.members[1], final=False, values=True, own_state=False),
+        ]
+        assert run.positions() == [0, 1, 0]
+
+    def test_the_next_has_to_wait_until_the_reply_was_taken(self) -> None:
+        run = self.run(2)
+        run.close(0)
+        assert run.close(1) == []
+        run.add(0)
+        assert run.take(0) == [on.OpenSum((1,)), on.Receive(run.members[1], 1)]
+
+    def test_who_waits_is_let_in_in_the_order_of_arrival(self) -> None:
+        run = self.run(4)
+        for rank in (2, 3, 0, 1):
+            run.close(rank)
+        order = [2]
+        while len(order) < 4:
+            run.add(order[-1])
+            (receive,) = only(on.Receive, run.take(order[-1]))
+            order.append(receive.member.rank)
+        assert order == [2, 3, 0, 1]
+
+    def test_staleness_counts_the_others_updates_since_the_center_was_sent(self) -> None:
+        run = self.run(3)
+        told = []
+        for rank in (0, 0, 1, 2, 1, 0):
+            # Rank 2 changes nothing.
+            decisions = exchange(run, rank) if rank < 2 else run.close(rank, examples=0)
+            run.take(rank)
+            told += [decision.contributions for decision in only(on.Commit, decisions)]
+        assert [each.staleness for each in told] == [0, 0, 2, 0, 0, 2]
+        assert told[-1] == Contributions((1,), 3, 2)
+
+    def test_an_epoch_ends_when_all_are_through(self) -> None:
+        run = self.run(2)
+        assert replied_to(exchange(run, 0, last=True)) == []
+        exchange(run, 1)
+        last = run.contribute(1, last=True, step=2)
+        assert [reply.final for reply in only(on.Reply, last)] == [True, True]
+        assert run.coordinator.committed.epoch == 2
+
+    def test_those_without_rows_end_theirs_one_by_one(self) -> None:
+        run = self.run(3)
+        run.close(0)
+        assert run.close(1, examples=0, last=True) == []
+        assert run.close(2, examples=0, last=True) == []
+        decisions = run.add(0) + run.take(0)
+        assert only(on.Commit, decisions) == [commit(run, 1), commit(run), commit(run)]
+
+    def test_half_a_contribution_costs_nobody_else_anything(self) -> None:
+        run = self.run(2, max_failures=1)
+        run.close(0)
+        run.close(1)
+        assert run.lose(0) == [
+            on.Drop(run.members[0]),
+            on.StartOver(()),
+            on.OpenSum((1,)),
+            on.Receive(run.members[1], 1),
+        ]
+
+    def test_who_trains_for_long_is_not_dropped_while_another_adds_for_long(self) -> None:
+        run = self.run(3, max_failures=1)
+        run.wait(1)
+        for rank in run.ranks:
+            exchange(run, rank)
+        run.close(0)
+        run.close(1)
+        for _ in range(100):  # rank 0 sends all the time, and rank 2 trains
+            run.wait(1)
+            run.coordinator.heard(run.members[0], run.now)
+        assert run.coordinator.members.dropped == []
+
+    def test_who_keeps_the_center_in_silence_is_dropped(self) -> None:
+        run = self.run(2, max_failures=1)
+        run.wait(1)
+        for rank in run.ranks:
+            exchange(run, rank)
+        run.close(0)
+        run.close(1)
+        assert only(on.Drop, run.wait(20)) == [on.Drop(run.members[0])]
+
+    def test_who_has_ended_its_epoch_waits_for_the_others_until_they_are_late(self) -> None:
+        run = self.run(2, max_failures=1)
+        run.wait(1)
+        for rank in run.ranks:
+            exchange(run, rank)
+        exchange(run, 0, last=True, step=2)
+        assert only(on.Drop, run.wait(20)) == [on.Drop(run.members[1])]
+
+
+def test_a_straggler_contributes_to_the_next_round() -> None:
+    run = started(3, policy=AllButStragglers(1))
+    run.contribute(0)
+    assert run.close(2) == [on.Receive(run.members[2], 1), on.Skip(1)]
+    assert run.close(1) == []
+    assert only(on.Commit, run.add(2)) == [commit(run, 1, 1)]
+    run.take(0, 2)
+    assert run.close(2, step=2) == [on.Receive(run.members[2], 1), on.Skip(0)]
+    run.add(1)
+    late = Contributions((1, 1), 3, staleness=1)
+    assert only(on.Commit, run.add(2)) == [on.Commit(late)]
+
+
+class KeepsTheBound(Coordinator):
+    """Looks at every commit how far its windows are before the slowest rank."""
+
+    furthest = 0
+
+    def handle(self, event: on.Event, now: float) -> list[on.Decision]:
+        behind = {rank: self.committed.positions[rank] for rank in self.round.active}
+        decisions = super().handle(event, now)
+        for decision in decisions:
+            if isinstance(decision, on.Report) and isinstance(decision.event, WindowReport):
+                slowest = min(position.step_of_epoch for position in behind.values())
+                apart = decision.event.step_of_epoch - slowest
+                KeepsTheBound.furthest = max(KeepsTheBound.furthest, apart)
+        return decisions
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(
+    ("policy", "furthest"),
+    [
+        (All, 3),
+        (Nobody, 3),
+        (AllButStragglers, 3),
+        (partial(BoundedStaleness, 1), 2),
+        (partial(BoundedStaleness, 0), 1),
+    ],
+    ids=["all", "nobody", "all but stragglers", "staleness 1", "staleness 0"],
+)
+def test_every_schedule_ends_as_its_faults_allow(
+    policy: Callable[[], RoundPolicy], furthest: int
+) -> None:
+    def coordinator(*arguments: Any, **options: Any) -> Coordinator:
+        return KeepsTheBound(*arguments, policy=policy(), **options)
+
+    KeepsTheBound.furthest = 0
+    outcomes = [simulate(random_plan(seed), coordinator) for seed in range(500)]
+    assert sum(outcome.failure is None for outcome in outcomes) > 300
+    assert KeepsTheBound.furthest <= furthest

@@ -1,0 +1,84 @@
+"""Asynchronous SGD: each worker adds what it has learned to the center, whoever else trains.
+
+Zhang et al. 2016, "Staleness-aware async-SGD": with x_r the parameters of worker r after a window
+that began with the center c_r, and s how often the center c was updated since then:
+
+    c  <-  c + a * (x_r - c_r) / (1 + s)          worker r alone goes on from c
+
+Nobody waits but for the center itself. The result depends on who comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparkdl.averager.center_update import CenterUpdate, Contributions
+from sparkdl.averager.codec import Changes, Codec
+from sparkdl.averager.round_policy import Nobody, RoundPolicy
+from sparkdl.protocols import Batch, Segment
+from sparkdl.strategies import Run, Strategy
+
+
+@dataclass(frozen=True)
+class ScaledByStaleness(CenterUpdate):
+    """The staler a change, the less it counts."""
+
+    rate: float
+
+    def updates(self, segment: Segment) -> bool:
+        """Buffers too: whole changes of each worker would add up to more than any of them saw."""
+        return True
+
+    def step(
+        self,
+        center: Tensor,
+        change: Tensor,
+        memory: Mapping[str, Tensor],
+        contributions: Contributions,
+    ) -> None:
+        """Part of the change."""
+        change.mul_(self.rate / (1 + contributions.staleness))
+
+
+@dataclass(frozen=True)
+class AsynchronousSGD(Strategy):
+    """Exchange with the center after every ``period`` steps, each worker for itself."""
+
+    period: int = 1
+    rate: float = 1.0
+
+    @property
+    def codec(self) -> Codec:
+        """What has changed: values would undo what others have added meanwhile."""
+        return Changes()
+
+    @property
+    def center_update(self) -> CenterUpdate:
+        """By staleness."""
+        return ScaledByStaleness(self.rate)
+
+    @property
+    def round_policy(self) -> RoundPolicy:
+        """Nobody is waited for."""
+        return Nobody()
+
+    @property
+    def exchanges_optimizer_state(self) -> bool:
+        """Each worker keeps its own."""
+        return False
+
+    def after_step(self, run: Run, batch: Batch) -> None:
+        """Exchange what was trained since the last time."""
+        if run.step_of_epoch % self.period == 0 and not batch.last:
+            self._exchange(run, last=False)
+
+    def end_epoch(self, run: Run) -> None:
+        """Exchange the rest, and wait for the epoch's end."""
+        self._exchange(run, last=True)
+
+    def _exchange(self, run: Run, *, last: bool) -> None:
+        state = run.replica.segments(with_optimizer=False)
+        run.averager.exchange(state, run.close_window(last=last))
