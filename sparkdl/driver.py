@@ -156,7 +156,7 @@ def run(
     replica = first_replica(job)
     try:
         layout, center = initial_center(
-            replica, with_optimizer=job.strategy.exchanges_optimizer_state
+            replica, with_optimizer=job.strategy.needs.exchanges_optimizer_state
         )
     except Exception as error:  # the user's optimizer may raise anything
         raise ModelError(
@@ -166,7 +166,7 @@ def run(
     plan, resumed = None, None
     with ExitStack() as held:
         if checkpoints is not None:
-            if not job.strategy.checkpointable:
+            if not job.strategy.needs.checkpointable:
                 raise ConfigError(
                     f"{job.strategy} keeps state on its workers that no checkpoint holds. Leave "
                     "out checkpointPath, or shard_optimizer and powersgd"

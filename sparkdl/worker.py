@@ -16,11 +16,12 @@ from __future__ import annotations
 import logging
 import math
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -49,6 +50,7 @@ from sparkdl.replica import Precision, Replica
 from sparkdl.reshuffle import Reshuffle
 from sparkdl.schedule import Unit
 from sparkdl.strategies.base import Run, Strategy
+from sparkdl.strategies.on_worker import OnWorker
 from sparkdl.transport.address import AveragerAddress
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ class Job:
     """Builds the module; called under ``seed`` on every worker."""
     loss: LossFunction
     optimizer: OptimizerBuilder
-    strategy: Strategy
+    strategy: Strategy[Any]
     schema: FeedSchema
     epochs: int
     batch_size: int
@@ -94,7 +96,7 @@ class Job:
         Never if all have to run at once, nor if they deal their rows anew: what a lost worker had
         came from all others, who have given it away.
         """
-        irreplaceable = self.strategy.needs_collective or self.feed.reshuffle_every
+        irreplaceable = not self.strategy.needs.resumes_alone or self.feed.reshuffle_every
         return 0 if irreplaceable else self.max_failures
 
     @property
@@ -103,7 +105,7 @@ class Job:
 
         Never if one that is lost can come back alone, nor if workers keep what no center holds.
         """
-        alone = self.survivable_losses or not self.strategy.checkpointable
+        alone = self.survivable_losses or not self.strategy.needs.checkpointable
         return 0 if alone else self.max_failures
 
     def steps_before(self, epoch: int, shard_rows: Sequence[int]) -> int:
@@ -121,7 +123,7 @@ class Job:
     def _steps(self, rows: int) -> int:
         if self.feed.drop_last:
             rows -= rows % self.batch_size
-        return math.ceil(rows / (self.batch_size * self.strategy.minibatches_a_step))
+        return math.ceil(rows / (self.batch_size * self.strategy.needs.minibatches_a_step))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +180,7 @@ def train(
     except Exception as error:  # whatever the user's code raises has to reach the driver
         report_failure(address, place.rank, error)
         return
-    codec = job.strategy.codec
+    codec, strategy = job.strategy.codec, OnWorker(job.strategy)
     joined = False
     try:
         with AveragerClient(
@@ -186,16 +188,20 @@ def train(
             place.rank,
             codec,
             deadline_s=job.deadline_s,
-            own_state=lambda: own_state(replica, job.strategy),
+            own_state=lambda: own_state(replica, job.strategy, strategy.saved_state()),
             attempt=place.attempt,
             task=place.task,
-            kept_state=partial(kept_state, replica, job.strategy) if job.resubmissions else None,
+            kept_state=(
+                (lambda: kept_state(replica, job.strategy, strategy.saved_state()))
+                if job.resubmissions
+                else None
+            ),
             frozen=replica.frozen.fingerprint,
         ) as averager:
             joined = True
             run = Run(place.rank, replica, averager)
             try:
-                _train(job, place, run, averager, address.token, batches)
+                _train(job, place, run, strategy, averager, address.token, batches)
             except (StoppedError, DeadlineError):
                 raise
             except CollectiveError as error:
@@ -232,6 +238,7 @@ def _train(
     job: Job,
     place: Place,
     run: Run,
+    strategy: OnWorker[Any],
     averager: AveragerClient,
     token: str,
     batches: Iterable[pa.RecordBatch],
@@ -253,7 +260,7 @@ def _train(
         seed_worker(job.seed + 1 + place.rank)
         while True:
             try:
-                position = _take_center(job, shard, run, averager)
+                position = _take_center(job, shard, run, strategy, averager)
                 if position is None:
                     shard = feed.read_rest()
                     continue
@@ -263,7 +270,7 @@ def _train(
                     averager.report_validation(_validate(run, feed, position.epoch - 1))
                 deal = _dealer(job, place, averager, token)
                 with _collective(job, place, averager) as run.collective:
-                    _train_from(position, job, run, averager, feed, deal)
+                    _train_from(position, job, run, strategy, averager, feed, deal)
                 averager.finish()
                 return
             except DisconnectedError as error:
@@ -278,6 +285,7 @@ def _train_from(
     position: Position,
     job: Job,
     run: Run,
+    on_worker: OnWorker[Any],
     averager: AveragerClient,
     feed: Feed,
     deal: Reshuffle,
@@ -290,8 +298,7 @@ def _train_from(
         if job.feed.reshuffles(earlier):
             feed.reshuffle(earlier, deal)
     run.rows = feed.used_rows
-    strategy.start(run)
-    try:
+    with on_worker.started(run) as state:
         for epoch in range(position.epoch, job.epochs + 1):
             first_step = position.step_of_epoch if epoch == position.epoch else 0
             run.start_epoch(epoch, first_step)
@@ -300,13 +307,13 @@ def _train_from(
             if job.feed.reshuffles(epoch):
                 feed.reshuffle(epoch, deal)
                 run.rows = feed.used_rows
-                strategy.rows_changed(run)
-            first_minibatch = first_step * strategy.minibatches_a_step
+                strategy.rows_changed(run, state)
+            first_minibatch = first_step * strategy.needs.minibatches_a_step
             if feed.complete:
                 batches = feed.epoch(epoch, first_step=first_minibatch)
             else:
                 batches = feed.arriving(averager.show_rows)
-            strategy.train_epoch(run, batches)
+            strategy.train_epoch(run, state, batches)
             if averager.closed_epoch != epoch:
                 raise TrainingError(
                     f"{type(strategy).__name__} has ended the epoch without exchanging a window "
@@ -316,33 +323,34 @@ def _train_from(
                 averager.ask_for_rows()
             if job.schema.validation is not None:
                 run.averager.report_validation(_validate(run, feed, epoch))
-    finally:
-        strategy.finish(run)
 
 
-def own_state(replica: Replica, strategy: Strategy) -> bytes:
+def own_state(replica: Replica, strategy: Strategy[Any], saved: Mapping[str, Any]) -> bytes:
     """What of a worker is not part of the center, for a checkpoint."""
     return pack_own_state(
         replica.optimizer,
         replica.device,
-        center_has_optimizer=strategy.exchanges_optimizer_state,
+        center_has_optimizer=strategy.needs.exchanges_optimizer_state,
         schedule_steps=replica.schedule.steps,
+        of_strategy=saved,
     )
 
 
-def kept_state(replica: Replica, strategy: Strategy) -> bytes:
+def kept_state(replica: Replica, strategy: Strategy[Any], saved: Mapping[str, Any]) -> bytes:
     """What the driver keeps of a worker, to start all again from a commit.
 
-    The random numbers, and of the optimizer what the center does not hold. State that replicas do
-    not exchange is left out, for the driver's memory must not grow with the workers.
+    The random numbers, the strategy's state, and of the optimizer what the center does not hold.
+    State that replicas do not exchange is left out, for the driver's memory must not grow with the
+    workers.
     """
-    optimizer = replica.optimizer if strategy.exchanges_optimizer_state else None
     pack = partial(
         pack_own_state,
         device=replica.device,
         center_has_optimizer=True,
         schedule_steps=replica.schedule.steps,
+        of_strategy=saved,
     )
+    optimizer = replica.optimizer if strategy.needs.exchanges_optimizer_state else None
     try:
         return pack(optimizer)
     except CheckpointError:  # of an optimizer of the user's, which nobody asked to be saved
@@ -350,7 +358,11 @@ def kept_state(replica: Replica, strategy: Strategy) -> bytes:
 
 
 def _take_center(
-    job: Job, shard: ShardFacts, run: Run, averager: AveragerClient
+    job: Job,
+    shard: ShardFacts,
+    run: Run,
+    on_worker: OnWorker[Any],
+    averager: AveragerClient,
 ) -> Position | None:
     """Make the replica equal to the center, and with a checkpoint to the worker of that time.
 
@@ -367,15 +379,18 @@ def _take_center(
         replica.rebuild_optimizer()
     before = job.steps_before(position.epoch, averager.shard_rows)
     replica.schedule.start_at(position.epoch, before + position.step_of_epoch)
+    on_worker.restored = {}
     if not averager.resumes:
         return position
-    whole = strategy.exchanges_optimizer_state
+    whole = strategy.needs.exchanges_optimizer_state
     octets = averager.resume(
         replica.segments(with_optimizer=whole), replica.layout(with_optimizer=whole)
     )
     if octets:
         # Where an epoch has ended, the schedule goes on from there when the next one starts.
-        unpack_own_state(octets, replica.optimizer, replica.device, replica.schedule.go_back)
+        on_worker.restored = unpack_own_state(
+            octets, replica.optimizer, replica.device, replica.schedule.go_back
+        )
     return position
 
 
@@ -383,7 +398,7 @@ def _collective(
     job: Job, place: Place, averager: AveragerClient
 ) -> AbstractContextManager[Collective | None]:
     """The group of all workers while they train, if the strategy needs it."""
-    if not job.strategy.needs_collective:
+    if not job.strategy.needs.collective:
         return nullcontext()
     return join_collective(
         place.rank,

@@ -78,14 +78,14 @@ def test_the_losses_on_held_out_rows_are_those_of_a_training_never_interrupted(
     tmp_path: Path, strategy: Strategy, windows: int
 ) -> None:
     job = validated_job(strategy)
-    ranks_as: Any = "processes" if strategy.needs_collective else "threads"
+    ranks_as: Any = "processes" if strategy.needs.collective else "threads"
     whole = run_world(job, shards(), ranks_as=ranks_as)
-    launch = _processes if strategy.needs_collective else _threads
+    launch = _processes if strategy.needs.collective else _threads
     interrupt(job, tmp_path / "c", launch, epoch=2, windows=windows)
     policy = CheckpointPolicy(path=str(tmp_path / "c"))
     resumed = run_world(job, shards(), ranks_as=ranks_as, checkpoints=policy)
     assert all(epoch.validation_examples == 12 for epoch in whole.history)
-    if strategy.needs_collective:  # gloo adds up three ranks' gradients in an order of its own
+    if strategy.needs.collective:  # gloo adds up three ranks' gradients in an order of its own
         assert [_losses(epoch) for epoch in told(resumed)] == [
             pytest.approx(_losses(epoch), rel=1e-12) for epoch in told(whole)
         ]

@@ -49,9 +49,9 @@ pytestmark = pytest.mark.usefixtures("nobody_stays")
 class ForgetsItsLastWindow(ParameterAveraging):
     """On rank 1, in the second epoch."""
 
-    def end_epoch(self, run: Run) -> None:
+    def end_epoch(self, run: Run, state: Any) -> None:
         if (run.rank, run.epoch) != (1, 2):
-            super().end_epoch(run)
+            super().end_epoch(run, state)
 
 
 @pytest.mark.parametrize("epochs", [2, 3])
@@ -68,8 +68,8 @@ def test_a_strategy_that_forgets_its_last_window_is_told_so(epochs: int) -> None
 class ClosesItsEpochTwice(ParameterAveraging):
     """Where it ends with a whole period, ``after_step`` has closed the window already."""
 
-    def after_step(self, run: Run, batch: Batch) -> None:
-        run.averager.exchange(self._state(run), run.close_window(last=batch.last))
+    def after_step(self, run: Run, state: Any, batch: Batch) -> None:
+        run.averager.exchange(self._segments(run), run.close_window(last=batch.last))
 
 
 def test_a_strategy_that_closes_its_epoch_twice_is_told_so() -> None:

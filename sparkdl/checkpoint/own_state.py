@@ -2,7 +2,8 @@
 
 The center holds what the replicas agree on. Beside it a replica has random number generators, the
 optimizer's hyperparameters, the place of the schedule that has set them, what of the optimizer's
-state is no floating-point number, and all of that state where the strategy does not exchange it.
+state is no floating-point number, all of that state where the strategy does not exchange it, and
+what the strategy itself remembers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from sparkdl.randomness import random_state, set_random_state
 _MISFITS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 """What torch, numpy and Python raise for a state that is not of their making."""
 _STATE = re.compile(r"state\.(\d+)\.(.*)", re.DOTALL)
+_STRATEGY = "strategy."
 _GROUP = re.compile(r"group\.(\d+)\.(.*)", re.DOTALL)
 
 
@@ -32,6 +34,7 @@ def pack_own_state(
     *,
     center_has_optimizer: bool,
     schedule_steps: int = 0,
+    of_strategy: Mapping[str, Any] | None = None,
 ) -> bytes:
     """Take one worker's own state.
 
@@ -40,17 +43,21 @@ def pack_own_state(
         device: the replica's; its random number generator is the worker's too.
         center_has_optimizer: whether the center holds the optimizer's floating-point state.
         schedule_steps: how many steps the schedule of the learning rate has taken.
+        of_strategy: what the strategy remembers on this worker, by name.
 
     Returns:
         A safetensors file.
 
     Raises:
-        CheckpointError: the optimizer keeps something that cannot be saved without pickle.
+        CheckpointError: the optimizer or the strategy keeps something that cannot be saved without
+            pickle.
     """
-    values: dict[str, Any] = {}
+    values = {f"{_STRATEGY}{name}": value for name, value in (of_strategy or {}).items()}
+    _require_plain(values, "the strategy")
     if optimizer is not None:
-        values = _optimizer_values(optimizer, with_floats=not center_has_optimizer)
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        values |= _optimizer_values(optimizer, with_floats=not center_has_optimizer)
+        _require_plain(values, type(optimizer).__name__)
+    tensors = _tensors(values)
     description = {
         "values": {name: value for name, value in values.items() if name not in tensors},
         # Optimizers keep their step counters on the CPU, whatever the device.
@@ -58,16 +65,23 @@ def pack_own_state(
         "schedule_steps": schedule_steps,
     }
     tensors |= random_state(device)
+    file = io.BytesIO()
+    write_tensors(file, tensors, {"own": json.dumps(description)})
+    return file.getvalue()
+
+
+def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _require_plain(values: Mapping[str, Any], whose: str) -> None:
     try:
-        text = json.dumps(description)
+        json.dumps({name: value for name, value in values.items() if not isinstance(value, Tensor)})
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps state that cannot be saved without pickle: {error}. "
-            "Leave out checkpointPath, or have it keep only tensors, numbers and text"
+            f"{whose} keeps state that cannot be saved without pickle: {error}. Leave out "
+            "checkpointPath, or have it keep only tensors, numbers and text"
         ) from error
-    file = io.BytesIO()
-    write_tensors(file, tensors, {"own": text})
-    return file.getvalue()
 
 
 def unpack_own_state(
@@ -75,7 +89,7 @@ def unpack_own_state(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
     set_schedule: Callable[[int], None] = lambda steps: None,
-) -> None:
+) -> dict[str, Any]:
     """Give a worker back what ``pack_own_state`` took.
 
     Args:
@@ -83,6 +97,9 @@ def unpack_own_state(
         optimizer: the replica's; its state and hyperparameters are overwritten.
         device: the replica's.
         set_schedule: takes the schedule to where it stood, before the hyperparameters are put back.
+
+    Returns:
+        What the strategy remembered, by name.
 
     Raises:
         CheckpointError: the state is damaged, or that of another optimizer.
@@ -92,11 +109,18 @@ def unpack_own_state(
         description = json.loads(metadata["own"])
         on_device = set(description["on_device"])
         set_schedule(description["schedule_steps"])
-        for name, tensor in tensors.items():
-            _put(optimizer, name, tensor.to(device) if name in on_device else tensor)
-        for name, value in description["values"].items():
-            _put(optimizer, name, value)
+        moved = {
+            name: tensor.to(device) if name in on_device else tensor
+            for name, tensor in tensors.items()
+        }
+        of_strategy = {}
+        for name, value in (moved | description["values"]).items():
+            if name.startswith(_STRATEGY):
+                of_strategy[name.removeprefix(_STRATEGY)] = value
+            else:
+                _put(optimizer, name, value)
         set_random_state(tensors, device)
+        return of_strategy
     except _MISFITS as error:
         raise CheckpointError(f"a worker's saved state does not fit it: {error!r}") from error
 

@@ -172,7 +172,7 @@ class TorchEstimator(
         optimizer: OptimizerBuilder,
         scheduler: SchedulerBuilder | None = None,
         schedulerEvery: str = "epoch",
-        strategy: Strategy | None = None,
+        strategy: Strategy[Any] | None = None,
         featuresCol: str = "features",
         featuresCols: list[str] | None = None,
         featuresAsDict: bool = False,

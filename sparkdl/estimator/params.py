@@ -32,7 +32,7 @@ def _device(value: Any) -> str:
     return text
 
 
-def _strategy(value: Any) -> Strategy:
+def _strategy(value: Any) -> Strategy[Any]:
     if not isinstance(value, Strategy):
         got = f"the class {value.__name__} itself" if isinstance(value, type) else repr(value)
         raise ConfigError(
@@ -67,7 +67,7 @@ class EstimatorParams(
             "a function of the model's parameters, for example partial(torch.optim.SGD, lr=0.1)",
         ),
     )
-    strategy: Param[Strategy] = Param(
+    strategy: Param[Strategy[Any]] = Param(
         Params._dummy(), "strategy", "how the replicas agree", typeConverter=_strategy
     )
     epochs: Param[int] = Param(
@@ -153,11 +153,11 @@ class EstimatorParams(
         self._set(optimizer=value)
         return self
 
-    def getStrategy(self) -> Strategy:
+    def getStrategy(self) -> Strategy[Any]:
         """Gets the value of strategy or its default value."""
         return self.getOrDefault(self.strategy)
 
-    def setStrategy(self, value: Strategy) -> Self:
+    def setStrategy(self, value: Strategy[Any]) -> Self:
         """Sets the value of strategy."""
         self._set(strategy=value)
         return self

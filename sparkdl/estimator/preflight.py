@@ -101,8 +101,9 @@ class Preflight:
         )
         if params.getStreamFirstEpoch():
             self._require_streamable()
-        if self.job.strategy.needs_collective:
+        if self.job.strategy.needs.gang_start:
             require_static_allocation(spark)
+        if self.job.strategy.needs.collective:
             require_trusted_network(spark, params.getTls(), type(self.job.strategy).__name__)
         profile = gpu_profile(spark, params.getDevice())
         ranks = ranks_a_task(spark, params.getDevice())
@@ -134,7 +135,7 @@ class Preflight:
 
     def _require_streamable(self) -> None:
         """Refuse settings that need all rows to be known before the first is trained on."""
-        if self.job.strategy.needs_collective:
+        if self.job.strategy.needs.equal_steps:
             raise ConfigError(
                 f"streamFirstEpoch does not go with {_name(self.job.strategy)} among executors, "
                 "whose workers agree on the number of steps before the first. Leave it out, or use "

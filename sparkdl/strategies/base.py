@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -33,8 +34,8 @@ class Run:
     """Rows a minibatch; the last of an epoch may have fewer."""
     collective: Collective | None = None
     """The group of all workers, for strategies that need one."""
-    memory: Any = None
-    """What the strategy keeps on this worker between calls."""
+    cleanup: ExitStack = field(default_factory=ExitStack)
+    """Closed when this worker leaves the others, also after an error, in ``start`` or later."""
     epoch: int = 0
     """Epoch counted from 1; 0 before the first."""
     step: int = 0
@@ -115,8 +116,41 @@ def require_steps(name: str, steps: object) -> None:
         raise ConfigError(f"{name} must be None or a whole number >= 1 of steps, got {steps!r}")
 
 
-class Strategy(ABC):
-    """How replicas agree. Held by the driver and, as a copy, by every worker."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a strategy needs of the run around it; all else that differs follows from this."""
+
+    exchanges_optimizer_state: bool
+    """Whether the optimizer's state is part of what replicas agree on, and so of the center."""
+    collective: bool = False
+    """Whether the workers exchange among themselves, over NCCL or gloo."""
+    gang_start: bool = False
+    """Whether all workers have to run at once: Spark then starts them in barrier mode."""
+    equal_steps: bool = False
+    """Whether the workers agree on the number of steps before an epoch's first, so that all rows
+    have to be read before."""
+    resumes_alone: bool = True
+    """Whether a worker that was lost may come back by itself; all are started again otherwise."""
+    checkpointable: bool = True
+    """Whether the center, the optimizers, random numbers and ``saved_state`` are all that workers
+    have to remember, so that a training can be resumed."""
+    minibatches_a_step: int = 1
+    """Minibatches of one worker in an optimizer step."""
+
+
+State = TypeVar("State")
+
+
+class Strategy(ABC, Generic[State]):
+    """How replicas agree. Held by the driver and, as a copy, by every worker.
+
+    ``State`` is what it keeps on a worker between calls: what ``start`` returns.
+    """
+
+    @property
+    @abstractmethod
+    def needs(self) -> Needs:
+        """What it needs of the run around it."""
 
     @property
     @abstractmethod
@@ -133,45 +167,39 @@ class Strategy(ABC):
         """Who is waited for before the center is updated; a new object each time."""
         return All()
 
-    @property
-    @abstractmethod
-    def exchanges_optimizer_state(self) -> bool:
-        """Whether the optimizer's state is part of what replicas agree on."""
+    def start(self, run: Run) -> State:
+        """Called on every worker when its replica holds the center, before its first minibatch.
 
-    @property
-    def checkpointable(self) -> bool:
-        """Whether center, optimizer and random numbers are all that a worker has to remember."""
-        return True
+        Once for each time that it joins: again, on a run that goes on where it says, after its
+        connection was lost, and in the new processes after all were started again. What has to be
+        undone goes into ``run.cleanup``, also for the case that this method fails half-way.
+        """
+        return None  # type: ignore[return-value]
 
-    @property
-    def minibatches_a_step(self) -> int:
-        """Minibatches of one worker in an optimizer step."""
-        return 1
+    def saved_state(self, state: State) -> Mapping[str, Any]:
+        """What of the state a worker needs to go on from a commit: tensors, numbers and text.
 
-    @property
-    def needs_collective(self) -> bool:
-        """Whether the workers exchange among themselves, and so all have to run at once."""
-        return False
+        It becomes part of the worker's own state in checkpoints, and of what is kept to start all
+        workers again. A worker that comes back alone starts without.
+        """
+        return {}
 
-    def start(self, run: Run) -> None:  # noqa: B027 - not every strategy has to prepare
-        """Called on every worker once, when its replica holds the initial center."""
+    def restore_state(self, state: State, saved: Mapping[str, Any]) -> None:
+        """Called after ``start`` with what ``saved_state`` has returned, if there is any."""
 
-    def rows_changed(self, run: Run) -> None:  # noqa: B027 - as above
+    def rows_changed(self, run: Run, state: State) -> None:
         """Called on every worker at the start of an epoch for which its rows were dealt anew."""
 
-    def finish(self, run: Run) -> None:  # noqa: B027 - as above
-        """Called on every worker once, before it leaves the others, also after an error."""
-
-    def train_epoch(self, run: Run, batches: Iterable[Batch]) -> None:
+    def train_epoch(self, run: Run, state: State, batches: Iterable[Batch]) -> None:
         """Train on an epoch's minibatches, making the replicas agree on the way and at the end."""
         for batch in batches:
             run.train(batch)
-            self.after_step(run, batch)
-        self.end_epoch(run)
+            self.after_step(run, state, batch)
+        self.end_epoch(run, state)
 
-    def after_step(self, run: Run, batch: Batch) -> None:  # noqa: B027 - as above
+    def after_step(self, run: Run, state: State, batch: Batch) -> None:
         """Called on every worker after each optimizer step."""
 
     @abstractmethod
-    def end_epoch(self, run: Run) -> None:
+    def end_epoch(self, run: Run, state: State) -> None:
         """Called on every worker once an epoch, after its last step, also if it had none."""

@@ -29,7 +29,7 @@ from sparkdl.collective import release_model
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
-from sparkdl.strategies.base import Run, Strategy, require_steps
+from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
 from sparkdl.strategies.gradients import FiniteGradients, FiniteSum, keep_finite
 from sparkdl.strategies.synchronized_norm import Turn, synchronize
 from sparkdl.strategies.together import Together
@@ -38,7 +38,7 @@ COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
 
 
 @dataclass(frozen=True)
-class GradientAllReduce(Strategy):
+class GradientAllReduce(Strategy["_Reducer"]):
     """Reduce gradients among the workers over NCCL, or gloo on CPUs, in every step.
 
     All workers have to run at once: Spark starts them in barrier mode. If one is lost, all leave
@@ -98,76 +98,62 @@ class GradientAllReduce(Strategy):
         return FullPrecision()
 
     @property
-    def exchanges_optimizer_state(self) -> bool:
-        """Whether every worker has the whole state."""
-        return not self.shard_optimizer
+    def needs(self) -> Needs:
+        """All workers in every step; neither shards nor PowerSGD's state are in a checkpoint."""
+        return Needs(
+            exchanges_optimizer_state=not self.shard_optimizer,
+            collective=True,
+            gang_start=True,
+            equal_steps=True,
+            resumes_alone=False,
+            checkpointable=not self.shard_optimizer and self.compression != "powersgd",
+            minibatches_a_step=self.accumulate,
+        )
 
-    @property
-    def checkpointable(self) -> bool:
-        """Neither shards of optimizer state nor PowerSGD's own state are in a checkpoint."""
-        return not self.shard_optimizer and self.compression != "powersgd"
-
-    @property
-    def minibatches_a_step(self) -> int:
-        """As accumulated."""
-        return self.accumulate
-
-    @property
-    def needs_collective(self) -> bool:
-        """Gradients go from worker to worker."""
-        return True
-
-    def start(self, run: Run) -> None:
+    def start(self, run: Run) -> _Reducer:
         """Wrap the replica, and learn how many steps all workers have."""
         if self.shard_optimizer:
             run.replica.rebuild_optimizer(_sharded)
         together = Together(run, run.batch_size * self.accumulate)
         turn = synchronize(run.replica.module) if self.sync_batch_norm else None
         model = _wrap(self, run.replica, turn)
+        run.cleanup.callback(release_model, model)  # before the group ends
         finite = keep_finite(model, self.compression, run)
-        run.memory = _Reducer(model, together, finite, run.batch_size)
+        return _Reducer(model, together, finite, run.batch_size)
 
-    def rows_changed(self, run: Run) -> None:
+    def rows_changed(self, run: Run, state: _Reducer) -> None:
         """Learn how many steps all workers have now."""
-        run.memory.together.agree(run)
+        state.together.agree(run)
 
-    def finish(self, run: Run) -> None:
-        """Let go of the group, which is about to end."""
-        release_model(run.memory.model)
-        # It knows the run: nobody but the garbage collector would end what the group holds open.
-        run.memory = None
-
-    def train_epoch(self, run: Run, batches: Iterable[Batch]) -> None:
+    def train_epoch(self, run: Run, state: _Reducer, batches: Iterable[Batch]) -> None:
         """Take as many optimizer steps as the worker with the most rows, then tell the driver."""
-        reducer: _Reducer = run.memory
-        together = reducer.together
+        together = state.together
         remaining = iter(batches)
         while not together.done:
             run.count_step()
             mine = itertools.islice(remaining, self.accumulate)
-            for batch, loss in reducer.step(run.replica, mine, all_turns=self.sync_batch_norm):
+            for batch, loss in state.step(run.replica, mine, all_turns=self.sync_batch_norm):
                 run.count(batch, loss)
             together.steps += 1
             together.give_sign_of_life(run)
-            together.hand_over_if_due(run, self.commit_every, lambda: self._agreed_state(run))
-        self.end_epoch(run)
+            together.hand_over_if_due(run, self.commit_every, lambda: self._agreed(run, state))
+        self.end_epoch(run, state)
 
-    def end_epoch(self, run: Run) -> None:
+    def end_epoch(self, run: Run, state: _Reducer) -> None:
         """Hand the driver a copy of it all."""
-        run.memory.together.hand_over(run, self._agreed_state(run), last=True)
+        state.together.hand_over(run, self._agreed(run, state), last=True)
 
-    def _agreed_state(self, run: Run) -> list[Tensor]:
+    def _agreed(self, run: Run, state: _Reducer) -> list[Tensor]:
         """The replica's state, after averaging what gradients do not keep equal: the buffers."""
-        together: Together = run.memory.together
-        run.memory.finite.settle()
-        layout = run.replica.layout(with_optimizer=self.exchanges_optimizer_state)
-        segments = run.replica.segments(with_optimizer=self.exchanges_optimizer_state)
+        state.finite.settle()
+        layout = run.replica.layout(with_optimizer=not self.shard_optimizer)
+        segments = run.replica.segments(with_optimizer=not self.shard_optimizer)
         buffers = [
             values
             for segment, values in zip(layout, segments, strict=True)
             if segment.kind == "buffers"
         ]
-        together.average(buffers, together.shares, run.window())
+        state.together.average(buffers, state.together.shares, run.window())
         return segments
 
 

@@ -16,20 +16,21 @@ With p = 1 and plain SGD this is synchronous SGD on the union of the workers' ba
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from sparkdl.averager.codec import CODECS, Codec
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
-from sparkdl.strategies.base import Run, Strategy, require_steps
+from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
 from sparkdl.strategies.together import Together
 
 
 @dataclass(frozen=True)
-class ParameterAveraging(Strategy):
+class ParameterAveraging(Strategy["Aggregation"]):
     """Average parameters after steps p, 2p, ... and once at the end of each epoch.
 
     Args:
@@ -70,7 +71,7 @@ class ParameterAveraging(Strategy):
             raise ConfigError(
                 f"wire_dtype must be one of {', '.join(CODECS)}, got {self.wire_dtype!r}"
             )
-        if self.aggregation not in ("driver", "executors", "hierarchical"):
+        if self.aggregation not in AGGREGATIONS:
             raise ConfigError(
                 "aggregation must be 'driver', 'executors' or 'hierarchical', got "
                 f"{self.aggregation!r}"
@@ -92,90 +93,128 @@ class ParameterAveraging(Strategy):
         return CODECS[self.wire_dtype]()
 
     @property
-    def exchanges_optimizer_state(self) -> bool:
-        """As asked for by ``average_optimizer_state``."""
-        return self.average_optimizer_state
+    def needs(self) -> Needs:
+        """Nothing but the driver, if the mean is formed there."""
+        together = not AGGREGATIONS[self.aggregation].in_driver
+        return Needs(
+            exchanges_optimizer_state=self.average_optimizer_state,
+            collective=together,
+            gang_start=together,
+            equal_steps=together,
+            resumes_alone=not together,
+        )
 
-    @property
-    def needs_collective(self) -> bool:
-        """Whether the workers average among themselves."""
-        return self.aggregation != "driver"
+    def start(self, run: Run) -> Aggregation:
+        """Go to where the mean is formed."""
+        return AGGREGATIONS[self.aggregation](run, self)
 
-    def start(self, run: Run) -> None:
-        """Learn how many windows all workers have."""
-        if self.aggregation == "executors":
-            run.memory = _Windows(Together(run, run.batch_size), self)
-        elif self.aggregation == "hierarchical":
-            run.memory = _HostWindows(Together(run, run.batch_size, within_host=True), self)
-
-    def rows_changed(self, run: Run) -> None:
+    def rows_changed(self, run: Run, state: Aggregation) -> None:
         """Learn how many windows all workers have now."""
-        if self.needs_collective:
-            run.memory.together.agree(run)
+        state.rows_changed(run)
 
-    def after_step(self, run: Run, batch: Batch) -> None:
+    def after_step(self, run: Run, state: Aggregation, batch: Batch) -> None:
         """Average after every ``period`` steps; the epoch's last window is ``end_epoch``'s."""
         if run.step_of_epoch % self.period == 0 and not batch.last:
-            if self.needs_collective:
-                run.memory.average(run, self._state(run))
-            else:
-                run.averager.exchange(self._state(run), run.close_window(last=False))
+            state.average(run, self._segments(run))
 
-    def end_epoch(self, run: Run) -> None:
+    def end_epoch(self, run: Run, state: Aggregation) -> None:
         """Average the tail, 0 to ``period`` steps, and take the epoch's final center."""
-        if self.needs_collective:
-            run.memory.finish(run, self._state(run))
-        else:
-            run.averager.exchange(self._state(run), run.close_window(last=True))
+        state.finish(run, self._segments(run))
 
-    def _state(self, run: Run) -> list[Tensor]:
+    def _segments(self, run: Run) -> list[Tensor]:
         return run.replica.segments(with_optimizer=self.average_optimizer_state)
 
 
-class _Windows:
-    """The rounds of an epoch among the workers; who has used up its rows takes part in the rest.
+class Aggregation(ABC):
+    """Where the mean is formed; one object for each time that a worker joins.
 
     Args:
-        together: this worker among the others.
-        strategy: theirs.
+        run: the worker's; where it needs the others, all have to make one at the same time.
+        strategy: what is averaged, and when.
     """
 
-    def __init__(self, together: Together, strategy: ParameterAveraging) -> None:
-        self.together = together
+    in_driver: ClassVar[bool] = False
+    """Whether the worker needs no other."""
+
+    @abstractmethod
+    def __init__(self, run: Run, strategy: ParameterAveraging) -> None: ...
+
+    def rows_changed(self, run: Run) -> None:  # noqa: B027 - not all have to know
+        """Take note that the workers have other rows."""
+
+    @abstractmethod
+    def average(self, run: Run, segments: list[Tensor]) -> None:
+        """Take part in the next round.
+
+        Args:
+            run: this worker's.
+            segments: its replica's state, overwritten by the mean.
+        """
+
+    @abstractmethod
+    def finish(self, run: Run, segments: list[Tensor]) -> None:
+        """Take part in all rounds that the epoch has left."""
+
+
+class InDriver(Aggregation):
+    """Each worker contributes to the driver's rounds."""
+
+    in_driver = True
+
+    def __init__(self, run: Run, strategy: ParameterAveraging) -> None:
+        pass
+
+    def average(self, run: Run, segments: list[Tensor]) -> None:
+        """Contribute the window."""
+        run.averager.exchange(segments, run.close_window(last=False))
+
+    def finish(self, run: Run, segments: list[Tensor]) -> None:
+        """Contribute the last window."""
+        run.averager.exchange(segments, run.close_window(last=True))
+
+
+class AmongExecutors(Aggregation):
+    """The workers form the mean; who has used up its rows takes part in the rest of an epoch."""
+
+    def __init__(self, run: Run, strategy: ParameterAveraging) -> None:
+        self._together = Together(run, run.batch_size)
         self._period = strategy.period
         self._commit_every = strategy.commit_every
 
-    def average(self, run: Run, state: list[Tensor]) -> None:
-        """Take part in the next round."""
-        together = self.together
+    def rows_changed(self, run: Run) -> None:
+        """Learn how many windows all workers have now."""
+        self._together.agree(run)
+
+    def average(self, run: Run, segments: list[Tensor]) -> None:
+        """Form the mean, and hand the driver a copy if that is due."""
+        together = self._together
         window = range(together.steps, together.steps + self._period)
-        together.average(state, together.examples_of(window), run.window())
+        together.average(segments, together.examples_of(window), run.window())
         together.steps = window.stop
         together.give_sign_of_life(run)
-        together.hand_over_if_due(run, self._commit_every, lambda: state)
+        together.hand_over_if_due(run, self._commit_every, lambda: segments)
 
-    def finish(self, run: Run, state: list[Tensor]) -> None:
+    def finish(self, run: Run, segments: list[Tensor]) -> None:
         """Take part in all rounds that are left, and hand the driver a copy."""
-        while not self.together.done:
-            self.average(run, state)
-        self.together.hand_over(run, state, last=True)
+        while not self._together.done:
+            self.average(run, segments)
+        self._together.hand_over(run, segments, last=True)
 
 
-class _HostWindows:
-    """The rounds of an epoch in which each host contributes once, as often as it has windows.
+class ByHost(Aggregation):
+    """Each host forms a mean and contributes it, as often as it has windows."""
 
-    Args:
-        together: this worker among the others of its host.
-        strategy: theirs.
-    """
-
-    def __init__(self, together: Together, strategy: ParameterAveraging) -> None:
-        self.together = together
+    def __init__(self, run: Run, strategy: ParameterAveraging) -> None:
+        self._together = Together(run, run.batch_size, within_host=True)
         self._period = strategy.period
 
-    def average(self, run: Run, state: list[Tensor], *, last: bool = False) -> None:
+    def rows_changed(self, run: Run) -> None:
+        """Learn how many windows the host has now."""
+        self._together.agree(run)
+
+    def average(self, run: Run, segments: list[Tensor], *, last: bool = False) -> None:
         """Take part in the next round; the epoch's ``last`` one ends with its final center."""
-        together = self.together
+        together = self._together
         window = range(together.steps, together.steps + self._period)
         examples = together.examples_of(window)
         together.require_announced(run, examples)
@@ -183,13 +222,21 @@ class _HostWindows:
         mine = run.window()
         report = run.close_window(last=last, stands_for=stands_for)
         if any(examples):
-            together.average(state, examples, mine)
-        together.exchange(run, state, report)
+            together.average(segments, examples, mine)
+        together.exchange(run, segments, report)
         together.steps = 0 if last else window.stop
 
-    def finish(self, run: Run, state: list[Tensor]) -> None:
+    def finish(self, run: Run, segments: list[Tensor]) -> None:
         """Take part in all rounds that the host has left."""
-        together = self.together
+        together = self._together
         while together.steps + self._period < together.steps_an_epoch:
-            self.average(run, state)
-        self.average(run, state, last=True)
+            self.average(run, segments)
+        self.average(run, segments, last=True)
+
+
+AGGREGATIONS: dict[str, type[Aggregation]] = {
+    "driver": InDriver,
+    "executors": AmongExecutors,
+    "hierarchical": ByHost,
+}
+"""By the name that ``ParameterAveraging`` gives as ``aggregation``."""

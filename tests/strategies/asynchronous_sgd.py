@@ -19,7 +19,7 @@ from sparkdl.averager.center_update import CenterUpdate, Contributions
 from sparkdl.averager.codec import Changes, Codec
 from sparkdl.averager.round_policy import Nobody, RoundPolicy
 from sparkdl.protocols import Batch, Segment
-from sparkdl.strategies import Run, Strategy
+from sparkdl.strategies import Needs, Run, Strategy
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ScaledByStaleness(CenterUpdate):
 
 
 @dataclass(frozen=True)
-class AsynchronousSGD(Strategy):
+class AsynchronousSGD(Strategy[None]):
     """Exchange with the center after every ``period`` steps, each worker for itself."""
 
     period: int = 1
@@ -66,19 +66,19 @@ class AsynchronousSGD(Strategy):
         return Nobody()
 
     @property
-    def exchanges_optimizer_state(self) -> bool:
-        """Each worker keeps its own."""
-        return False
+    def needs(self) -> Needs:
+        """Each worker keeps its own optimizer's state."""
+        return Needs(exchanges_optimizer_state=False)
 
-    def after_step(self, run: Run, batch: Batch) -> None:
+    def after_step(self, run: Run, state: None, batch: Batch) -> None:
         """Exchange what was trained since the last time."""
         if run.step_of_epoch % self.period == 0 and not batch.last:
             self._exchange(run, last=False)
 
-    def end_epoch(self, run: Run) -> None:
+    def end_epoch(self, run: Run, state: None) -> None:
         """Exchange the rest, and wait for the epoch's end."""
         self._exchange(run, last=True)
 
     def _exchange(self, run: Run, *, last: bool) -> None:
-        state = run.replica.segments(with_optimizer=False)
-        run.averager.exchange(state, run.close_window(last=last))
+        segments = run.replica.segments(with_optimizer=False)
+        run.averager.exchange(segments, run.close_window(last=last))

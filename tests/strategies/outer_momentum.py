@@ -18,7 +18,7 @@ from torch import Tensor
 from sparkdl.averager.center_update import CenterUpdate, Contributions
 from sparkdl.averager.codec import Codec, FullPrecision
 from sparkdl.protocols import Batch
-from sparkdl.strategies import Run, Strategy
+from sparkdl.strategies import Needs, Run, Strategy
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class SlowMomentum(CenterUpdate):
 
 
 @dataclass(frozen=True)
-class OuterMomentum(Strategy):
+class OuterMomentum(Strategy[None]):
     """Average after every ``period`` steps and at the end of an epoch, with momentum."""
 
     period: int = 5
@@ -61,19 +61,19 @@ class OuterMomentum(Strategy):
         return SlowMomentum(self.momentum, self.rate)
 
     @property
-    def exchanges_optimizer_state(self) -> bool:
-        """Each worker keeps its own."""
-        return False
+    def needs(self) -> Needs:
+        """Each worker keeps its own optimizer's state."""
+        return Needs(exchanges_optimizer_state=False)
 
-    def after_step(self, run: Run, batch: Batch) -> None:
+    def after_step(self, run: Run, state: None, batch: Batch) -> None:
         """Exchange what was trained since the last time."""
         if run.step_of_epoch % self.period == 0 and not batch.last:
             self._exchange(run, last=False)
 
-    def end_epoch(self, run: Run) -> None:
+    def end_epoch(self, run: Run, state: None) -> None:
         """Exchange the rest."""
         self._exchange(run, last=True)
 
     def _exchange(self, run: Run, *, last: bool) -> None:
-        state = run.replica.segments(with_optimizer=False)
-        run.averager.exchange(state, run.close_window(last=last))
+        segments = run.replica.segments(with_optimizer=False)
+        run.averager.exchange(segments, run.close_window(last=last))

@@ -47,19 +47,19 @@ def test_an_argument_out_of_range_is_refused_by_name(name: str, values: list[Any
 
 
 def test_it_needs_a_collective_and_hands_the_driver_what_every_worker_has() -> None:
-    assert GradientAllReduce().needs_collective
-    assert GradientAllReduce().exchanges_optimizer_state
-    assert not GradientAllReduce(shard_optimizer=True).exchanges_optimizer_state
+    assert GradientAllReduce().needs.collective
+    assert GradientAllReduce().needs.exchanges_optimizer_state
+    assert not GradientAllReduce(shard_optimizer=True).needs.exchanges_optimizer_state
 
 
 class Forgetful(GradientAllReduce):
     """Loses the last minibatch of each epoch."""
 
-    def train_epoch(self, run: Run, batches: Iterable[Batch]) -> None:
+    def train_epoch(self, run: Run, state: Any, batches: Iterable[Batch]) -> None:
         def without_the_last() -> Iterator[Batch]:
             yield from (batch for batch in batches if not batch.last)
 
-        super().train_epoch(run, without_the_last())
+        super().train_epoch(run, state, without_the_last())
 
 
 def test_fewer_rows_than_were_announced_are_an_error_for_the_weights_would_be_wrong() -> None:

@@ -112,7 +112,7 @@ def launch(workers: Workers, job: Job) -> Launch:
     spark = workers.frame.sparkSession
     context = spark.sparkContext
     jobs = RunJobs(context, workers.description)
-    barrier = job.strategy.needs_collective
+    barrier = job.strategy.needs.gang_start
     payload = cloudpickle.dumps(
         (job, workers.network, keeps_rows_in_memory(spark, workers.store_in))
     )

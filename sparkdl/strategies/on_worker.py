@@ -1,0 +1,42 @@
+"""A strategy on one worker, from the center that it is sent to its leaving the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Generic
+
+from sparkdl.strategies.base import Run, State, Strategy
+
+
+class OnWorker(Generic[State]):
+    """A strategy's state while the worker trains, and what was saved of it before.
+
+    Args:
+        strategy: whose.
+
+    Attributes:
+        restored: what was saved of the state with which the worker goes on; empty for none.
+    """
+
+    def __init__(self, strategy: Strategy[State]) -> None:
+        self.restored: Mapping[str, Any] = {}
+        self._strategy = strategy
+        self._state: State | None = None
+
+    @contextmanager
+    def started(self, run: Run) -> Iterator[State]:
+        """Start the strategy, and clean up behind it, also if it could not start."""
+        with ExitStack() as run.cleanup:
+            state = self._strategy.start(run)
+            if self.restored:
+                self._strategy.restore_state(state, self.restored)
+            self._state = state
+            try:
+                yield state
+            finally:
+                self._state = None
+
+    def saved_state(self) -> Mapping[str, Any]:
+        """What has to be saved of the state; nothing while there is none."""
+        return {} if self._state is None else self._strategy.saved_state(self._state)
