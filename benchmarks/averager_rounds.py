@@ -9,8 +9,8 @@ import torch
 from round_processes import RoundProcesses
 
 from sparkdl.averager.client import AveragerClient
-from sparkdl.averager.codec import FullPrecision
 from sparkdl.averager.server import Averager
+from sparkdl.averager.wire_format import FullPrecision
 from sparkdl.events import WindowReport
 from sparkdl.feed.facts import ShardFacts
 from sparkdl.protocols import Segment

@@ -105,8 +105,8 @@ def measure(workers: int, numel: int, repeats: int) -> dict[str, float]:
     """Rounds of one size, in this process; see ``main`` for what is returned."""
     import torch
 
-    from sparkdl.averager.codec import FullPrecision
     from sparkdl.averager.server import Averager
+    from sparkdl.averager.wire_format import FullPrecision
     from sparkdl.protocols import Segment
 
     layout = (Segment("parameters", torch.float32, numel),)
@@ -181,7 +181,7 @@ def take_part(rank: int, numel: int, address: Any, rounds: int, seconds: Any) ->
     import torch
 
     from sparkdl.averager.client import AveragerClient
-    from sparkdl.averager.codec import FullPrecision
+    from sparkdl.averager.wire_format import FullPrecision
     from sparkdl.events import WindowReport
     from sparkdl.feed.facts import ShardFacts
     from sparkdl.protocols import Segment

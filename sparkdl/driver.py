@@ -188,7 +188,7 @@ def run(
                 layout,
                 center,
                 world_size,
-                job.strategy.codec,
+                job.strategy.wire_format,
                 update=update,
                 memory=memory,
                 policy=job.strategy.round_policy,

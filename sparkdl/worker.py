@@ -180,13 +180,13 @@ def train(
     except Exception as error:  # whatever the user's code raises has to reach the driver
         report_failure(address, place.rank, error)
         return
-    codec, strategy = job.strategy.codec, OnWorker(job.strategy)
+    strategy = OnWorker(job.strategy)
     joined = False
     try:
         with AveragerClient(
             address,
             place.rank,
-            codec,
+            job.strategy.wire_format,
             deadline_s=job.deadline_s,
             own_state=lambda: own_state(replica, job.strategy, strategy.saved_state()),
             attempt=place.attempt,

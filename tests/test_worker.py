@@ -392,7 +392,7 @@ def test_replicas_start_equal_and_draw_different_dropout_masks(
 def test_a_worker_stopped_by_the_averager_returns_without_raising() -> None:
     job = make_job(mlp(), deadline_s=5)
     returned: list[bool] = []
-    with Averager((), [], 2, job.strategy.codec, deadline_s=5) as averager:
+    with Averager((), [], 2, job.strategy.wire_format, deadline_s=5) as averager:
 
         def work() -> None:
             train(job, Place(rank=0, directory=Path("/tmp")), averager.address, [])
@@ -407,7 +407,7 @@ def test_a_worker_stopped_by_the_averager_returns_without_raising() -> None:
 
 
 def test_a_worker_that_comes_after_the_run_was_closed_says_so_at_once() -> None:
-    with Averager((), [], 1, make_job(mlp()).strategy.codec, deadline_s=5) as averager:
+    with Averager((), [], 1, make_job(mlp()).strategy.wire_format, deadline_s=5) as averager:
         address: AveragerAddress = averager.address
     started = time.monotonic()
     with pytest.raises(DisconnectedError, match=r"rank 0 cannot reach the averager at tcp://"):

@@ -16,11 +16,11 @@ import torch
 
 from fuzzing.calling import Call, Message, Place, Said, any_way, dialogue
 from fuzzing.loop import Fault, Target, require_threads_gone
-from sparkdl.averager.codec import BFloat16Changes, Codec, FullPrecision
 from sparkdl.averager.events import NewRows
 from sparkdl.averager.membership import Tolerance
 from sparkdl.averager.saving import CheckpointPlan
 from sparkdl.averager.server import Averager
+from sparkdl.averager.wire_format import BFloat16Changes, FullPrecision, WireFormat
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.events import ValidationReport, WindowReport
@@ -88,10 +88,10 @@ class AveragerTarget(Target):
         """One run."""
         workers = draw.choice([1, 1, 1, WORKERS])
         saves = workers == 1 and draw.random() < 0.15
-        codec: Codec = BFloat16Changes() if draw.random() < 0.3 else FullPrecision()
+        wire_format: WireFormat = BFloat16Changes() if draw.random() < 0.3 else FullPrecision()
         steps = _steps(draw)
         said = [
-            dialogue(draw, _messages(steps, rank, codec.name, saves=saves))
+            dialogue(draw, _messages(steps, rank, wire_format.name, saves=saves))
             for rank in range(workers)
         ]
         known = [draw.random() > 0.05 for _ in said]
@@ -102,7 +102,7 @@ class AveragerTarget(Target):
                     LAYOUT,
                     [torch.ones(s.numel, dtype=s.center_dtype) for s in LAYOUT],
                     workers,
-                    codec,
+                    wire_format,
                     deadline_s=RIGHT_DEADLINE_S if good else WRONG_DEADLINE_S,
                     plan=self._plan() if saves else None,
                     tolerance=Tolerance(draw.choice([0] * 9 + [2])),
@@ -193,7 +193,7 @@ def _steps(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def _messages(steps: dict[str, Any], rank: int, codec: str, *, saves: bool) -> list[Said]:
+def _messages(steps: dict[str, Any], rank: int, wire_format: str, *, saves: bool) -> list[Said]:
     """All that a worker sends, if nothing is wrong with it."""
     said = [Said({"join": rank, "host": "h", "attempt": 0, "task": rank, "frozen": ""})]
     said += [Said({"reading": 5})] * steps["reads"]
@@ -219,7 +219,7 @@ def _messages(steps: dict[str, Any], rank: int, codec: str, *, saves: bool) -> l
                 step_of_epoch=number,
                 stands_for=steps["stands_for"],
             )
-            said += [*_contribution(steps, report, codec), *own_state]
+            said += [*_contribution(steps, report, wire_format), *own_state]
         if not all_read:
             said += [Said(_shard(complete=True), answers=1)]
             all_read = True
@@ -231,7 +231,7 @@ def _messages(steps: dict[str, Any], rank: int, codec: str, *, saves: bool) -> l
     return [*said, Said({"finish": True}, answers=1)]
 
 
-def _contribution(steps: dict[str, Any], report: WindowReport, codec: str) -> list[Said]:
+def _contribution(steps: dict[str, Any], report: WindowReport, wire_format: str) -> list[Said]:
     """A window, behind which the outcome is waited for."""
     kept = bytes(STATE_BYTES) if steps["keeps"] else b""
     messages: list[Message] = [
@@ -241,7 +241,7 @@ def _contribution(steps: dict[str, Any], report: WindowReport, codec: str) -> li
             "own_state": len(kept),
         },
         *([kept] if kept else []),
-        *(_values(codec) if report.weight else []),
+        *(_values(wire_format) if report.weight else []),
     ]
     answers = len(LAYOUT) if steps["takes_reply"] else 1
     return [*(Said(message) for message in messages[:-1]), Said(messages[-1], answers)]
@@ -251,9 +251,9 @@ def _shard(*, complete: bool) -> Message:
     return {"shard": asdict(replace(SHARD, complete=complete))}
 
 
-def _values(codec: str) -> list[bytes]:
+def _values(wire_format: str) -> list[bytes]:
     """A contribution: each segment in one chunk."""
-    narrow = torch.bfloat16 if codec == "bfloat16" else None
+    narrow = torch.bfloat16 if wire_format == "bfloat16" else None
     sent = []
     for segment in LAYOUT:
         dtype = narrow if narrow is not None and segment.averaged else segment.dtype

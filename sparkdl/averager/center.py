@@ -18,8 +18,8 @@ from sparkdl.averager.center_update import (
     ReplaceByMean,
     new_memory,
 )
-from sparkdl.averager.codec import Codec
 from sparkdl.averager.wire import Chunk, chunk_bytes, plan_chunks
+from sparkdl.averager.wire_format import WireFormat
 from sparkdl.protocols import Layout
 from sparkdl.transport.framing import octets_of, values_prefix
 
@@ -44,7 +44,7 @@ class Center:
         layout: kinds and sizes of the replicas' state.
         center: the initial center, a tensor of ``center_dtype`` a segment; owned from here on.
         world_size: number of workers, which decides how values are cut.
-        codec: how values travel.
+        wire_format: how values travel.
         update: what contributions do to the center.
         memory: what the update remembers; by default it begins. Owned from here on.
 
@@ -62,7 +62,7 @@ class Center:
         layout: Layout,
         center: Sequence[Tensor],
         world_size: int,
-        codec: Codec,
+        wire_format: WireFormat,
         update: CenterUpdate | None = None,
         memory: Memory | None = None,
     ) -> None:
@@ -73,11 +73,11 @@ class Center:
         self.chunk_bytes = chunk_bytes(world_size)
         self.chunks = plan_chunks(layout, self.chunk_bytes)
         self.sum: Accumulator | None = None
-        self._codec = codec
-        self._wire_dtypes = [codec.wire_dtype(segment) for segment in layout]
+        self._wire_format = wire_format
+        self._wire_dtypes = [wire_format.wire_dtype(segment) for segment in layout]
         # Where the mean is what has changed, or the update says how; others become the mean.
         self._moves = [
-            segment.averaged and (codec.sends_changes or self._update.updates(segment))
+            segment.averaged and (wire_format.sends_changes or self._update.updates(segment))
             for segment in layout
         ]
         self._spare = [torch.empty_like(segment) for segment in center]
@@ -110,7 +110,7 @@ class Center:
             for index, moves in enumerate(self._moves):
                 if not moves:
                     self.values[index], self._spare[index] = self._spare[index], self.values[index]
-        elif self._codec.replies_changes:
+        elif self._wire_format.replies_changes:
             for spare in self._spare:
                 spare.zero_()
         self.sum = None
@@ -120,7 +120,7 @@ class Center:
     def _move(self, chunk: Chunk, contributions: Contributions) -> None:
         """Add a change to the center while both are in the cache."""
         center, change = chunk.of(self.values), chunk.of(self._spare)
-        if not self._codec.sends_changes:
+        if not self._wire_format.sends_changes:
             change.sub_(center)
         if self._update.updates(self.layout[chunk.segment]):
             kept = {
@@ -128,7 +128,7 @@ class Center:
                 for name, tensor in self.memory[chunk.segment].items()
             }
             self._update.step(center, change, kept, contributions)
-        if self._codec.replies_changes:
+        if self._wire_format.replies_changes:
             change.copy_(change.to(self.wire_dtype(chunk)))  # as the workers will see it
         center.add_(change)
 
@@ -166,7 +166,7 @@ class Center:
     def _set_reply(self) -> None:
         """Have at hand what the workers are sent, in the form in which it travels."""
         outcome = [
-            spare if self._codec.replies_changes and segment.averaged else values
+            spare if self._wire_format.replies_changes and segment.averaged else values
             for segment, values, spare in zip(self.layout, self.values, self._spare, strict=True)
         ]
         if not self._reply:

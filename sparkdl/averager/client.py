@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdl.averager.codec import Codec
 from sparkdl.averager.finite import require_finite
 from sparkdl.averager.headers import (
     failure_header,
@@ -23,6 +22,7 @@ from sparkdl.averager.headers import (
 from sparkdl.averager.line import Line
 from sparkdl.averager.progress import Position
 from sparkdl.averager.wire import Chunk, plan_chunks
+from sparkdl.averager.wire_format import WireFormat
 from sparkdl.errors import (
     CollectiveError,
     TrainingError,
@@ -50,7 +50,7 @@ class AveragerClient:
     Args:
         address: where the averager is, with the job's token.
         rank: this worker's rank.
-        codec: how values travel, the same as the averager's.
+        wire_format: how values travel, the same as the averager's.
         deadline_s: the longest that the averager lets a worker be silent, in seconds. It judges
             whom it waits for; this end takes the averager for lost after twice that time.
         own_state: called for a checkpoint; what of this worker is not part of the center.
@@ -72,7 +72,7 @@ class AveragerClient:
         self,
         address: AveragerAddress,
         rank: int,
-        codec: Codec,
+        wire_format: WireFormat,
         *,
         deadline_s: float = 600.0,
         own_state: Callable[[], bytes] = bytes,
@@ -83,7 +83,7 @@ class AveragerClient:
     ) -> None:
         self.rank = rank
         self.closed_epoch = 0
-        self._codec = codec
+        self._wire_format = wire_format
         self._base: list[Tensor] = []
         self._chunk_bytes = 0
         self._own_state = own_state
@@ -309,9 +309,9 @@ class AveragerClient:
     def _receive_reply(self, state: list[Tensor], layout: Layout, chunks: list[Chunk]) -> None:
         for chunk in chunks:
             segment, target, base = layout[chunk.segment], chunk.of(state), self._base_of(chunk)
-            reply = self._receive(self._codec.wire_dtype(segment), target)
+            reply = self._receive(self._wire_format.wire_dtype(segment), target)
             if reply is not target:
-                self._codec.decode(reply, target, base, segment)
+                self._wire_format.decode(reply, target, base, segment)
 
     def _committed(self, window: WindowReport) -> None:
         """A round has happened; if it becomes a checkpoint, this worker's state belongs to it."""
@@ -334,7 +334,7 @@ class AveragerClient:
 
     def _extend_base(self, state: list[Tensor], layout: Layout) -> None:
         """Start the last center at zero, as the averager does, for state that was not there yet."""
-        if self._codec.sends_changes:
+        if self._wire_format.sends_changes:
             for tensor, segment in list(zip(state, layout, strict=True))[len(self._base) :]:
                 self._base.append(torch.zeros_like(tensor, dtype=segment.center_dtype))
 
@@ -347,13 +347,17 @@ class AveragerClient:
         values = chunk.of(state)
         if segment.averaged:
             require_finite(values, window)
-        encoded = self._codec.encode(values, self._base_of(chunk), segment)
+        encoded = self._wire_format.encode(values, self._base_of(chunk), segment)
         self._line.send_values(encoded.to("cpu"))
 
     def _receive(self, dtype: torch.dtype, target: Tensor) -> Tensor:
         """Receive what ``target`` is to become: in place if it can be, else beside it."""
         values = target
-        if self._codec.sends_changes or target.dtype is not dtype or target.device.type != "cpu":
+        if (
+            self._wire_format.sends_changes
+            or target.dtype is not dtype
+            or target.device.type != "cpu"
+        ):
             values = self._scratch[: len(target) * dtype.itemsize].view(dtype)
         while (header := self._line.receive_values(values)) is not None:
             self._note_checkpoint(header)

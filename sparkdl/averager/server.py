@@ -14,7 +14,6 @@ from torch import Tensor
 from sparkdl.averager import events as on
 from sparkdl.averager.center import Center
 from sparkdl.averager.center_update import CenterUpdate, Memory
-from sparkdl.averager.codec import Codec
 from sparkdl.averager.coordinator import Coordinator
 from sparkdl.averager.events import RunEvent
 from sparkdl.averager.kept import KeptState
@@ -23,6 +22,7 @@ from sparkdl.averager.membership import Tolerance
 from sparkdl.averager.progress import Progress
 from sparkdl.averager.round_policy import RoundPolicy
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
+from sparkdl.averager.wire_format import WireFormat
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.events import EpochSummary
 from sparkdl.protocols import Layout
@@ -40,7 +40,7 @@ class Averager:
         layout: kinds and sizes of the replicas' state.
         center: the initial center, a tensor of ``center_dtype`` a segment; owned from here on.
         world_size: number of workers.
-        codec: how values travel.
+        wire_format: how values travel.
         update: what contributions do to the center; by default their mean replaces it.
         memory: what the update remembers; by default it begins. Owned from here on.
         policy: who is waited for in rounds; by default everyone.
@@ -62,7 +62,7 @@ class Averager:
         layout: Layout,
         center: Sequence[Tensor],
         world_size: int,
-        codec: Codec,
+        wire_format: WireFormat,
         *,
         update: CenterUpdate | None = None,
         memory: Memory | None = None,
@@ -91,7 +91,7 @@ class Averager:
             policy=policy,
         )
         self._plan = plan
-        self._center = Center(layout, center, world_size, codec, update, memory)
+        self._center = Center(layout, center, world_size, wire_format, update, memory)
         self._loop = Loop(self._coordinator, self._center, plan, resumed)
         token = secrets.token_urlsafe(32)
         name = advertised_host or host

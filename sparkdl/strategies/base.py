@@ -11,9 +11,9 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from sparkdl.averager.center_update import CenterUpdate, ReplaceByMean
-from sparkdl.averager.codec import Codec
 from sparkdl.averager.progress import Position
 from sparkdl.averager.round_policy import All, RoundPolicy
+from sparkdl.averager.wire_format import WireFormat
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
@@ -154,7 +154,7 @@ class Strategy(ABC, Generic[State]):
 
     @property
     @abstractmethod
-    def codec(self) -> Codec:
+    def wire_format(self) -> WireFormat:
         """How values travel between workers and averager."""
 
     @property

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparkdl.averager.codec import Codec, FullPrecision
+from sparkdl.averager.wire_format import FullPrecision, WireFormat
 from sparkdl.collective import release_model
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
@@ -93,7 +93,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
                 raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
 
     @property
-    def codec(self) -> Codec:
+    def wire_format(self) -> WireFormat:
         """The driver's copy is exact."""
         return FullPrecision()
 

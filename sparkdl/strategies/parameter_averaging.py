@@ -22,7 +22,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from sparkdl.averager.codec import CODECS, Codec
+from sparkdl.averager.wire_format import WIRE_FORMATS, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
 from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
@@ -67,9 +67,9 @@ class ParameterAveraging(Strategy["Aggregation"]):
             raise ConfigError(
                 f"average_optimizer_state must be a bool, got {self.average_optimizer_state!r}"
             )
-        if self.wire_dtype not in CODECS:
+        if self.wire_dtype not in WIRE_FORMATS:
             raise ConfigError(
-                f"wire_dtype must be one of {', '.join(CODECS)}, got {self.wire_dtype!r}"
+                f"wire_dtype must be one of {', '.join(WIRE_FORMATS)}, got {self.wire_dtype!r}"
             )
         if self.aggregation not in AGGREGATIONS:
             raise ConfigError(
@@ -88,9 +88,9 @@ class ParameterAveraging(Strategy["Aggregation"]):
             )
 
     @property
-    def codec(self) -> Codec:
+    def wire_format(self) -> WireFormat:
         """By the name of ``wire_dtype``."""
-        return CODECS[self.wire_dtype]()
+        return WIRE_FORMATS[self.wire_dtype]()
 
     @property
     def needs(self) -> Needs:

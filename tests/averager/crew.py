@@ -12,9 +12,9 @@ import torch
 from toys import drive
 
 from sparkdl.averager import Averager, AveragerClient
-from sparkdl.averager.codec import Codec, FullPrecision
 from sparkdl.averager.events import RunEvent as Event
 from sparkdl.averager.membership import Tolerance
+from sparkdl.averager.wire_format import FullPrecision, WireFormat
 from sparkdl.events import WindowReport
 from sparkdl.feed.facts import ShardFacts
 from sparkdl.protocols import Segment
@@ -38,9 +38,9 @@ class Crew:
         outcome: of the driver, which lets them start and then waits for the end of the run.
     """
 
-    def __init__(self, averager: Averager, codec: Codec, deadline_s: float) -> None:
+    def __init__(self, averager: Averager, wire_format: WireFormat, deadline_s: float) -> None:
         self.averager = averager
-        self._codec = codec
+        self._wire_format = wire_format
         self._deadline_s = deadline_s
         self._clients: dict[int, AveragerClient] = {}
         self._left: list[AveragerClient] = []
@@ -50,7 +50,7 @@ class Crew:
     def join(self, rank: int, **options: Any) -> Future[Any]:
         """A worker joins, for the first time or again, and waits for the center."""
         client = AveragerClient(
-            self.averager.address, rank, self._codec, deadline_s=self._deadline_s, **options
+            self.averager.address, rank, self._wire_format, deadline_s=self._deadline_s, **options
         )
         if rank in self._clients:
             self._left.append(self._clients[rank])
@@ -92,7 +92,7 @@ class Crew:
 def crew(
     world_size: int,
     *,
-    codec: Codec | None = None,
+    wire_format: WireFormat | None = None,
     center: float = 0.0,
     deadline_s: float = 10.0,
     max_failures: int = 5,
@@ -103,25 +103,25 @@ def crew(
 
     Args:
         world_size: how many.
-        codec: how values travel.
+        wire_format: how values travel.
         center: each of its numbers.
         deadline_s: the averager's and the workers'.
         max_failures: losses that the run survives.
         options: more arguments of the workers' clients.
         settings: more arguments of the averager.
     """
-    codec = codec or FullPrecision()
+    wire_format = wire_format or FullPrecision()
     with ExitStack() as stack:
         averager = Averager(
             LAYOUT,
             [torch.full((3,), center)],
             world_size,
-            codec,
+            wire_format,
             deadline_s=deadline_s,
             tolerance=Tolerance(max_failures),
             **settings,
         )
-        workers = Crew(averager, codec, deadline_s)
+        workers = Crew(averager, wire_format, deadline_s)
         stack.callback(workers.close)
         stack.enter_context(averager)
         for started in [workers.join(rank, **(options or {})) for rank in range(world_size)]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparkdl.averager import events as on
 from sparkdl.averager.center import Center, Frames
 from sparkdl.averager.center_update import Contributions
-from sparkdl.averager.codec import BFloat16Changes, Codec, FullPrecision
+from sparkdl.averager.wire_format import BFloat16Changes, FullPrecision, WireFormat
 from sparkdl.protocols import Layout, Segment
 from sparkdl.transport.framing import PREFIX_BYTES, VALUES_KIND, read_prefix
 
@@ -25,9 +25,11 @@ MIXED: Layout = (
 )
 
 
-def make_center(layout: Layout = ONE, codec: Codec | None = None, world_size: int = 2) -> Center:
+def make_center(
+    layout: Layout = ONE, wire_format: WireFormat | None = None, world_size: int = 2
+) -> Center:
     zeros = [torch.zeros(segment.numel, dtype=segment.center_dtype) for segment in layout]
-    return Center(layout, zeros, world_size, codec or FullPrecision())
+    return Center(layout, zeros, world_size, wire_format or FullPrecision())
 
 
 def contribute(center: Center, rank: int, value: float) -> None:
@@ -120,25 +122,25 @@ def test_a_sum_that_has_started_over_has_nothing_of_before() -> None:
     assert center.values[0].tolist() == [3.0] * SIZE
 
 
-@pytest.mark.parametrize("codec", [FullPrecision(), BFloat16Changes()], ids=lambda c: c.name)
-def test_a_round_without_weight_replies_that_nothing_changed(codec: Codec) -> None:
-    center = make_center(MIXED, codec)
+@pytest.mark.parametrize("wire_format", [FullPrecision(), BFloat16Changes()], ids=lambda c: c.name)
+def test_a_round_without_weight_replies_that_nothing_changed(wire_format: WireFormat) -> None:
+    center = make_center(MIXED, wire_format)
     average(center, {0: (1, 2.0), 1: (1, 4.0)})
     before = [values.clone() for values in center.values]
     average(center, {0: (0, 0.0), 1: (0, 0.0)})
     assert all(map(torch.equal, center.values, before))
-    floats = torch.bfloat16 if codec.replies_changes else torch.float32
+    floats = torch.bfloat16 if wire_format.replies_changes else torch.float32
     elements = MIXED[0].numel
     reply = b"".join(bytes(values) for values in center.reply()[1::2])
     width = floats.itemsize * elements
     parameters = torch.frombuffer(bytearray(reply[:width]), dtype=floats)
     integers = torch.frombuffer(bytearray(reply[width : width + 24]), dtype=torch.int64)
-    assert set(parameters.tolist()) == ({0.0} if codec.replies_changes else {3.0})
+    assert set(parameters.tolist()) == ({0.0} if wire_format.replies_changes else {3.0})
     assert integers.tolist() == [2, 2, 2]
 
 
 def test_under_bfloat16_the_reply_is_the_rounded_change_and_the_center_moves_by_it() -> None:
-    center = make_center(codec=BFloat16Changes())
+    center = make_center(wire_format=BFloat16Changes())
     for number in (1, 2):
         average(center, {0: (1, 1.0), 1: (1, 1.0078125)})
         # The mean, 1.00390625, has no bfloat16 of its own; 1 is the nearest with an even end.
@@ -209,7 +211,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("world_size", [1, 4, 64])
     @pytest.mark.parametrize(
-        ("dtype", "codec", "bytes_each"),
+        ("dtype", "wire_format", "bytes_each"),
         [
             (torch.float32, FullPrecision(), 8),
             (torch.float32, BFloat16Changes(), 8 + 2),
@@ -220,9 +222,9 @@ class TestMemory:
         ids=["float32", "bfloat16 changes", "bfloat16", "float16", "float64"],
     )
     def test_it_does_not_grow(
-        self, dtype: torch.dtype, codec: Codec, bytes_each: int, world_size: int
+        self, dtype: torch.dtype, wire_format: WireFormat, bytes_each: int, world_size: int
     ) -> None:
-        center = make_center((Segment("parameters", dtype, self.NUMEL),), codec, world_size)
+        center = make_center((Segment("parameters", dtype, self.NUMEL),), wire_format, world_size)
         for _ in range(3):
             average(center, {rank: (1, float(rank)) for rank in range(world_size)})
             average(center, dict.fromkeys(range(world_size), (0, 0.0)))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparkdl.averager.center import Center
 from sparkdl.averager.center_update import CenterUpdate, Contributions
-from sparkdl.averager.codec import BFloat16Changes, Changes, Codec, FullPrecision
+from sparkdl.averager.wire_format import BFloat16Changes, Changes, FullPrecision, WireFormat
 from sparkdl.protocols import Layout, Segment
 
 FORMATS = [FullPrecision(), Changes(), BFloat16Changes()]
@@ -53,45 +53,45 @@ def layout_of(*kinds: str) -> Layout:
     return tuple(Segment(kind, torch.float32, SIZE) for kind in kinds)
 
 
-def contribute(center: Center, codec: Codec, *values: float) -> None:
+def contribute(center: Center, wire_format: WireFormat, *values: float) -> None:
     """A round of one worker, which holds the center and then has so many in each segment."""
     total = center.open_sum([0])
     total.declare(0, 1)
     for index, chunk in enumerate(center.chunks):
         base = chunk.of(center.values)
         mine = torch.full_like(base, values[chunk.segment])
-        sent = codec.encode(mine, base, center.layout[chunk.segment])
+        sent = wire_format.encode(mine, base, center.layout[chunk.segment])
         total.add(0, index, sent)
     center.commit(Contributions((1,), 4, 2))
 
 
-def replied(center: Center, codec: Codec, before: Tensor) -> Tensor:
+def replied(center: Center, wire_format: WireFormat, before: Tensor) -> Tensor:
     """What the first segment of a worker that held the center becomes by the reply."""
     octets = bytearray(b"".join(map(bytes, center.reply()[1::2])))
-    dtype = codec.wire_dtype(center.layout[0])
+    dtype = wire_format.wire_dtype(center.layout[0])
     values, base = before.clone(), before.clone()
-    codec.decode(torch.frombuffer(octets, dtype=dtype)[:SIZE], values, base, center.layout[0])
+    wire_format.decode(torch.frombuffer(octets, dtype=dtype)[:SIZE], values, base, center.layout[0])
     return values
 
 
-@pytest.mark.parametrize("codec", FORMATS, ids=lambda each: each.name)
-def test_the_center_moves_as_the_update_says_in_every_wire_format(codec: Codec) -> None:
-    center = Center(layout_of("parameters"), [torch.zeros(SIZE)], 4, codec, Momentum())
+@pytest.mark.parametrize("wire_format", FORMATS, ids=lambda each: each.name)
+def test_the_center_moves_as_the_update_says_in_every_wire_format(wire_format: WireFormat) -> None:
+    center = Center(layout_of("parameters"), [torch.zeros(SIZE)], 4, wire_format, Momentum())
     oracle, velocity = np.float32(0), np.float32(0)
     for value in (1.0, 3.0, 2.5):
         before = center.values[0].clone()
-        contribute(center, codec, value)
+        contribute(center, wire_format, value)
         velocity = velocity * np.float32(0.5) + (np.float32(value) - oracle)
         oracle = oracle + velocity
         assert set(center.values[0].tolist()) == {float(oracle)}
-        assert torch.equal(replied(center, codec, before), center.values[0])
+        assert torch.equal(replied(center, wire_format, before), center.values[0])
 
 
-@pytest.mark.parametrize("codec", FORMATS, ids=lambda each: each.name)
-def test_what_is_no_parameter_becomes_the_mean(codec: Codec) -> None:
+@pytest.mark.parametrize("wire_format", FORMATS, ids=lambda each: each.name)
+def test_what_is_no_parameter_becomes_the_mean(wire_format: WireFormat) -> None:
     layout = layout_of("parameters", "buffers", "optimizer")
-    center = Center(layout, [torch.zeros(SIZE) for _ in layout], 4, codec, Told())
-    contribute(center, codec, 1.0, 3.0, 5.0)
+    center = Center(layout, [torch.zeros(SIZE) for _ in layout], 4, wire_format, Told())
+    contribute(center, wire_format, 1.0, 3.0, 5.0)
     assert [values[-1].item() for values in center.values] == [142.0, 3.0, 5.0]
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sparkdl.averager import client
 from sparkdl.averager.client import AveragerClient
-from sparkdl.averager.codec import BFloat16Changes, Codec, FullPrecision
 from sparkdl.averager.server import Averager
+from sparkdl.averager.wire_format import BFloat16Changes, FullPrecision, WireFormat
 from sparkdl.errors import NonFiniteError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts, ShardFacts
@@ -93,8 +93,8 @@ def test_examples_and_losses_are_counted_where_they_happened() -> None:
         assert (summary.examples, summary.loss) == (5, 0.6)
 
 
-@pytest.mark.parametrize("codec", [FullPrecision(), BFloat16Changes()], ids=lambda c: c.name)
-def test_rounds_without_any_weight_change_nothing(codec: Codec) -> None:
+@pytest.mark.parametrize("wire_format", [FullPrecision(), BFloat16Changes()], ids=lambda c: c.name)
+def test_rounds_without_any_weight_change_nothing(wire_format: WireFormat) -> None:
     def exchanged(step: int, value: float, **fields: object) -> list[list[float]]:
         rounds = [
             workers.exchange(crew_window(rank, step, **fields), value)  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ def test_rounds_without_any_weight_change_nothing(codec: Codec) -> None:
         ]
         return [reply.result(WAIT_S) for reply in rounds]
 
-    with crew(2, codec=codec, center=1.0) as workers:
+    with crew(2, wire_format=wire_format, center=1.0) as workers:
         assert exchanged(1, 7.0, examples=0) == [[1.0] * 3] * 2
         assert exchanged(2, 3.0) == [[3.0] * 3] * 2
         assert exchanged(3, 7.0, examples=0) == [[3.0] * 3] * 2
@@ -112,13 +112,13 @@ def test_rounds_without_any_weight_change_nothing(codec: Codec) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("codec", [FullPrecision(), BFloat16Changes()], ids=lambda c: c.name)
+@pytest.mark.parametrize("wire_format", [FullPrecision(), BFloat16Changes()], ids=lambda c: c.name)
 def test_what_is_not_finite_never_reaches_the_center_and_is_said_whose_it_is(
-    codec: Codec, rank: int, bad: float, monkeypatch: pytest.MonkeyPatch
+    wire_format: WireFormat, rank: int, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker looks at what it sends; one that does not know how to still has the token."""
     monkeypatch.setattr(client, "require_finite", lambda values, report: None)
-    with crew(2, codec=codec, center=1.0) as workers:
+    with crew(2, wire_format=wire_format, center=1.0) as workers:
         workers.exchange(crew_window(rank, 4), bad)
         workers.exchange(crew_window(1 - rank, 4), 2.0)
         error = workers.outcome.exception(WAIT_S)

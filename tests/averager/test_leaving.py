@@ -13,7 +13,7 @@ import torch
 from crew import LAYOUT, WAIT_S, Crew, crew, eventually, window
 
 from sparkdl.averager import Averager
-from sparkdl.averager.codec import FullPrecision
+from sparkdl.averager.wire_format import FullPrecision
 from sparkdl.errors import StoppedError, TrainingError
 from sparkdl.transport.reaching import dial
 

@@ -12,8 +12,8 @@ from crew import LAYOUT, WAIT_S, crew
 from toys import drive
 
 from sparkdl.averager import Averager, AveragerClient, headers
-from sparkdl.averager.codec import FullPrecision
 from sparkdl.averager.headers import facts_header, read_facts, shard_header
+from sparkdl.averager.wire_format import FullPrecision
 from sparkdl.errors import DataError, TrainingError
 from sparkdl.feed.facts import ColumnFacts, DataFacts, ShardFacts
 

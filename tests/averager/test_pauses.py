@@ -19,9 +19,9 @@ from crew import LAYOUT, WAIT_S, crew, window
 from toys import drive
 
 from sparkdl.averager import Averager, AveragerClient, membership
-from sparkdl.averager.codec import FullPrecision
 from sparkdl.averager.membership import Tolerance
 from sparkdl.averager.saving import CheckpointPlan
+from sparkdl.averager.wire_format import FullPrecision
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import SparkDLError
 from sparkdl.feed.facts import ShardFacts

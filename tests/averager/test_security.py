@@ -17,7 +17,7 @@ from torch import Tensor
 from toys import drive, sparkdl_threads
 
 from sparkdl.averager import Averager, AveragerAddress, AveragerClient
-from sparkdl.averager.codec import FullPrecision
+from sparkdl.averager.wire_format import FullPrecision
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError
 from sparkdl.feed.facts import DataFacts, ShardFacts
 from sparkdl.protocols import Segment

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sparkdl.averager.center_update import CenterUpdate, Contributions
-from sparkdl.averager.codec import Changes, Codec
 from sparkdl.averager.round_policy import Nobody, RoundPolicy
+from sparkdl.averager.wire_format import Changes, WireFormat
 from sparkdl.protocols import Batch, Segment
 from sparkdl.strategies import Needs, Run, Strategy
 
@@ -51,7 +51,7 @@ class AsynchronousSGD(Strategy[None]):
     rate: float = 1.0
 
     @property
-    def codec(self) -> Codec:
+    def wire_format(self) -> WireFormat:
         """What has changed: values would undo what others have added meanwhile."""
         return Changes()
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sparkdl.averager.center_update import CenterUpdate, Contributions
-from sparkdl.averager.codec import Codec, FullPrecision
+from sparkdl.averager.wire_format import FullPrecision, WireFormat
 from sparkdl.protocols import Batch
 from sparkdl.strategies import Needs, Run, Strategy
 
@@ -51,7 +51,7 @@ class OuterMomentum(Strategy[None]):
     rate: float = 1.0
 
     @property
-    def codec(self) -> Codec:
+    def wire_format(self) -> WireFormat:
         """Values, as they are."""
         return FullPrecision()
 

@@ -16,7 +16,7 @@ from misbehaving import KillsOnce, die_after
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
 
-from sparkdl.averager.codec import Codec, FullPrecision
+from sparkdl.averager.wire_format import FullPrecision, WireFormat
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
 from sparkdl.errors import WorkerError
@@ -45,7 +45,7 @@ class Drifting(Strategy[Drift]):
     """Averages after each step, and pushes each worker by what it has seen before."""
 
     @property
-    def codec(self) -> Codec:
+    def wire_format(self) -> WireFormat:
         return FullPrecision()
 
     @property

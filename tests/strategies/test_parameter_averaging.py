@@ -283,7 +283,7 @@ def test_rounds_without_any_rows_leave_every_replica_at_the_initial_model(wire_d
     states = {rank: torch.full((5,), -1.0) for rank in range(2)}
 
     def work(rank: int, address: AveragerAddress) -> None:
-        with AveragerClient(address, rank, strategy.codec, deadline_s=10) as client:
+        with AveragerClient(address, rank, strategy.wire_format, deadline_s=10) as client:
             client.start(ShardFacts(0, ()), [states[rank]], layout)
             for epoch in (1, 2):
                 window = WindowReport(
@@ -293,7 +293,7 @@ def test_rounds_without_any_rows_leave_every_replica_at_the_initial_model(wire_d
             client.finish()
 
     with (
-        Averager(layout, [initial.clone()], 2, strategy.codec, deadline_s=10) as averager,
+        Averager(layout, [initial.clone()], 2, strategy.wire_format, deadline_s=10) as averager,
         ThreadPoolExecutor(2) as pool,
     ):
         workers = [pool.submit(work, rank, averager.address) for rank in states]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from sparkdl.averager.client import AveragerClient
-from sparkdl.averager.codec import FullPrecision
+from sparkdl.averager.wire_format import FullPrecision
 from sparkdl.errors import DisconnectedError
 from sparkdl.transport.address import AveragerAddress
 from sparkdl.transport.connection import ConnectionLostError, SilenceError, StrangerError

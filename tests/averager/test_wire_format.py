@@ -1,4 +1,4 @@
-"""Codecs: both ends of the wire end with the same bits, and small changes are not lost."""
+"""Wire formats: both ends of the wire end with the same bits, and small changes are not lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from torch import Tensor
 
 from sparkdl.averager.center import Center
 from sparkdl.averager.center_update import Contributions
-from sparkdl.averager.codec import CODECS, BFloat16Changes, Changes, Codec, FullPrecision
+from sparkdl.averager.wire_format import (
+    WIRE_FORMATS,
+    BFloat16Changes,
+    Changes,
+    FullPrecision,
+    WireFormat,
+)
 from sparkdl.protocols import Segment
 
 FLOATS = Segment("parameters", torch.float32, 4)
@@ -18,7 +24,7 @@ INTEGERS = Segment("buffers", torch.int64, 1)
 
 
 def test_codecs_are_found_by_the_name_of_the_wire_dtype() -> None:
-    assert {name: codec.name for name, codec in CODECS.items()} == {
+    assert {name: wire_format.name for name, wire_format in WIRE_FORMATS.items()} == {
         "float32": "float32",
         "bfloat16": "bfloat16",
     }
@@ -36,59 +42,59 @@ def test_bfloat16_takes_two_bytes_a_value(dtype: torch.dtype) -> None:
 
 
 def test_bfloat16_leaves_integers_alone() -> None:
-    codec = BFloat16Changes()
+    wire_format = BFloat16Changes()
     counters = torch.tensor([1_000_001])
-    assert codec.wire_dtype(INTEGERS) is torch.int64
-    assert codec.encode(counters, torch.tensor([5]), INTEGERS) is counters
+    assert wire_format.wire_dtype(INTEGERS) is torch.int64
+    assert wire_format.encode(counters, torch.tensor([5]), INTEGERS) is counters
     target = torch.tensor([0])
-    codec.decode(torch.tensor([7]), target, torch.tensor([5]), INTEGERS)
+    wire_format.decode(torch.tensor([7]), target, torch.tensor([5]), INTEGERS)
     assert target.item() == 7
 
 
-def take_part(center: Center, codec: Codec, values: Tensor, base: Tensor) -> None:
+def take_part(center: Center, wire_format: WireFormat, values: Tensor, base: Tensor) -> None:
     """A round of a worker that is alone."""
     total = center.open_sum([0])
     total.declare(0, 1)
-    total.add(0, 0, codec.encode(values, base, center.layout[0]))
+    total.add(0, 0, wire_format.encode(values, base, center.layout[0]))
     center.commit(Contributions((1,), 1))
     octets = bytearray(center.reply()[1])
-    reply = torch.frombuffer(octets, dtype=codec.wire_dtype(center.layout[0]))
-    codec.decode(reply, values, base, center.layout[0])
+    reply = torch.frombuffer(octets, dtype=wire_format.wire_dtype(center.layout[0]))
+    wire_format.decode(reply, values, base, center.layout[0])
 
 
-@pytest.mark.parametrize("codec", [BFloat16Changes(), Changes()], ids=lambda c: c.name)
+@pytest.mark.parametrize("wire_format", [BFloat16Changes(), Changes()], ids=lambda c: c.name)
 @given(
     start=st.floats(-100, 100, width=32),
     changes=st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=20),
 )
 def test_changes_keep_center_and_replica_bit_identical(
-    codec: Codec, start: float, changes: list[float]
+    wire_format: WireFormat, start: float, changes: list[float]
 ) -> None:
     segment = Segment("parameters", torch.float32, 1)
     base, values = torch.tensor([start]), torch.tensor([start])
-    center = Center((segment,), [base.clone()], 1, codec)
+    center = Center((segment,), [base.clone()], 1, wire_format)
     for change in changes:
         values += change
-        take_part(center, codec, values, base)
+        take_part(center, wire_format, values, base)
         octets = values.numpy().tobytes()
         assert octets == base.numpy().tobytes() == center.values[0].numpy().tobytes()
 
 
 def test_bfloat16_does_not_lose_small_changes_of_large_values() -> None:
     """1 + 1e-4 is 1 in bfloat16; a hundred such changes must arrive as a hundred."""
-    codec = BFloat16Changes()
+    wire_format = BFloat16Changes()
     base, values = torch.ones(1), torch.ones(1)
-    center = Center((Segment("parameters", torch.float32, 1),), [torch.ones(1)], 1, codec)
+    center = Center((Segment("parameters", torch.float32, 1),), [torch.ones(1)], 1, wire_format)
     for _ in range(100):
         values += 1e-4
-        take_part(center, codec, values, base)
+        take_part(center, wire_format, values, base)
     assert center.values[0].item() == pytest.approx(1.01, abs=1e-4)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("codec", [FullPrecision(), BFloat16Changes()], ids=lambda c: c.name)
-def test_replies_arrive_on_the_cpu_also_for_replicas_on_a_gpu(codec: Codec) -> None:
+@pytest.mark.parametrize("wire_format", [FullPrecision(), BFloat16Changes()], ids=lambda c: c.name)
+def test_replies_arrive_on_the_cpu_also_for_replicas_on_a_gpu(wire_format: WireFormat) -> None:
     base, values = torch.ones(4, device="cuda"), torch.ones(4, device="cuda")
-    reply = torch.full((4,), 2.0).to(codec.wire_dtype(FLOATS))
-    codec.decode(reply, values, base if codec.sends_changes else None, FLOATS)
-    assert values.tolist() == [3.0 if codec.replies_changes else 2.0] * 4
+    reply = torch.full((4,), 2.0).to(wire_format.wire_dtype(FLOATS))
+    wire_format.decode(reply, values, base if wire_format.sends_changes else None, FLOATS)
+    assert values.tolist() == [3.0 if wire_format.replies_changes else 2.0] * 4

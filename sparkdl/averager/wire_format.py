@@ -16,7 +16,7 @@ from torch import Tensor
 from sparkdl.protocols import Segment
 
 
-class Codec(Protocol):
+class WireFormat(Protocol):
     """How one round's values travel; all methods see flat 1-D chunks."""
 
     name: str
@@ -106,7 +106,7 @@ class BFloat16Changes:
         values.copy_(base)
 
 
-CODECS: dict[str, type[FullPrecision] | type[BFloat16Changes]] = {
+WIRE_FORMATS: dict[str, type[FullPrecision] | type[BFloat16Changes]] = {
     "float32": FullPrecision,
     "bfloat16": BFloat16Changes,
 }
