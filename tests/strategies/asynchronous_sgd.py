@@ -15,11 +15,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparkdl.averager.center_update import CenterUpdate, Contributions
-from sparkdl.averager.round_policy import Nobody, RoundPolicy
-from sparkdl.averager.wire_format import Changes, WireFormat
 from sparkdl.protocols import Batch, Segment
-from sparkdl.strategies import Needs, Run, Strategy
+from sparkdl.strategies import (
+    CenterUpdate,
+    Changes,
+    Contributions,
+    Needs,
+    Nobody,
+    RoundPolicy,
+    Run,
+    Strategy,
+    WireFormat,
+)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparkdl.averager.center_update import CenterUpdate, Contributions
-from sparkdl.averager.wire_format import FullPrecision, WireFormat
 from sparkdl.protocols import Batch
-from sparkdl.strategies import Needs, Run, Strategy
+from sparkdl.strategies import (
+    CenterUpdate,
+    Contributions,
+    FullPrecision,
+    Needs,
+    Run,
+    Strategy,
+    WireFormat,
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,11 @@ class OuterMomentum(Strategy[None]):
     rate: float = 1.0
 
     @property
+    def needs(self) -> Needs:
+        """Each worker keeps its own optimizer's state."""
+        return Needs(exchanges_optimizer_state=False)
+
+    @property
     def wire_format(self) -> WireFormat:
         """Values, as they are."""
         return FullPrecision()
@@ -59,11 +70,6 @@ class OuterMomentum(Strategy[None]):
     def center_update(self) -> CenterUpdate:
         """The outer optimizer."""
         return SlowMomentum(self.momentum, self.rate)
-
-    @property
-    def needs(self) -> Needs:
-        """Each worker keeps its own optimizer's state."""
-        return Needs(exchanges_optimizer_state=False)
 
     def after_step(self, run: Run, state: None, batch: Batch) -> None:
         """Exchange what was trained since the last time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,10 @@ def test_when_all_start_again_the_velocity_goes_on(tmp_path: Path) -> None:
     outcome = run_world(killed, DATA.shards(), ranks_as="processes")
     assert len(os.listdir(tmp_path)) > 12
     assert same_bits(outcome, whole)
+
+
+def test_the_documentation_shows_this_strategy() -> None:
+    source = Path(outer_momentum.__file__).read_text()
+    page = Path(__file__).parents[2] / "docs" / "strategies.md"
+    (shown,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert shown in source
