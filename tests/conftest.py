@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -55,3 +56,11 @@ def nobody_stays() -> Iterator[None]:
     while set(sparkdl_threads()) - before and time.monotonic() < deadline:
         time.sleep(0.02)
     assert set(sparkdl_threads()) - before == set()
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """No log: each loss is a warning, and a simulation has thousands."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)

@@ -46,7 +46,7 @@ class Round:
 
     def __init__(self, everyone: Iterable[int], policy: RoundPolicy | None = None) -> None:
         self._everyone = frozenset(everyone)
-        self._policy = policy or All()
+        self.policy = policy or All()
         self.admitted: set[int] = set()
         self.pending: set[int] = set(self._everyone)
         self.active: set[int] = set()
@@ -57,8 +57,10 @@ class Round:
         self.through: dict[int, WindowClosed] = {}
         self.readers: set[int] = set()
         self.is_open = False
-        # Of the group and not complete; kept, for it is asked after every contribution.
+        # Of the group: who is not complete, and who has not entered; kept, for they are asked after
+        # every contribution.
         self._missing: set[int] = set()
+        self._awaited: set[int] = set()
         # Those held whom nothing but the sum keeps waiting; and some who are not held any more.
         self._queue: deque[WindowClosed] = deque()
         self._refused = False
@@ -75,8 +77,10 @@ class Round:
     def lose(self, rank: int) -> Loss:
         """Take a rank out."""
         takes_part = rank in self._missing
-        for ranks in (self.readers, self.admitted, self.active, self.group, self._missing):
+        for ranks in (self.readers, self.admitted, self.active, self.group):
             ranks.discard(rank)
+        self._missing.discard(rank)
+        self._awaited.discard(rank)
         self.held.pop(rank, None)
         self.through.pop(rank, None)
         self._ask_again()
@@ -98,7 +102,7 @@ class Round:
             if is_held and self.is_open and rank not in self.group:
                 break
             self._queue.popleft()
-            if is_held and self._policy.admits(rank, self.active):
+            if is_held and self.policy.admits(rank, self.active):
                 return window
             self._refused |= is_held
         return None
@@ -118,16 +122,18 @@ class Round:
         self.held.pop(rank, None)
         is_first, self.is_open = not self.is_open, True
         if is_first:
-            self.group = set(self._policy.group(rank, self.active))
-            self._missing = set(self.group)
+            self.group = set(self.policy.group(rank, self.active))
+            self._missing, self._awaited = set(self.group), set(self.group)
         self.entered[rank] = window
+        self._awaited.discard(rank)
         return is_first
 
     def leave_out(self) -> list[int]:
         """Go on without those who have not begun, if that is enough; returns who they are."""
-        if not self._policy.is_enough(len(self.entered), len(self.group)):
+        group = len(self.group)
+        if not self.policy.is_enough(group - len(self._awaited), group):
             return []
-        left = self.group - self.entered.keys()
+        left, self._awaited = self._awaited, set()
         self.group -= left
         self._missing -= left
         return sorted(left)
@@ -165,7 +171,7 @@ class Round:
             elif not window.member.gone:
                 self.readers.add(rank)
         self._begin_next()
-        if self._policy.committed(window.report for window in windows):
+        if self.policy.committed(window.report for window in windows):
             self._ask_again()
         return windows
 
@@ -180,4 +186,4 @@ class Round:
 
     def _begin_next(self) -> None:
         self.entered, self.complete, self.is_open = {}, set(), False
-        self.group, self._missing = set(), set()
+        self.group, self._missing, self._awaited = set(), set(), set()

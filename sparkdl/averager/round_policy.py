@@ -19,6 +19,9 @@ class RoundPolicy(ABC):
     What it answers must not cost more with more workers, but for ``group``, once a round.
     """
 
+    in_step: bool = False
+    """Whether every round has everyone who is there, so that all have been sent the same center."""
+
     def begin(self, positions: Sequence[Position]) -> None:  # noqa: B027 - not all have to know
         """Take note of where the ranks stand when the run begins, or begins again."""
 
@@ -57,6 +60,8 @@ class RoundPolicy(ABC):
 
 class All(RoundPolicy):
     """Everyone in every round: the same bits each time."""
+
+    in_step = True
 
     def group(self, rank: int, active: Set[int]) -> Collection[int]:
         """All who are there."""

@@ -23,7 +23,7 @@ from sparkdl.averager.progress import Progress
 from sparkdl.averager.round_policy import RoundPolicy
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
 from sparkdl.averager.wire_format import WireFormat
-from sparkdl.errors import SparkDLError, TrainingError
+from sparkdl.errors import ConfigError, SparkDLError, TrainingError
 from sparkdl.events import EpochSummary
 from sparkdl.protocols import Layout
 from sparkdl.transport.address import AveragerAddress
@@ -55,6 +55,10 @@ class Averager:
         tls: whether connections are encrypted.
         frozen: the fingerprint of the parameters that are no part of the center; a worker that has
             built others ends the run.
+
+    Raises:
+        ConfigError: the wire format is for workers that stay in step, and the policy lets them
+            get out of it.
     """
 
     def __init__(
@@ -90,6 +94,12 @@ class Averager:
             frozen=frozen,
             policy=policy,
         )
+        if wire_format.replies_changes and policy is not None and not policy.in_step:
+            raise ConfigError(
+                f"wire format {wire_format.name!r} sends workers how the center has moved, which "
+                "is of use only to those who have followed each of its moves; with "
+                f"{type(policy).__name__} they have not. Use FullPrecision, or Changes"
+            )
         self._plan = plan
         self._center = Center(layout, center, world_size, wire_format, update, memory)
         self._loop = Loop(self._coordinator, self._center, plan, resumed)

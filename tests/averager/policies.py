@@ -16,6 +16,8 @@ class AllButStragglers(All):
         spared: how many are not waited for.
     """
 
+    in_step = False
+
     def __init__(self, spared: int = 1) -> None:
         self._spared = spared
 

@@ -51,6 +51,17 @@ def test_it_is_complete_when_everyone_active_has_finished_and_not_before() -> No
     assert this.is_complete
 
 
+def test_a_lost_rank_that_had_contributed_does_not_stand_for_one_who_has_yet_to() -> None:
+    this = admitted(3)
+    contribute(this, [window(0)])
+    this.lose(0)
+    contribute(this, [window(1)])
+    assert this.leave_out() == []
+    assert not this.is_complete
+    contribute(this, [window(2)])
+    assert this.is_complete
+
+
 def test_nobody_is_enough_for_a_round_to_be_complete() -> None:
     this = Round(range(2))
     assert not this.is_complete

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,20 +10,15 @@ import pytest
 from decisions import Run, commit, only, report, started
 from policies import AllButStragglers, BoundedStaleness
 
+from sparkdl.averager import Averager
 from sparkdl.averager import events as on
 from sparkdl.averager.center_update import Contributions
 from sparkdl.averager.coordinator import Coordinator
 from sparkdl.averager.round_policy import All, Nobody, RoundPolicy
+from sparkdl.averager.wire_format import BFloat16Changes
+from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
 from sparkdl.testing.simulation import random_plan, simulate
-
-
-@pytest.fixture
-def quiet() -> Iterator[None]:
-    """Each loss is a warning, and there are thousands."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def replied_to(decisions: list[on.Decision]) -> list[int]:
@@ -191,3 +185,9 @@ def test_every_schedule_ends_as_its_faults_allow(
     outcomes = [simulate(random_plan(seed), coordinator) for seed in range(500)]
     assert sum(outcome.failure is None for outcome in outcomes) > 300
     assert KeepsTheBound.furthest <= furthest
+
+
+@pytest.mark.parametrize("policy", [Nobody(), AllButStragglers(1)], ids=["nobody", "all but one"])
+def test_replies_of_changes_are_refused_where_not_all_get_each_of_them(policy: RoundPolicy) -> None:
+    with pytest.raises(ConfigError, match=f"'bfloat16' .* with {type(policy).__name__}"):
+        Averager((), [], 2, BFloat16Changes(), policy=policy)

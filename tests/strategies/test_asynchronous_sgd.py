@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 import torch
 from asynchronous_sgd import AsynchronousSGD
 from misbehaving import KillsOnce, die_after
+from simulated import Oracle, simulated
 from torch import Tensor, nn
 from toys import (
     batches_by_hand,
@@ -29,6 +30,7 @@ from sparkdl.averager import events as on
 from sparkdl.averager.coordinator import Coordinator
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.events import WindowReport
+from sparkdl.strategies import Contributions
 from sparkdl.testing import run_world
 from sparkdl.worker import Job
 
@@ -131,3 +133,25 @@ def test_a_resumed_training_goes_on_where_each_worker_was(tmp_path: Path, window
     again = sum(event.examples for event in resumed if isinstance(event, WindowReport))
     assert 0 < again < 3 * sum(SIZES)
     assert outcome.history[-1].loss < outcome.history[0].loss
+
+
+def scaled_by_hand() -> Oracle:
+    """The update once more, for one number."""
+
+    def move(
+        center: float,
+        contributions: Contributions,
+        values: Mapping[int, float],
+        begun: Mapping[int, float],
+    ) -> float:
+        ((rank, value),) = values.items()
+        return center + 0.8 * (value - begun[rank]) / (1 + contributions.staleness)
+
+    return move
+
+
+@pytest.mark.usefixtures("quiet")
+def test_every_schedule_ends_with_the_center_that_its_commits_give() -> None:
+    outcomes = simulated(STRATEGY, scaled_by_hand, range(400))
+    assert sum(outcome.failure is None for outcome in outcomes) > 300
+    assert sum(outcome.losses for outcome in outcomes) > 100

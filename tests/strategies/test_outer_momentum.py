@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from misbehaving import KillsOnce, die_after
 from outer_momentum import OuterMomentum
+from simulated import Oracle, simulated
 from torch import Tensor, nn
 from toys import batches_by_hand, classification, make_job, mlp, parameters_of, relative_error
 
@@ -23,7 +25,7 @@ from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.strategies import ParameterAveraging
+from sparkdl.strategies import Contributions, ParameterAveraging
 from sparkdl.testing import run_world
 from sparkdl.testing.replay import recorded_commits, relative_difference, replay
 from sparkdl.worker import Job
@@ -143,3 +145,29 @@ def test_the_documentation_shows_this_strategy() -> None:
     page = Path(__file__).parents[2] / "docs" / "strategies.md"
     (shown,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert shown in source
+
+
+def velocity_by_hand() -> Oracle:
+    """The update once more, for one number."""
+    velocity = 0.0
+
+    def move(
+        center: float,
+        contributions: Contributions,
+        values: Mapping[int, float],
+        begun: Mapping[int, float],
+    ) -> float:
+        nonlocal velocity
+        assert {begun[rank] for rank in values} == {center}
+        total = sum(w * v for w, v in zip(contributions.weights, values.values(), strict=True))
+        velocity = 0.6 * velocity + total / sum(contributions.weights) - center
+        return center + 0.7 * velocity
+
+    return move
+
+
+@pytest.mark.usefixtures("quiet")
+def test_every_schedule_ends_with_the_center_that_its_commits_give() -> None:
+    outcomes = simulated(STRATEGY, velocity_by_hand, range(400))
+    assert sum(outcome.failure is None for outcome in outcomes) > 300
+    assert sum(outcome.losses for outcome in outcomes) > 100

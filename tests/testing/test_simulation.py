@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -28,12 +27,7 @@ from sparkdl.testing.simulation.averager import Averager
 SCHEDULES = 10_000
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Each loss is a warning, and there are thousands."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from sparkdl.averager import events as on
+from sparkdl.averager.center_update import Contributions
 from sparkdl.averager.coordinator import Coordinator
 from sparkdl.averager.events import Member
 from sparkdl.averager.progress import Position, Progress
@@ -14,7 +15,7 @@ from sparkdl.errors import SparkDLError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts, ShardFacts
 from sparkdl.testing.simulation.clock import Clock
-from sparkdl.testing.simulation.values import Sum, replayed
+from sparkdl.testing.simulation.values import Center, Sum, trained
 from sparkdl.testing.simulation.workers import Link, Message
 
 
@@ -61,12 +62,20 @@ class Conversation:
         self.closed = False
 
 
+def _windows_of(decisions: Iterable[on.Decision]) -> Iterator[WindowReport]:
+    """The windows that are reported first, one after the other."""
+    for decision in decisions:
+        if not isinstance(decision, on.Report) or not isinstance(decision.event, WindowReport):
+            return
+        yield decision.event
+
+
 class Averager:
     """Decisions, links and a center.
 
     Args:
         coordinator: the decisions.
-        center: the initial one.
+        center: what is decided about.
         chunks: into how many messages a contribution is cut.
         clock: of the run.
         observer: who checks.
@@ -77,7 +86,12 @@ class Averager:
     """
 
     def __init__(
-        self, coordinator: Coordinator, center: int, chunks: int, clock: Clock, observer: Observer
+        self,
+        coordinator: Coordinator,
+        center: Center,
+        chunks: int,
+        clock: Clock,
+        observer: Observer,
     ) -> None:
         self.coordinator = coordinator
         self.center = center
@@ -90,12 +104,12 @@ class Averager:
         self._waiting: dict[int, Conversation] = {}
         self._events: deque[on.Event] = deque()
         self._arrived: deque[tuple[Conversation, Message]] = deque()
-        self._sum: Sum | None = None
         self._paused_until = 0.0
         self._saving: Progress | None = None
         self._states: dict[int, Position] = {}
-        # With which center each rank goes on.
-        self._begun: dict[int, int] = {}
+        # With which center each rank goes on, and after how many updates.
+        self._begun: dict[int, tuple[float, int]] = {}
+        self._updates = 0
 
     def begin(self) -> None:
         """Begin to look at the clock."""
@@ -137,22 +151,35 @@ class Averager:
     def _decide(self, event: on.Event) -> None:
         self._observer.before(event)
         decisions = self.coordinator.handle(event, self._clock.now)
-        before, begun = self.center, dict(self._begun)
-        for decision in decisions:
-            self._carry_out(decision)
-        if any(isinstance(decision, on.Commit) for decision in decisions):
-            windows = [
-                decision.event
-                for decision in decisions
-                if isinstance(decision, on.Report) and isinstance(decision.event, WindowReport)
-            ]
-            expected = replayed(before, windows, begun)
-            assert self.center == expected, "the center is not what was committed"
-            self._observer.committed(windows)
-        for decision in decisions:
-            if isinstance(decision, on.Report) and isinstance(decision.event, EpochSummary):
-                self._observer.epoch_ended(decision.event)
+        for index, decision in enumerate(decisions):
+            if isinstance(decision, on.Commit):
+                windows = list(_windows_of(decisions[index + 1 :]))
+                self._commit(decision.contributions, windows)
+            else:
+                self._carry_out(decision)
         self._observer.decided(decisions)
+
+    def _commit(self, contributions: Contributions, windows: Sequence[WindowReport]) -> None:
+        """Change the center, and check that it has become what the windows give."""
+        weighted = [window for window in windows if window.weight]
+        assert contributions.weights == tuple(window.weight for window in weighted)
+        values, staleness = {}, 0
+        for window in weighted:
+            center, updates = self._begun[window.rank]
+            values[window.rank] = trained(center, window.rank, window.epoch, window.step_of_epoch)
+            staleness = max(staleness, self._updates - updates)
+        assert contributions.staleness == staleness
+        assert not staleness or not self.coordinator.round.policy.in_step
+        before = self.center.value
+        self.center.commit(contributions)
+        self.center.require(before, contributions, values)
+        self._updates += bool(weighted)
+        self._observer.committed(windows)
+
+    def _sent_to(self, member: Member) -> float:
+        value = self.center.send_to(member.rank)
+        self._begun[member.rank] = value, self._updates
+        return value
 
     def _tick(self) -> None:
         if self._clock.now < self._paused_until:
@@ -244,11 +271,11 @@ class Averager:
         if index + 1 == self._chunks:
             conversation.sum = None
             self.tell(on.Contributed(member))
-        if total is self._sum:
+        if total is self.center.sum:
             self._pass_turn(index)
 
     def _pass_turn(self, index: int) -> None:
-        rank = None if self._sum is None else self._sum.turn(index)
+        rank = None if self.center.sum is None else self.center.sum.turn(index)
         conversation = None if rank is None else self._waiting.get(rank)
         if conversation is None or conversation.waiting_chunk is None:
             return
@@ -266,13 +293,12 @@ class Averager:
         match decision:
             case on.Welcome(member):
                 position = self.coordinator.committed.positions[member.rank]
-                self._begun[member.rank] = self.center
-                self._send(member, ("welcome", position, self.center), taken=True)
+                self._send(member, ("welcome", position, self._sent_to(member)), taken=True)
             case on.Reply(member, final, _, own_state):
                 if own_state:
                     self._conversations[member].owes_own_state = True
-                self._begun[member.rank] = self.center
-                self._send(member, ("reply", self.center, final, own_state), taken=True)
+                reply = ("reply", self._sent_to(member), final, own_state)
+                self._send(member, reply, taken=True)
             case on.Tell(members, gathered):
                 for each in members:
                     self._send(each, ("gathered", gathered))
@@ -282,18 +308,14 @@ class Averager:
             case on.Receive(member, weight):
                 self._receive(member, weight)
             case on.OpenSum(ranks):
-                self._sum = Sum(ranks, self._chunks)
+                self.center.open_sum(ranks)
             case on.Skip(rank):
-                assert self._sum is not None
-                self._sum.declare(rank, 0)
+                assert self.center.sum is not None
+                self.center.sum.declare(rank, 0)
                 for index in range(self._chunks):
                     self._pass_turn(index)
             case on.StartOver(members):
                 self._start_over(members)
-            case on.Commit(contributions):
-                assert self._sum is not None
-                self.center = self._sum.finish() if contributions.weights else self.center
-                self._sum = None
             case on.Drop(member):
                 self._close(member)
             case on.Dismiss(member):
@@ -307,8 +329,10 @@ class Averager:
             case on.WriteCheckpoint():
                 assert self._saving is not None
                 self._observer.write(self._saving, self._states)
-            case on.Report(event) if isinstance(event, DataFacts):
-                self._observer.facts_known(event)
+            case on.Report(DataFacts() as facts):
+                self._observer.facts_known(facts)
+            case on.Report(EpochSummary() as summary):
+                self._observer.epoch_ended(summary)
             case on.End(failure):
                 self.ended, self.failure = True, failure
 
@@ -324,14 +348,14 @@ class Averager:
 
     def _receive(self, member: Member, weight: int) -> None:
         conversation = self._conversations[member]
-        assert self._sum is not None
-        self._sum.declare(member.rank, weight)
-        conversation.sum = self._sum
+        assert self.center.sum is not None
+        self.center.sum.declare(member.rank, weight)
+        conversation.sum = self.center.sum
         conversation.pauses = False
         self._clock.after(0.0, lambda: self._listen(conversation))
 
     def _start_over(self, members: Sequence[Member]) -> None:
-        self._sum = None
+        self.center.sum = None
         self._waiting = {}
         for member in members:
             conversation = self._conversations[member]

@@ -25,6 +25,7 @@ from sparkdl.feed.facts import DataFacts
 from sparkdl.testing.simulation.averager import Averager
 from sparkdl.testing.simulation.clock import Clock
 from sparkdl.testing.simulation.plan import Fault, Kind, Plan
+from sparkdl.testing.simulation.values import Center
 from sparkdl.testing.simulation.workers import Worker
 
 DEADLINE_S = 600.0
@@ -52,7 +53,7 @@ class Outcome:
     """
 
     failure: SparkDLError | None
-    center: int
+    center: float
     events: int
     commits: int
     losses: int
@@ -64,6 +65,7 @@ def simulate(
     plan: Plan,
     coordinator: Callable[..., Coordinator] = Coordinator,
     averager: type[Averager] = Averager,
+    center: Callable[[int], Center] = Center,
 ) -> Outcome:
     """Run a plan to its end.
 
@@ -72,11 +74,12 @@ def simulate(
         coordinator: the decisions; others than the real ones to see that the simulation would
             find a fault in them.
         averager: what is around them, likewise.
+        center: makes what is decided about, for contributions of so many messages.
 
     Raises:
         Violation: something that must always hold did not.
     """
-    return _Simulation(plan, coordinator, averager).run()
+    return _Simulation(plan, coordinator, averager, center(plan.chunks)).run()
 
 
 def shrink(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
@@ -121,11 +124,16 @@ class _Simulation:
     """One run; ``values.py`` has its parameters, ``workers.py`` its workers."""
 
     def __init__(
-        self, plan: Plan, coordinator: Callable[..., Coordinator], averager: type[Averager]
+        self,
+        plan: Plan,
+        coordinator: Callable[..., Coordinator],
+        averager: type[Averager],
+        center: Center,
     ) -> None:
         self._plan = plan
         self._make = coordinator
         self._make_averager = averager
+        self._center = center
         self._clock = Clock()
         self._draw = random.Random(plan.seed)
         self._faults = sorted(plan.faults, key=lambda fault: fault.after, reverse=True)
@@ -137,21 +145,21 @@ class _Simulation:
         self._examples = 0
 
     def run(self) -> Outcome:
-        center, progress, kept = 1, None, {}  # type: ignore[var-annotated]
+        progress, kept = None, {}  # type: ignore[var-annotated]
         failures = 0
         while True:
-            failure, averager = self._submit(center, progress, kept)
+            failure, averager = self._submit(progress, kept)
             self._losses += len(averager.coordinator.members.losses)
             if not isinstance(failure, WorkerLostError) or failures >= self._plan.resubmissions:
                 break
             failures += 1
-            center = averager.center
+            self._center.sum = None
             progress = averager.coordinator.committed.progress()
             kept = dict(averager.coordinator.committed.kept)
         self._check_end(failure, averager)
         return Outcome(
             failure,
-            averager.center,
+            self._center.value,
             self._events,
             self._commits,
             self._losses,
@@ -160,7 +168,7 @@ class _Simulation:
         )
 
     def _submit(
-        self, center: int, progress: Progress | None, kept: Mapping[int, KeptState]
+        self, progress: Progress | None, kept: Mapping[int, KeptState]
     ) -> tuple[SparkDLError | None, Averager]:
         plan, world_size = self._plan, len(self._plan.windows)
         coordinator = self._make(
@@ -172,7 +180,7 @@ class _Simulation:
             kept=kept,
             checkpoints=_Schedule(plan) if plan.saves else None,
         )
-        averager = self._make_averager(coordinator, center, plan.chunks, self._clock, self)
+        averager = self._make_averager(coordinator, self._center, plan.chunks, self._clock, self)
         self._averager = averager
         self._workers = [self._worker(rank, 0) for rank in range(world_size)]
         averager.begin()

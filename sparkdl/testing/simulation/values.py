@@ -8,34 +8,18 @@ out, added to another sum or trained from an old center shows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from sparkdl.averager.accumulator import RankOrder
-from sparkdl.events import WindowReport
+from sparkdl.averager.center_update import Contributions
 
 PRIME = (1 << 61) - 1
+T = TypeVar("T", int, float)
 
 
-def trained(center: int, rank: int, epoch: int, window: int) -> int:
+def trained(center: T, rank: int, epoch: int, window: int) -> T:
     """A replica after a window that began with ``center``."""
     return (center * 31 + rank * 1_000_003 + epoch * 10_007 + window * 101 + 7) % PRIME
-
-
-def replayed(center: int, windows: Sequence[WindowReport], begun: Mapping[int, int]) -> int:
-    """The center after a round.
-
-    Args:
-        center: before it.
-        windows: of the round.
-        begun: with which center each rank has begun its window.
-    """
-    weighted = [window for window in windows if window.weight]
-    if not weighted:
-        return center
-    total = sum(
-        window.weight * trained(begun[window.rank], window.rank, window.epoch, window.step_of_epoch)
-        for window in weighted
-    )
-    return total % PRIME
 
 
 class Sum:
@@ -71,3 +55,52 @@ class Sum:
         if len(set(self._chunks)) != 1:
             raise AssertionError(f"the chunks of one sum differ: {self._chunks}")
         return self._chunks[0]
+
+
+class Center:
+    """The center and its sum, as ``averager.Center`` has them; others than this one behave alike.
+
+    Args:
+        chunks: into how many messages a contribution is cut.
+
+    Attributes:
+        value: the parameters.
+        sum: what is being added; None between two rounds.
+    """
+
+    def __init__(self, chunks: int) -> None:
+        self.value: float = 1
+        self.sum: Sum | None = None
+        self._chunks = chunks
+
+    def send_to(self, rank: int) -> float:
+        """What a worker is sent, from which it goes on."""
+        return self.value
+
+    def open_sum(self, ranks: Sequence[int]) -> None:
+        """Begin a sum."""
+        self.sum = Sum(ranks, self._chunks)
+
+    def commit(self, contributions: Contributions) -> None:
+        """Make the sum the new center."""
+        assert self.sum is not None
+        self.value = self.sum.finish() if contributions.weights else self.value
+        self.sum = None
+
+    def require(
+        self, before: float, contributions: Contributions, values: Mapping[int, float]
+    ) -> None:
+        """Check that the center is what the committed windows give.
+
+        Args:
+            before: the center before them.
+            contributions: what was committed.
+            values: what those who have rows have trained, by rank.
+
+        Raises:
+            AssertionError: it is not.
+        """
+        pairs = zip(contributions.weights, values.values(), strict=True)
+        total = sum(weight * value for weight, value in pairs) % PRIME
+        expected = total if values else before
+        assert self.value == expected, "the center is not what was committed"

@@ -1,0 +1,90 @@
+"""The real center, with a strategy's wire format and update, in the simulation's virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from sparkdl.averager.accumulator import Accumulator
+from sparkdl.averager.center import Center
+from sparkdl.averager.center_update import Contributions
+from sparkdl.averager.coordinator import Coordinator
+from sparkdl.averager.wire import Chunk
+from sparkdl.protocols import Segment
+from sparkdl.strategies import Strategy
+from sparkdl.testing.simulation import Outcome, random_plan, simulate
+from sparkdl.testing.simulation.values import Center as Simulated
+from sparkdl.testing.simulation.values import Sum
+
+Oracle = Callable[[float, Contributions, Mapping[int, float], Mapping[int, float]], float]
+"""(center before, contributions, what ranks have trained, what they began with) -> center after"""
+
+
+class RealSum(Sum):
+    """An accumulator of one number a message."""
+
+    def __init__(self, total: Accumulator, encode: Callable[[int, float], torch.Tensor]) -> None:
+        self._total = total
+        self._encode = encode
+
+    def declare(self, rank: int, weight: int) -> None:
+        self._total.declare(rank, weight)
+
+    def turn(self, index: int) -> int | None:
+        return self._total.turn(index)
+
+    def add(self, rank: int, index: int, value: float) -> None:
+        self._total.add(rank, index, self._encode(rank, value))
+
+
+class RealCenter(Simulated):
+    """A center of as many equal numbers as a contribution has messages."""
+
+    def __init__(self, strategy: Strategy[Any], oracle: Oracle, chunks: int) -> None:
+        super().__init__(chunks)
+        self._wire_format = strategy.wire_format
+        (self._segment,) = layout = (Segment("parameters", torch.float64, chunks),)
+        ones = torch.ones(chunks, dtype=torch.float64)
+        self._center = Center(layout, [ones], 1, self._wire_format, strategy.center_update)
+        self._center.chunks = [Chunk(0, index, index + 1) for index in range(chunks)]
+        self._oracle = oracle
+        self._sent: dict[int, float] = {}
+
+    def send_to(self, rank: int) -> float:
+        self._sent[rank] = self.value
+        return self.value
+
+    def open_sum(self, ranks: Sequence[int]) -> None:
+        self.sum = RealSum(self._center.open_sum(ranks), self._encode)
+
+    def commit(self, contributions: Contributions) -> None:
+        self._center.commit(contributions)
+        (self.value,) = set(self._center.values[0].tolist())
+        self.sum = None
+
+    def require(
+        self, before: float, contributions: Contributions, values: Mapping[int, float]
+    ) -> None:
+        if values:
+            before = self._oracle(before, contributions, values, self._sent)
+        assert self.value == pytest.approx(before, rel=1e-12)
+
+    def _encode(self, rank: int, value: float) -> torch.Tensor:
+        base = torch.tensor([self._sent[rank]], dtype=torch.float64)
+        return self._wire_format.encode(torch.full_like(base, value), base, self._segment)
+
+
+def simulated(strategy: Strategy[Any], oracle: Callable[[], Oracle], seeds: range) -> list[Outcome]:
+    """Run a strategy's decisions and its center under many schedules."""
+
+    def coordinator(*arguments: Any, **options: Any) -> Coordinator:
+        return Coordinator(*arguments, policy=strategy.round_policy, **options)
+
+    return [
+        simulate(random_plan(seed), coordinator, center=partial(RealCenter, strategy, oracle()))
+        for seed in seeds
+    ]
