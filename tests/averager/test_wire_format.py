@@ -23,7 +23,7 @@ FLOATS = Segment("parameters", torch.float32, 4)
 INTEGERS = Segment("buffers", torch.int64, 1)
 
 
-def test_codecs_are_found_by_the_name_of_the_wire_dtype() -> None:
+def test_formats_are_found_by_the_name_of_the_wire_dtype() -> None:
     assert {name: wire_format.name for name, wire_format in WIRE_FORMATS.items()} == {
         "float32": "float32",
         "bfloat16": "bfloat16",

@@ -163,6 +163,19 @@ class LetsFinishedRanksJoin(Coordinator):
             self._lose(before, "was replaced")
 
 
+class LetsTheLostStandForOthers(Coordinator):
+    """Goes on without one who has yet to contribute, for another that had, and was lost."""
+
+    def _enter(self, window: on.WindowClosed) -> None:
+        super()._enter(window)
+        this = self.round
+        if len(this.entered) >= len(this.group):
+            for rank in sorted(this.group - this.entered.keys()):
+                this.group.discard(rank)
+                this._missing.discard(rank)
+                self._decided.append(on.Skip(rank))
+
+
 PUT_BACK = {
     "asks who comes back": (AsksWhoComesBack, Averager),
     "acts in a successor's name": (ActsInASuccessorsName, HearsTheDropped),
@@ -171,6 +184,7 @@ PUT_BACK = {
     "ends an epoch without the lost": (EndsAnEpochWithoutTheLost, Averager),
     "asks twice for one state": (AsksTwiceForOneState, Averager),
     "lets finished ranks join": (LetsFinishedRanksJoin, Averager),
+    "lets the lost stand for others": (LetsTheLostStandForOthers, Averager),
 }
 """Faults that there were, or nearly."""
 FOUND_WITHIN = 5000
