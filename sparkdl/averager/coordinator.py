@@ -240,8 +240,7 @@ class Coordinator:
             return
         self._started = True
         self.committed.start_epoch(self._now)
-        self.round.admit(self._ready)
-        self._welcome(self._ready)
+        self._let_in(set(self._ready))
         self.members.expect_anew(self._now)
 
     def _approved(self, event: on.Approved) -> None:
@@ -251,13 +250,14 @@ class Coordinator:
             self._decided.append(on.GoOn(member))
 
     def _admit(self) -> None:
-        """Let those in who came back; they read the center before the next round."""
-        self.round.admit(self._knocking)
-        self.round.readers |= self._knocking
-        self._welcome(self._knocking)
+        """Let those in who came back."""
+        self._let_in(self._knocking)
         self._knocking = set()
 
-    def _welcome(self, ranks: Iterable[int]) -> None:
+    def _let_in(self, ranks: set[int]) -> None:
+        """Send ranks the center, before the next round."""
+        self.round.admit(ranks)
+        self.round.readers |= ranks
         for rank in sorted(ranks):
             self.members.hear(rank, self._now)
             self._sent[rank] = self._updates
@@ -438,7 +438,7 @@ class Coordinator:
             self._decided.append(on.StartOver(self.round.start_over()))
             self._admit()
         elif loss is Loss.SKIPPED:
-            self._decided.append(on.Skip(rank))
+            self._decided.extend(map(on.Skip, [rank, *self.round.leave_out()]))
         self._do_without_own_state(rank)
         # Who waited for the lost one could not be heard of.
         self.members.expect_anew(self._now)

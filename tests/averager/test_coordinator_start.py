@@ -201,6 +201,7 @@ class TestDeadlines:
         run.read(0)
         run.wait(100)
         run.start()
+        run.take()
         assert only(on.End, run.wait(9)) == []
         words = r"rank 0 on host-0 did not contribute to round 1 \(epoch 1\) within 10 s"
         expect_failure(run, run.wait(1), DeadlineError, words)

@@ -107,6 +107,8 @@ class Averager:
         self._paused_until = 0.0
         self._saving: Progress | None = None
         self._states: dict[int, Position] = {}
+        # Who is being sent the center.
+        self._reading: set[Member] = set()
         # With which center each rank goes on, and after how many updates.
         self._begun: dict[int, tuple[float, int]] = {}
         self._updates = 0
@@ -308,6 +310,7 @@ class Averager:
             case on.Receive(member, weight):
                 self._receive(member, weight)
             case on.OpenSum(ranks):
+                assert not self._reading, f"what {self._reading} are being sent is overwritten"
                 self.center.open_sum(ranks)
             case on.Skip(rank):
                 assert self.center.sum is not None
@@ -342,9 +345,13 @@ class Averager:
             return
         seconds = conversation.link.down(message)
         if taken:
-            self._clock.after(
-                seconds, lambda: None if conversation.closed else self.tell(on.Taken(member))
-            )
+            self._reading.add(member)
+            self._clock.after(seconds, lambda: self._taken(conversation, member))
+
+    def _taken(self, conversation: Conversation, member: Member) -> None:
+        if not conversation.closed:
+            self._reading.discard(member)
+            self.tell(on.Taken(member))
 
     def _receive(self, member: Member, weight: int) -> None:
         conversation = self._conversations[member]
@@ -371,6 +378,7 @@ class Averager:
         conversation = self._conversations.pop(member, None)
         if conversation is not None:
             conversation.closed = True
+            self._reading.discard(member)
             conversation.link.close()
             if self._waiting.get(member.rank) is conversation:
                 del self._waiting[member.rank]
