@@ -165,7 +165,8 @@ class Coordinator:
                 self.members.hear(member.rank, now)
             try:
                 self._handlers[type(event)](event)
-                self._enter_held()
+                if self.round.queue:
+                    self._enter_held()
             except FencedError as error:
                 assert member is not None
                 self._refuse(member, str(error))
@@ -323,7 +324,8 @@ class Coordinator:
         if self.round.enter(window):
             self._decided.append(on.OpenSum(tuple(sorted(self.round.group))))
         self._decided.append(on.Receive(member, weight) if weight else on.Skip(member.rank))
-        self._decided.extend(map(on.Skip, self.round.leave_out()))
+        if not self.round.policy.in_step:
+            self._decided.extend(map(on.Skip, self.round.leave_out()))
         if not weight:
             self._complete(member.rank)
 

@@ -10,6 +10,7 @@
     complete    done with it
     through     waiting for the epoch's final center, after a last window
     readers     being sent a center, which the next sum must not overwrite
+    queue       those held whom nothing but the sum keeps waiting, and some who were lost since
 
 A rank whose window was its last of the epoch is no longer active; its reply comes when no rank has
 rows left, that is with the epoch's final center. Then all are active again.
@@ -61,8 +62,7 @@ class Round:
         # every contribution.
         self._missing: set[int] = set()
         self._awaited: set[int] = set()
-        # Those held whom nothing but the sum keeps waiting; and some who are not held any more.
-        self._queue: deque[WindowClosed] = deque()
+        self.queue: deque[WindowClosed] = deque()
         self._refused = False
 
     def admit(self, ranks: Iterable[int]) -> None:
@@ -91,17 +91,17 @@ class Round:
     def hold(self, window: WindowClosed) -> None:
         """Have a rank wait until it may contribute."""
         self.held[window.member.rank] = window
-        self._queue.append(window)
+        self.queue.append(window)
 
     def next(self) -> WindowClosed | None:
         """Whose turn it is to contribute, of those held, each once; None if nobody may now."""
-        while self._queue and not self.readers:
-            window = self._queue[0]
+        while self.queue and not self.readers:
+            window = self.queue[0]
             rank = window.member.rank
             is_held = self.held.get(rank) is window
             if is_held and self.is_open and rank not in self.group:
                 break
-            self._queue.popleft()
+            self.queue.popleft()
             if is_held and self.policy.admits(rank, self.active):
                 return window
             self._refused |= is_held
@@ -109,7 +109,7 @@ class Round:
 
     def requeue(self) -> None:
         """Have ``next`` name all who are held once more: what they waited for may have come."""
-        self._queue, self._refused = deque(self.held.values()), False
+        self.queue, self._refused = deque(self.held.values()), False
 
     def _ask_again(self) -> None:
         """Those whom the policy has refused may be admitted now."""
