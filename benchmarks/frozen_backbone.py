@@ -19,8 +19,8 @@ from round_processes import RoundProcesses
 from torch import nn
 
 from sparkdl.averager.client import AveragerClient
-from sparkdl.averager.codec import FullPrecision
 from sparkdl.averager.server import Averager
+from sparkdl.averager.wire_format import FullPrecision
 from sparkdl.driver import build_replica, initial_center
 from sparkdl.events import WindowReport
 from sparkdl.feed.facts import ShardFacts

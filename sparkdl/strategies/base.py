@@ -118,7 +118,11 @@ def require_steps(name: str, steps: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a strategy needs of the run around it; all else that differs follows from this."""
+    """What a strategy needs of the run around it; all else that differs follows from this.
+
+    Raises:
+        ConfigError: workers that exchange among themselves are said to do without each other.
+    """
 
     exchanges_optimizer_state: bool
     """Whether the optimizer's state is part of what replicas agree on, and so of the center."""
@@ -136,6 +140,13 @@ class Needs:
     have to remember, so that a training can be resumed."""
     minibatches_a_step: int = 1
     """Minibatches of one worker in an optimizer step."""
+
+    def __post_init__(self) -> None:
+        if self.collective and (self.resumes_alone or not self.gang_start):
+            raise ConfigError(
+                "a strategy that needs a collective needs all workers at once, and all again if "
+                "one is lost: set gang_start=True and resumes_alone=False"
+            )
 
 
 State = TypeVar("State")

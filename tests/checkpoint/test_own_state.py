@@ -93,6 +93,16 @@ def test_hyperparameters_keep_their_types() -> None:
     assert fresh.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
+def test_what_a_strategy_remembers_comes_back_beside_the_rest() -> None:
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    kept = {"residual": torch.arange(3.0), "rounds": 7, "group.0.lr": 0.5}
+    octets = pack_own_state(optimizer, CPU, center_has_optimizer=True, of_strategy=kept)
+    found = unpack_own_state(octets, optimizer, CPU)
+    assert torch.equal(found.pop("residual"), kept.pop("residual"))
+    assert found == kept
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_what_only_pickle_could_save_is_refused_in_words() -> None:
     optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
     optimizer.param_groups[0]["hook"] = object()

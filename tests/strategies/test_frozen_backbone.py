@@ -325,7 +325,7 @@ def test_a_lost_worker_comes_back_with_the_same_backbone(
     assert (tmp_path / "dead").exists()
     assert [row.examples for row in outcome.history] == [32] * 3
     assert_same_backbone(outcome.module.layers)
-    if strategy.needs_collective:
+    if strategy.needs.collective:
         whole = run_world(job, data.shards(), ranks_as="processes").module
         for one, other in zip(outcome.module.parameters(), whole.parameters(), strict=True):
             assert torch.equal(one, other)
