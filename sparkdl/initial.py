@@ -32,6 +32,7 @@ from sparkdl.frozen import frozen_values
 from sparkdl.protocols import ModelBuilder
 from sparkdl.randomness import seed_worker
 from sparkdl.replica import Replica, flatten
+from sparkdl.torch_settings import TorchSettings
 from sparkdl.transport.framing import octets_of
 
 _START = """
@@ -63,7 +64,8 @@ def drawn_apart(
     if not _draws(model):
         yield lambda replica: None
         return
-    request = sys.path, os.getcwd(), dict(os.environ), seed, _pickled(model)
+    settings = TorchSettings.here()
+    request = sys.path, os.getcwd(), dict(os.environ), settings, seed, _pickled(model)
     with ExitStack() as until_done:
         with _explained(deadline_s):
             connected = until_done.enter_context(_connect())
@@ -131,13 +133,14 @@ def _leave_with(connected: socket.socket) -> None:
 def _build(connected: socket.socket) -> None:
     try:
         with connected.makefile("rb") as request:
-            sys.path[:], folder, environment, seed, payload = pickle.load(request)
+            sys.path[:], folder, environment, settings, seed, payload = pickle.load(request)
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
         model: ModelBuilder = cloudpickle.loads(payload)
         seed_worker(seed)
-        module = model().cpu()
+        with settings.hold():
+            module = model().cpu()
         state = [*(group.flat for group in flatten(module)), *frozen_values(module)]
     except Exception as error:  # whatever the user's code raises
         state, header = [], {"error": f"{type(error).__name__}: {error}"}
@@ -168,7 +171,7 @@ def _receive(file: BinaryIO, replica: Replica) -> None:
         raise ModelError(
             "the model becomes another one in a process of its own, as it is built on each worker: "
             f"{header['layout']} there, {layout} here. It must not depend on what only this "
-            "process knows, for example torch.set_default_dtype"
+            "process knows, for example a variable that was set after the import"
         )
     for values in state:
         received = torch.empty(values.numel(), dtype=values.dtype)

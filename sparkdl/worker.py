@@ -51,6 +51,7 @@ from sparkdl.reshuffle import Reshuffle
 from sparkdl.schedule import Unit
 from sparkdl.strategies.base import Run, Strategy
 from sparkdl.strategies.on_worker import OnWorker
+from sparkdl.torch_settings import TorchSettings
 from sparkdl.transport.address import AveragerAddress
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,8 @@ class Job:
     """How the rows are fed."""
     tls: bool = False
     """Whether the connections of workers to the driver and to each other are encrypted."""
+    settings: TorchSettings = field(default_factory=TorchSettings.here)
+    """torch's on every worker: those of the process that makes the job."""
 
     @property
     def survivable_losses(self) -> int:
@@ -164,6 +167,13 @@ def train(
             worker should start it again, or say so.
     """
     torch.set_num_threads(place.threads)
+    with job.settings.hold():
+        _train_replica(job, place, address, batches)
+
+
+def _train_replica(
+    job: Job, place: Place, address: AveragerAddress, batches: Iterable[pa.RecordBatch]
+) -> None:
     try:
         # As the driver draws: parameters that are never trained come from nowhere else.
         with borrowed_random_numbers(job.seed):

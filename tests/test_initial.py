@@ -219,3 +219,13 @@ def test_it_sees_the_folder_and_environment_of_now(
         return nn.Linear(int(os.environ["WIDTH"]), len(os.getcwd()))
 
     assert len(state_of(build)[0]) == 6 * len(str(tmp_path))
+
+
+def test_it_draws_with_torchs_settings_of_this_process() -> None:
+    state_of(drawn)  # what is forked from has its own by now
+    torch.set_default_dtype(torch.float64)
+    try:
+        (parameters,) = state_of(partial(nn.Linear, 3, 2))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert parameters.dtype == torch.float64

@@ -33,6 +33,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("events",),
     ("eager",),
     ("randomness",),
+    ("torch_settings",),
     ("errors",),
     ("version",),
 ]

@@ -23,6 +23,7 @@ from sparkdl.spark.cluster.devices import choose_device
 from sparkdl.spark.launch.assignment import first_gpu
 from sparkdl.spark.rows.columns import InputColumn
 from sparkdl.spark.rows.packing import Source, packed_columns
+from sparkdl.torch_settings import TorchSettings
 
 ROWS_A_BATCH = 1024
 """Rows that go through the model at once; larger batches gain no speed and cost memory."""
@@ -113,6 +114,7 @@ def prediction_column(
     ]
     inputs = packed_columns(sources, dataset.sparkSession)
     input_names = list(inputs)
+    settings = TorchSettings.here()
 
     def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         context = TaskContext.get()
@@ -120,7 +122,7 @@ def prediction_column(
         torch.set_num_threads(context.cpus())
         device = choose_device("auto", first_gpu(context), context.partitionId())
         module = _load(model, device)
-        with torch.inference_mode():
+        with settings.hold(), torch.inference_mode():
             for batch in batches:
                 # Spark hands over a bare array if there is but one column.
                 arrays = batch if isinstance(batch, tuple) else (batch,)
