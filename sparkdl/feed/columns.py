@@ -9,11 +9,6 @@ from torch import Tensor
 
 from sparkdl.protocols import Batch, ColumnSpec
 
-ORDER_COLUMN = "order"
-"""Name of an int64 column after the schema's own that says in which order the rows belong. A
-shuffle delivers the same set of rows in every run, but not in the same order. Rows without it come
-in the same order in every run."""
-
 BatchTransform = Callable[[Batch], Batch]
 """Changes a minibatch before it is trained on, for example augments its images."""
 

@@ -25,6 +25,10 @@ ELEMENTS: dict[str, np.dtype[Any]] = {
     "double": np.dtype(np.float64),
 }
 """By its name in SQL, what the numbers of a packed column are."""
+ORDER_COLUMN = "order"
+"""Name of an int64 column after the schema's own that says in which order the rows belong. A
+shuffle delivers the same set of rows in every run, but not in the same order. Rows without it come
+in the same order in every run."""
 REST = "rest"
 VECTOR = "vector"
 NUMBERED = re.compile(r"c\d+")

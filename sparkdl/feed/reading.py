@@ -8,10 +8,11 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from sparkdl.feed.columns import ORDER_COLUMN, FeedSchema
+from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.decode import GROWING, Decoded, decode, decoded_elements, to_tensor
 from sparkdl.feed.facts import ColumnFacts, ShardFacts, look_at, says_nothing_new
 from sparkdl.feed.fingerprint import MODULUS, fingerprint
+from sparkdl.feed.packed import ORDER_COLUMN
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import ColumnSpec
 

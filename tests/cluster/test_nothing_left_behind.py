@@ -158,9 +158,10 @@ def own_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def warm(spark: SparkSession) -> Traces:
-    """What there is after fits that have used every executor, and a process to draw in."""
+    """What there is after fits that have used every executor, and processes to draw and fork in."""
     for changes in ({}, {"model": partial(nn.Linear, WIDTH, CLASSES)}):
         estimator(numWorkers=3, **changes).fit(frame(spark))
+    sparkdl.run(os.getpid, num_workers=3)
     return take_traces()
 
 

@@ -179,14 +179,16 @@ def scenarios(spark: SparkSession, directory: Path) -> dict[str, Callable[[], An
 
 
 def rank_processes() -> list[str]:
-    """Those that live on after a few seconds."""
+    """Those that live on after a few seconds, but for the servers that they are forked from."""
     deadline = time.monotonic() + 10
     while True:
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 environment = (path / "environ").read_bytes()
-                is_rank = b"rank_process" in (path / "cmdline").read_bytes()
+                parent = (path / "stat").read_text().rpartition(")")[2].split()[1]
+                lines = [(each / "cmdline").read_bytes() for each in (path, path.parent / parent)]
+                is_rank = all(b"fork_server" in line for line in lines)
             except OSError:  # it ended in between
                 continue
             if is_rank and f"SPARKDL_TEST={os.getpid()}".encode() in environment:

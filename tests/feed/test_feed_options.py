@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.errors import ConfigError
-from sparkdl.feed.columns import ORDER_COLUMN, FeedSchema
+from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.feed import Feed, FeedOptions
+from sparkdl.feed.packed import ORDER_COLUMN
 from sparkdl.feed.prefetch import prefetched
 from sparkdl.protocols import Batch, ColumnSpec
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.feed.columns import ORDER_COLUMN
 from sparkdl.feed.packed import (
     ELEMENTS,
+    ORDER_COLUMN,
     lists_of_spark,
     name_of_numbers,
     names_of_lists,

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from sparkdl.errors import ConfigError
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+from sparkdl.spark.cluster.gpus import VISIBLE
 
 
 def choose_device(device: str, gpu: str | None, number: int) -> str:

@@ -12,6 +12,8 @@ from pyspark.sql import SparkSession
 
 GPUS_AN_EXECUTOR = "spark.executor.resource.gpu.amount"
 GPUS_A_TASK = "spark.task.resource.gpu.amount"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""Of a process's environment: which GPUs CUDA shows it."""
 
 
 def ranks_a_task(spark: SparkSession, device: str) -> int:

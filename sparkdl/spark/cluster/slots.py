@@ -54,6 +54,7 @@ def choose_num_workers(
     wanted: int | None,
     profile: ResourceProfile | None = None,
     ranks_a_task: int = 1,
+    name: str = "numWorkers",
 ) -> int:
     """The number of workers: as wanted if there are slots for them, else as many as slots.
 
@@ -63,9 +64,10 @@ def choose_num_workers(
 
     Args:
         spark: the session.
-        wanted: the user's ``numWorkers``; None for as many as there are slots.
+        wanted: by the user; None for as many as there are slots.
         profile: what each worker's task needs; what the session's settings say by default.
         ranks_a_task: workers that each task is.
+        name: of the argument with which the user says it.
 
     Raises:
         ConfigError: more workers are wanted than the cluster has slots, or a part of a task's.
@@ -73,8 +75,8 @@ def choose_num_workers(
     _refuse_speculation(spark)
     if wanted is not None and wanted % ranks_a_task:
         raise ConfigError(
-            f"numWorkers is {wanted}, but {GPUS_A_TASK} is {ranks_a_task}, and each task is one "
-            f"worker for each of its GPUs. Set numWorkers to a multiple of {ranks_a_task}, or "
+            f"{name} is {wanted}, but {GPUS_A_TASK} is {ranks_a_task}, and each task is one "
+            f"worker for each of its GPUs. Set {name} to a multiple of {ranks_a_task}, or "
             f"{GPUS_A_TASK}=1"
         )
     tasks = None if wanted is None else wanted // ranks_a_task
@@ -91,14 +93,14 @@ def choose_num_workers(
     if one_gpu_each and wanted > most_slots(spark, profile) * ranks_a_task:
         gpus = slots * ranks_a_task
         raise ConfigError(
-            f"numWorkers is {wanted}, but the executors have {gpus} GPUs for tasks, and each "
-            f"worker uses one. Set numWorkers to at most {gpus}, add executors, or use "
+            f"{name} is {wanted}, but the executors have {gpus} GPUs for tasks, and each "
+            f"worker uses one. Set {name} to at most {gpus}, add executors, or use "
             "device='cpu'"
         )
     if not one_gpu_each and wanted > most_slots(spark):
         raise ConfigError(
-            f"numWorkers is {wanted}, but the cluster has {slots} slots (tasks that run at the "
-            f"same time), and all workers must run at once. Set numWorkers to at most {slots}, "
+            f"{name} is {wanted}, but the cluster has {slots} slots (tasks that run at the "
+            f"same time), and all workers must run at once. Set {name} to at most {slots}, "
             "or add executors or cores (spark.executor.instances, spark.executor.cores; "
             f"spark.task.cpus cores make one slot){_gpus_asked_for(spark)}"
         )

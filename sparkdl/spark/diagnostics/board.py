@@ -13,6 +13,8 @@
                                 <------ {"stacks": true}, at any time; see ``stacks.py``
     {"stacks": text}            ------>
     {"failure": {...}}          ------> the run ends, with the worker's traceback
+    {"returned": true}          ------> its function has come to its end
+                                <------ {"gathered": []} once all have
     {"finish": true}            ------>
 
 Connections and their proof of the job's token are the averager's. There is no limit to how long a
@@ -29,6 +31,7 @@ import reprlib
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from functools import partial
@@ -48,6 +51,7 @@ from sparkdl.feed.facts import DataFacts, ShardFacts
 from sparkdl.spark.diagnostics.board_headers import (
     Lines,
     Report,
+    named,
     read_failure,
     read_join,
     read_lines,
@@ -106,6 +110,7 @@ class Board:
         self._lock = threading.Lock()
         self._hosts: dict[int, str] = {}
         self._finished: set[int] = set()
+        self._returned: dict[int, tuple[float, Connection]] = {}
         self.stacks = Stacks()
         self._giving: dict[int, tuple[Any, Connection]] = {}
         token = secrets.token_urlsafe(32)
@@ -136,13 +141,27 @@ class Board:
         """Whether every rank has left as it should."""
         return len(self._finished) == self.world_size
 
+    def left_behind(self, seconds: float) -> tuple[list[int], list[int]]:
+        """Ranks whose functions have returned, and those that still run so much later.
+
+        Args:
+            seconds: since the last of the former has.
+        """
+        with self._lock:
+            returned = sorted(self._returned)
+            last = max((when for when, _ in self._returned.values()), default=0.0)
+            running = sorted(self._hosts.keys() - self._returned.keys())
+        if not returned or time.monotonic() < last + seconds:
+            return [], []
+        return returned, running
+
     def fail(self, error: SparkDLError) -> None:
         """End the run; later failures are consequences of the first and are dropped."""
         with self._lock:
             if self.failure is None and not self.finished:
                 self.failure = error
                 self.events.put(None)
-            for _, connection in self._giving.values():
+            for _, connection in [*self._giving.values(), *self._returned.values()]:
                 connection.interrupt()  # it waits for others
 
     def _serve(self, connection: Connection) -> None:
@@ -164,8 +183,7 @@ class Board:
             self.fail(
                 WorkerLostError(
                     f"rank {rank} on {self._hosts.get(rank, 'an unknown host')} ended without a "
-                    f"word ({error}). The executor's log says why; a process killed for memory "
-                    "needs more spark.executor.memoryOverhead"
+                    f"word ({error})"
                 )
             )
         except Exception as error:  # nobody may wait for a rank to which nobody listens any more
@@ -187,7 +205,9 @@ class Board:
         elif "shard" in header:
             self._gather(rank, read_shard(dict(header), rank), connection)
         elif "failure" in header:
-            raise read_failure(rank, header)
+            raise read_failure(rank, header, sorted(self._returned))
+        elif header.get("returned") is True:
+            self._return(rank, connection)
         elif "files" in header:
             try:
                 answer = files.answer(header["files"])
@@ -211,6 +231,26 @@ class Board:
         except TrainingError as error:
             logger.warning("%s; it is left out", error)
 
+    def _return(self, rank: int, connection: Connection) -> None:
+        """Note that a rank's function has; the last one has everybody told."""
+        with self._lock:
+            if self.failure is not None:
+                raise StoppedError(f"the run ended: {self.failure}")
+            self._returned[rank] = time.monotonic(), connection
+            self._require_no_waiting_in_vain()
+            if len(self._returned) < self.world_size:
+                return
+        for _, other in self._returned.values():
+            with contextlib.suppress(ConnectionLostError):  # its own thread will say so
+                other.send_header({"gathered": []})
+
+    def _require_no_waiting_in_vain(self) -> None:
+        if self._giving and self._returned:
+            raise TrainingError(
+                f"{named(sorted(self._giving))} waits for all ranks, as save_checkpoint does, but "
+                f"{named(sorted(self._returned))} has returned: all have to call it equally often"
+            )
+
     def _gather(self, rank: int, value: Any, connection: Connection) -> None:
         """Take what a rank gives; the last one has everybody told."""
         with self._lock:
@@ -219,6 +259,7 @@ class Board:
             if rank in self._giving:
                 raise TrainingError(f"rank {rank} gave a second object before it had the first's")
             self._giving[rank] = value, connection
+            self._require_no_waiting_in_vain()
             if len(self._giving) < self.world_size:
                 return
             given, self._giving = self._giving, {}
@@ -246,12 +287,16 @@ class BoardClient:
         rank: this worker's rank.
         patience_s: for how long to try to reach it, in seconds.
 
+    Attributes:
+        port: at which the driver listens.
+
     Raises:
         DisconnectedError: the board cannot be reached.
         StoppedError: it is another run's.
     """
 
     def __init__(self, address: BoardAddress, rank: int, patience_s: float = 0.0) -> None:
+        self.port = address.port
         self._rank = rank
         self._asking = threading.Lock()
         self._answers: queue.SimpleQueue[dict[str, Any] | StoppedError] = queue.SimpleQueue()
@@ -320,16 +365,32 @@ class BoardClient:
         """
         self._send({"report": dict(metrics)})
 
-    def report_failure(self, message: str, traceback: str, *, of_data: bool = False) -> None:
+    def report_failure(
+        self, message: str, traceback: str, *, of_data: bool = False, of_exchange: bool = False
+    ) -> None:
         """End the run for everyone.
 
         Args:
             message: what happened, on which rank.
             traceback: the worker's own.
             of_data: whether the rows cannot be fed, which is nobody's fault here.
+            of_exchange: whether an exchange with other ranks broke.
         """
-        failure = {"message": message, "traceback": traceback, "of_data": of_data}
+        failure = {
+            "message": message,
+            "traceback": traceback,
+            "of_data": of_data,
+            "of_exchange": of_exchange,
+        }
         self._send({"failure": failure})
+
+    def say_returned(self) -> None:
+        """Say that this rank's function has come to its end, and wait until that of every rank has.
+
+        Raises:
+            StoppedError: the run ended.
+        """
+        self._ask({"returned": True})
 
     def finish(self) -> None:
         """Leave as one should."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,8 +83,15 @@ def read_stacks(rank: int, header: Mapping[str, Any]) -> str:
     return text
 
 
-def read_failure(rank: int, header: Mapping[str, Any]) -> DataError | WorkerError:
+def read_failure(
+    rank: int, header: Mapping[str, Any], returned: Sequence[int] = ()
+) -> DataError | WorkerError:
     """The error that a rank reports.
+
+    Args:
+        rank: which.
+        header: what it has sent.
+        returned: ranks whose functions had returned before.
 
     Raises:
         TrainingError: the header does not have it.
@@ -97,7 +104,17 @@ def read_failure(rank: int, header: Mapping[str, Any]) -> DataError | WorkerErro
         raise unreadable(rank, header)
     if told.get("of_data") is True:
         return DataError(message)
+    if told.get("of_exchange") is True and returned:
+        message = (
+            f"{named(returned)} had returned when an exchange broke on rank {rank}: all ranks have "
+            f"to take as many steps\n{message}"
+        )
     return WorkerError(message, rank=rank, epoch=0, step=0, worker_traceback=worker_traceback)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks, as a message names them."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def unreadable(rank: int, header: Mapping[str, Any]) -> TrainingError:

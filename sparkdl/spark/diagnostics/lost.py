@@ -57,6 +57,23 @@ def memory_advice(text: str) -> str:
     return ""
 
 
+def end_of_a_rank(text: str) -> str:
+    """How the process of a rank has ended, as its task said it, with advice.
+
+    Args:
+        text: Spark's words for a failed job.
+
+    Returns:
+        A sentence or two; empty if no task has said so.
+    """
+    told = [line.strip() for line in text.splitlines()]
+    ends = [line.removeprefix(_RANK_DIED) for line in told if line.startswith(_RANK_DIED)]
+    if not ends:
+        return ""
+    advice = memory_advice(ends[-1])
+    return f"{ends[-1]}. {advice}" if advice else ends[-1]
+
+
 def with_sparks_reason(
     error: WorkerLostError, spark: SparkSession, group: str, ranks_a_task: int = 1
 ) -> WorkerLostError | None:

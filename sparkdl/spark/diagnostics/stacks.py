@@ -28,6 +28,8 @@ ANSWER_S = 2.0
 """Seconds that workers have to answer."""
 MAX_CHARACTERS = 20_000
 """Of one worker's answer."""
+THREAD = "thread "
+"""Before the name of each."""
 
 
 def describe_threads() -> str:
@@ -39,7 +41,7 @@ def describe_threads() -> str:
     for thread in threads:
         if thread is not threading.current_thread() and thread.ident in frames:
             lines = "".join(traceback.format_stack(frames[thread.ident]))
-            parts.append(f"thread {thread.name}, most recent call last:\n{lines}")
+            parts.append(f"{THREAD}{thread.name}, most recent call last:\n{lines}")
     return "".join(parts).rstrip()[:MAX_CHARACTERS]
 
 
@@ -102,6 +104,25 @@ class Stacks:
         Returns:
             Where each of them is; empty if none is connected.
         """
+        told = self._ask(ranks)
+        return "\n".join(_tell(worker.where, answer) for worker, answer in told.values())
+
+    def tops(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Ask workers that are connected for the line that runs in their main threads.
+
+        Args:
+            ranks: whom to ask.
+
+        Returns:
+            By rank, file, line and function with the text of the line, or that it did not answer.
+        """
+        return {
+            rank: _top(answer) if answer is not None else _tell(worker.where, None)
+            for rank, (worker, answer) in self._ask(ranks).items()
+        }
+
+    def _ask(self, ranks: Iterable[int] | None) -> dict[int, tuple[_Worker, str | None]]:
+        """Where workers are, by rank; None for one that did not answer."""
         with self._asking:
             with self._condition:
                 self._answers.clear()
@@ -123,15 +144,23 @@ class Stacks:
                 answers = dict(self._answers)
                 # Who has left meanwhile was not stuck.
                 stayed = [rank for rank in asked if rank in answers or rank in self._workers]
-        return "\n".join(self._tell(asked[rank].where, answers.get(rank)) for rank in stayed)
+        return {rank: (asked[rank], answers.get(rank)) for rank in stayed}
 
-    @staticmethod
-    def _tell(where: str, answer: str | None) -> str:
-        if answer is not None:
-            return f"{where}:\n{answer}"
-        process = where.rpartition(" ")[2]
-        return (
-            f"{where} did not answer within {ANSWER_S:g} s: it is stopped or cut off, or native "
-            f"code holds Python's lock; kill -USR1 {process} on its host writes its stacks to the "
-            "executor's log"
-        )
+
+def _top(stacks: str) -> str:
+    """The last lines of the first thread that ``describe_threads`` has described."""
+    first = stacks.partition(f"\n{THREAD}")[0]
+    frames = [line.strip() for line in first.splitlines()]
+    starts = [index for index, line in enumerate(frames) if line.startswith("File ")]
+    return ": ".join(frames[starts[-1] : starts[-1] + 2]) if starts else first
+
+
+def _tell(where: str, answer: str | None) -> str:
+    if answer is not None:
+        return f"{where}:\n{answer}"
+    process = where.rpartition(" ")[2]
+    return (
+        f"{where} did not answer within {ANSWER_S:g} s: it is stopped or cut off, or native "
+        f"code holds Python's lock; kill -USR1 {process} on its host writes its stacks to the "
+        "executor's log"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +15,14 @@ import cloudpickle
 import torch
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl.errors import ConfigError, DataError, DeadlineError, SparkDLError, TrainingError
+from sparkdl.errors import (
+    ConfigError,
+    DataError,
+    DeadlineError,
+    SparkDLError,
+    TrainingError,
+    WorkerLostError,
+)
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import NO_ROWS
 from sparkdl.feed.feed import FeedOptions
@@ -28,11 +36,13 @@ from sparkdl.spark.cluster.slots import (
 )
 from sparkdl.spark.cluster.turns import in_turn
 from sparkdl.spark.diagnostics.board import JOIN_S, Board
-from sparkdl.spark.diagnostics.board_headers import Lines, Report
+from sparkdl.spark.diagnostics.board_headers import Lines, Report, named
 from sparkdl.spark.diagnostics.console import driver_hosts, echoes, show
+from sparkdl.spark.diagnostics.lost import end_of_a_rank, with_sparks_reason
 from sparkdl.spark.diagnostics.watchdog import stacks_on_signal
+from sparkdl.spark.functions.directory import Directory
 from sparkdl.spark.functions.script import Script
-from sparkdl.spark.functions.task import OUTPUT_DDL, Call, Feeding
+from sparkdl.spark.functions.task import OUTPUT_DDL, Call, Feeding, Place
 from sparkdl.spark.launch.launcher import (
     JOB_END_S,
     LEAVE_S,
@@ -58,6 +68,10 @@ logger = logging.getLogger(__name__)
 
 RESULTS_S = 120.0
 """Seconds for Spark to bring what the workers have returned, once all of them have finished."""
+REASON_S = 10.0
+"""Seconds for Spark to say how a worker's process has ended that is lost."""
+RETURNED_S = 10.0
+"""Seconds after which it is told that some workers have returned and others have not."""
 
 OnReport = Callable[[int, Mapping[str, float]], None]
 """(rank, numbers by name)."""
@@ -76,6 +90,7 @@ def run(
     memoryBudget: int | None = None,
     storeIn: str = "disk",
     on_report: OnReport | None = None,
+    cwd: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Run a function on several workers at once, each in a Spark task, as ranks of one group.
@@ -106,6 +121,7 @@ def run(
         storeIn: as the estimator's Param: where each worker keeps its rows, ``disk`` or ``memory``.
         on_report: called in the driver with rank and numbers of each
             ``sparkdl.current_worker().report(...)``; by default they are printed.
+        cwd: the working directory on the workers; by default the driver's, where all have it.
         **kwargs: the function's arguments by name.
 
     Returns:
@@ -126,13 +142,46 @@ def run(
     require_classic_session(spark)
     if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
         raise ConfigError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
-    call = Call(_function(train_fn, kwargs), args, kwargs)
+    call = Call(function_of(train_fn, kwargs, "train_fn"), args, kwargs)
     declared = Declared(shapes(columnShapes), dtypes(columnDtypes), names("imageCols")(imageCols))
     keeping = _Keeping(shuffleSeed, memoryBudget, storeIn)
     rows = None if df is None else _rows_of(df, declared, num_workers, device, keeping)
+    place = Place(
+        network=network_of(spark),
+        directory=Directory.of_driver(cwd),
+        device=device,
+        echo=echoes(spark),
+    )
+    return run_call(spark, call, place, num_workers, rows=rows, on_report=on_report)
+
+
+def run_call(
+    spark: SparkSession,
+    call: Call,
+    place: Place,
+    num_workers: int,
+    *,
+    rows: Rows | None = None,
+    on_report: OnReport | None = None,
+    name: str = "num_workers",
+) -> list[Any]:
+    """Do what ``run`` does, with arguments that were looked at.
+
+    Args:
+        spark: the session.
+        call: what every worker runs.
+        place: where every worker runs it.
+        num_workers: how many.
+        rows: for the workers.
+        on_report: as ``run`` takes it.
+        name: of the argument with which the user has said how many.
+
+    Returns:
+        As ``run`` does.
+    """
     require_static_allocation(spark)
-    profile, ranks = gpu_profile(spark, device), ranks_a_task(spark, device)
-    choose_num_workers(spark, num_workers, profile, ranks)
+    profile, ranks = gpu_profile(spark, place.device), ranks_a_task(spark, place.device)
+    choose_num_workers(spark, num_workers, profile, ranks, name)
     require_trusted_network(spark, False, "what sparkdl.run calls")
     tls = encrypts_connections(spark, False)
     with (
@@ -140,13 +189,17 @@ def run(
         Board(num_workers, *driver_hosts(spark), tls=tls, open_uri=open_hadoop) as board,
     ):
         require_free_slots(spark, num_workers // ranks, profile, ranks)
-        job = _Job(spark, board, call, device, rows)
+        job = _Job(spark, board, call, place, rows)
         try:
             with stacks_on_signal(board.stacks):
                 _watch(board, job, on_report or _show_report)
-        except SparkDLError:
-            job.end(patience_s=LEAVE_S)
-            raise
+        except SparkDLError as error:
+            lost = isinstance(error, WorkerLostError)
+            job.end(patience_s=REASON_S if lost else LEAVE_S)
+            known = job.explained(error)
+            if known is error:
+                raise
+            raise known from error
         except BaseException:
             job.end(patience_s=0.0)
             raise
@@ -168,7 +221,7 @@ class _Keeping:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """A DataFrame for the workers, and what they do with it."""
 
     workers: Workers
@@ -177,7 +230,7 @@ class _Rows:
 
 def _rows_of(
     df: DataFrame, declared: Declared, num_workers: int, device: str, keeping: _Keeping
-) -> _Rows:
+) -> Rows:
     columns = tuple(input_column(df, name, "df") for name in df.columns)
     if not columns:
         raise DataError("df has no columns: there is nothing to feed")
@@ -203,18 +256,18 @@ def _rows_of(
         options=FeedOptions(resident_bytes=in_bytes(keeping.memory_budget)),
         in_memory=keeps_rows_in_memory(df.sparkSession, keeping.store_in),
     )
-    return _Rows(workers, feeding)
+    return Rows(workers, feeding)
 
 
 class _Job:
     """The Spark job that runs the workers, in a thread of its own."""
 
     def __init__(
-        self, spark: SparkSession, board: Board, call: Call, device: str, rows: _Rows | None
+        self, spark: SparkSession, board: Board, call: Call, place: Place, rows: Rows | None
     ) -> None:
         self._spark = spark
-        self._profile = gpu_profile(spark, device)
-        ranks = ranks_a_task(spark, device)
+        self._profile = gpu_profile(spark, place.device)
+        self._ranks_a_task = ranks = ranks_a_task(spark, place.device)
         self._tasks = board.world_size // ranks
         self._input = rows
         self._board = board
@@ -226,11 +279,12 @@ class _Job:
         # The call is pickled by itself: what it imports may be missing on a worker, which is
         # the user's to see.
         feeding = None if rows is None else rows.feeding
-        payload = cloudpickle.dumps((network_of(spark), feeding, cloudpickle.dumps(call)))
+        payload = cloudpickle.dumps((place, feeding, cloudpickle.dumps(call)))
         self._task = rank_task(
             "sparkdl.spark.functions.task:run_function_task",
-            (payload, astuple(board.address), device, echoes(spark)),
+            (payload, astuple(board.address)),
             ranks,
+            apart=True,
         )
         self._thread = self._jobs.start(self._run)
 
@@ -255,6 +309,18 @@ class _Job:
         if self._thread.is_alive():
             self._jobs.cancel()
             self._thread.join(JOB_END_S)
+
+    def explained(self, error: SparkDLError) -> SparkDLError:
+        """An error that ended the run, with what Spark knows of a worker that is lost."""
+        if not isinstance(error, WorkerLostError) or error is self._error:
+            return error
+        if end := end_of_a_rank(str(self._error)):
+            return WorkerLostError(f"{error}: {end}")
+        spark, group = self._spark, self._jobs.group
+        return with_sparks_reason(error, spark, group, self._ranks_a_task) or WorkerLostError(
+            f"{error}. The executor's log says why; a process killed for memory needs more "
+            "spark.executor.memoryOverhead"
+        )
 
     def results(self) -> list[Any]:
         """What the ranks have returned.
@@ -291,6 +357,7 @@ def _watch(board: Board, job: _Job, on_report: OnReport) -> None:
     """Show what the workers print and report until all have finished, or one has failed."""
     deadline = time.monotonic() + JOIN_S
     results_due: float | None = None
+    tell_of_returned = True
     while True:
         try:
             event = board.events.get(timeout=0.2)
@@ -300,6 +367,9 @@ def _watch(board: Board, job: _Job, on_report: OnReport) -> None:
             show(event.rank, event.lines, event.left_out)
         elif isinstance(event, Report):
             on_report(event.rank, event.metrics)
+        elif tell_of_returned and (behind := _left_behind(board)):
+            logger.warning("%s", behind)
+            tell_of_returned = False
         elif board.failure is not None:
             raise board.failure
         elif board.finished:
@@ -322,18 +392,43 @@ def _watch(board: Board, job: _Job, on_report: OnReport) -> None:
             )
 
 
+def _left_behind(board: Board) -> str:
+    """Who still runs though others have returned a while ago, and where; empty if nobody does."""
+    returned, running = board.left_behind(RETURNED_S)
+    tops = board.stacks.tops(running) if running else {}
+    if not tops:
+        return ""
+    where = "; ".join(f"{named([rank])} is still running, in {top}" for rank, top in tops.items())
+    return f"{named(returned)} has returned; {where}"
+
+
 def _show_report(rank: int, metrics: Mapping[str, float]) -> None:
     show(rank, [", ".join(f"{name} {value:g}" for name, value in metrics.items())], 0)
 
 
-def _function(
-    train_fn: Callable[..., Any] | str, kwargs: dict[str, Any]
+def function_of(
+    train: Callable[..., Any] | str, kwargs: Mapping[str, Any], name: str
 ) -> Callable[..., Any] | Script:
-    if callable(train_fn):
-        return train_fn
-    path = Path(str(train_fn))
-    if not isinstance(train_fn, (str, Path)) or not path.is_file():
-        raise ConfigError(f"train_fn must be a function or the path of a script, got {train_fn!r}")
+    """What the user has given to be run.
+
+    Args:
+        train: the function, or the path of a script.
+        kwargs: its arguments by name.
+        name: of the argument that it was given for.
+
+    Raises:
+        ConfigError: it is neither, or a script with arguments by name.
+    """
+    if callable(train):
+        return train
+    if not isinstance(train, (str, os.PathLike)):
+        raise ConfigError(f"{name} must be a function or the path of a script, got {train!r}")
+    path = Path(train)
+    if not path.is_file():
+        raise ConfigError(
+            f"{name} must be a function or the path of a script, and there is no file {path} "
+            f"(looked for in {Path.cwd()})"
+        )
     if kwargs:
         raise ConfigError(
             f"a script takes no arguments by name, but was given {', '.join(sorted(kwargs))}. "

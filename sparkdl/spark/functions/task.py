@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import os
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -20,12 +22,8 @@ import torch
 import torch.distributed as dist
 
 from sparkdl.collective import Network
-from sparkdl.collective.group import (
-    ROLL_CALL_S,
-    environment,
-    is_of_backend,
-    leave_group,
-)
+from sparkdl.collective.group import ROLL_CALL_S, is_of_backend, leave_group
+from sparkdl.collective.hang_up import hang_up
 from sparkdl.collective.rendezvous import Meeting, interface_settings, meet
 from sparkdl.eager import defer_compiler
 from sparkdl.errors import DataError, DisconnectedError, StoppedError
@@ -33,9 +31,11 @@ from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import check_facts
 from sparkdl.feed.feed import Feed, FeedOptions
 from sparkdl.spark.cluster.devices import choose_device
+from sparkdl.spark.cluster.gpus import VISIBLE
 from sparkdl.spark.diagnostics.board import JOIN_S, BoardAddress, BoardClient
 from sparkdl.spark.diagnostics.output import Output
 from sparkdl.spark.diagnostics.stacks import write_threads_on_signal
+from sparkdl.spark.functions.directory import Directory, enter
 from sparkdl.spark.functions.script import Script, run_script
 from sparkdl.spark.functions.worker import FedRows, FunctionWorker, working_as
 from sparkdl.spark.launch.assignment import Assignment
@@ -61,6 +61,26 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where every worker runs it.
+
+    Attributes:
+        network: how the workers reach each other.
+        directory: in which.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        echo: whether what is printed is also written to the process's own streams.
+        tasks_are_nodes: whether a rank sees of its host only its task, and the GPUs of that, as
+            under pyspark's TorchDistributor.
+    """
+
+    network: Network
+    directory: Directory
+    device: str
+    echo: bool
+    tasks_are_nodes: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Feeding:
     """How every worker feeds its rows.
 
@@ -80,19 +100,15 @@ class Feeding:
 def run_function_task(
     payload: bytes,
     address: tuple[str, int, str, str | None],
-    device: str,
-    echo: bool,
     assigned: Assignment,
     batches: Iterator[pa.RecordBatch],
 ) -> Iterator[pa.RecordBatch]:
-    """Call the user's function as one of several ranks.
+    """Call the user's function as one of several ranks, in a process that ends with it.
 
     Args:
-        payload: the pickled ``Network``, the ``Feeding`` or None, and, pickled by itself, the
+        payload: the pickled ``Place``, the ``Feeding`` or None, and, pickled by itself, the
             ``Call``.
         address: the fields of the board's ``BoardAddress``.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        echo: whether what is printed is also written to this process's own streams.
         assigned: the rank, its cores and its GPU.
         batches: the rank's rows; without a ``Feeding`` they say nothing.
 
@@ -108,11 +124,7 @@ def run_function_task(
     result: bytes | None = None
     try:
         with BoardClient(BoardAddress(*address), rank, JOIN_S) as board:
-            groups: list[Any] = []
-            result = _report_errors(
-                board, rank, lambda: _serve(payload, board, assigned, device, echo, groups, batches)
-            )
-            groups.clear()  # now that an error's traceback is gone too
+            result = _report_errors(board, rank, lambda: _serve(payload, board, assigned, batches))
     except DisconnectedError:
         raise  # the driver knows nothing of this worker; Spark can tell it
     except StoppedError as error:
@@ -124,26 +136,30 @@ def _serve(
     payload: bytes,
     board: BoardClient,
     assigned: Assignment,
-    device: str,
-    echo: bool,
-    groups: list[Any],
     batches: Iterator[pa.RecordBatch],
 ) -> bytes:
-    network, feeding, pickled_call = cloudpickle.loads(payload)
-    chosen = choose_device(device, assigned.gpu, assigned.rank)
+    place: Place
+    feeding: Feeding | None
+    place, feeding, pickled_call = cloudpickle.loads(payload)
+    if place.tasks_are_nodes:
+        _show_gpus(assigned, place.device)
+    device = choose_device(place.device, assigned.gpu, assigned.rank)
     defer_compiler()
-    leave_group()
     with (
-        _rows(feeding, batches, board, assigned.rank, chosen) as rows,
-        _surroundings(network, board, assigned, chosen, rows),
+        _rows(feeding, batches, board, assigned.rank, device) as rows,
+        _surroundings(place, board, assigned, device, rows) as met,
         Output(board.send_lines) as output,
-        output.capture(echo=echo),
+        output.capture(echo=place.echo),
     ):
+        enter(place.directory, assigned.rank, board.gather)
         call: Call = cloudpickle.loads(pickled_call)
-        with _groups_held(groups):
-            result = cloudpickle.dumps(_call(call))
-            leave_group()
-        board.gather({})  # rank 0 keeps the store, which the others may still need
+        _hold_groups()
+        result = cloudpickle.dumps(_call(call))
+        _end_program()
+        leave_group()
+    # Not by the end of the process: rank 0 keeps the store, which the others may still need.
+    hang_up({board.port, met.master[1]})
+    board.say_returned()
     board.finish()
     return bytes(result)
 
@@ -183,7 +199,8 @@ def _report_errors(board: BoardClient, rank: int, body: Callable[[], bytes]) -> 
     except StoppedError:
         raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, RuntimeError) and is_of_backend(error):
+        of_exchange = isinstance(error, RuntimeError) and is_of_backend(error)
+        if of_exchange:
             # Whoever broke the exchange speaks first, if it can: its error says more.
             time.sleep(ROLL_CALL_S)
         text = "".join(traceback.format_exception(error)).rstrip()
@@ -191,29 +208,32 @@ def _report_errors(board: BoardClient, rank: int, body: Callable[[], bytes]) -> 
         if isinstance(error, DataError):
             board.report_failure(str(error), text, of_data=True)
         else:
-            board.report_failure(f"{what}\n\n{text}", text)
-        leave_group()
+            board.report_failure(f"{what}\n\n{text}", text, of_exchange=of_exchange)
+        _end_program()
         return None
 
 
 @contextmanager
 def _surroundings(
-    network: Network,
+    place: Place,
     board: BoardClient,
     assigned: Assignment,
     device: str,
     rows: FedRows | None,
-) -> Iterator[None]:
+) -> Iterator[Meeting]:
     """The variables that torchrun sets, a store behind them, and ``current_worker``."""
-    met = meet(assigned.rank, board.gather, device=device, network=network, timeout=STORE_TIMEOUT)
+    rank, network = assigned.rank, place.network
+    met = meet(rank, board.gather, device=device, network=network, timeout=STORE_TIMEOUT)
     settings = {
         **_torchrun_variables(met),
+        **(_variables_of_task(assigned, met) if place.tasks_are_nodes else {}),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(assigned.cores)),
         **interface_settings(torch.device(device), met.address),
     }
     worker = FunctionWorker(met, device, board, rows, gpu=assigned.gpu)
-    with environment(settings), working_as(worker):
-        yield
+    os.environ.update(settings)
+    with working_as(worker):
+        yield met
 
 
 def _torchrun_variables(met: Meeting) -> dict[str, str]:
@@ -238,9 +258,32 @@ def _torchrun_variables(met: Meeting) -> dict[str, str]:
     }
 
 
-@contextmanager
-def _groups_held(held: list[Any]) -> Iterator[None]:
-    """Put every process group that the user makes into ``held``, to outlive the user's models.
+def _variables_of_task(assigned: Assignment, met: Meeting) -> dict[str, str]:
+    """Those that pyspark's TorchDistributor sets otherwise, or besides."""
+    in_task = len(assigned.of_task)
+    return {
+        "LOCAL_RANK": str(assigned.rank % in_task),
+        "LOCAL_WORLD_SIZE": str(in_task),
+        "GROUP_RANK": str(assigned.task),
+        "GROUP_WORLD_SIZE": str(met.world_size // in_task),
+        "NODE_RANK": str(assigned.task),
+    }
+
+
+def _show_gpus(assigned: Assignment, device: str) -> None:
+    """Have CUDA see the GPUs of the task, in the order of its ranks, or none."""
+    if device == "cpu":
+        os.environ[VISIBLE] = ""
+    elif assigned.gpu is not None:
+        os.environ.setdefault(VISIBLE, ",".join(gpu for gpu in assigned.of_task if gpu))
+
+
+_held: list[Any] = []
+"""Every process group that the user has made."""
+
+
+def _hold_groups() -> None:
+    """Have the groups that the user makes live as long as the process.
 
     A model wrapped by DDP that is the last to hold its group ends it with Python's lock held, which
     gloo's threads may want first; the user's models go when the function returns.
@@ -250,19 +293,19 @@ def _groups_held(held: list[Any]) -> Iterator[None]:
         @functools.wraps(make)
         def made(*args: Any, **kwargs: Any) -> Any:
             group = make(*args, **kwargs)
-            held.append(dist.group.WORLD if group is None else group)
+            _held.append(dist.group.WORLD if group is None else group)
             return group
 
         return made
 
-    before = {name: getattr(dist, name) for name in ("init_process_group", "new_group")}
-    for name, make in before.items():
-        setattr(dist, name, holding(make))
-    try:
-        yield
-    finally:
-        for name, make in before.items():
-            setattr(dist, name, make)
+    for name in ("init_process_group", "new_group"):
+        setattr(dist, name, holding(getattr(dist, name)))
+
+
+def _end_program() -> None:
+    """Do what Python does at a program's end, while the driver still shows what is printed."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for those that are no daemons
+    atexit._run_exitfuncs()
 
 
 def _call(call: Call) -> Any:

@@ -7,16 +7,21 @@ from typing import Any
 
 from pyspark.ml.torch import distributor as pyspark_distributor
 
-from sparkdl.spark.functions.run import run
+from sparkdl.spark.cluster.network import network_of
+from sparkdl.spark.diagnostics.console import echoes
+from sparkdl.spark.functions.directory import Directory
+from sparkdl.spark.functions.run import function_of, run_call
+from sparkdl.spark.functions.task import Call, Place
 
 
 class TorchDistributor(pyspark_distributor.TorchDistributor):
     """pyspark's class with the same constructor and methods, whose ``run`` starts in a second.
 
-    On the cluster (``local_mode=False``) ``run`` calls the function in Spark's own Python
-    processes, or where a task has several GPUs in a process for each, shows what the ranks print,
-    and raises what they raise: where pyspark's returns None after a script has failed, this
-    raises ``WorkerError``. ``local_mode=True`` is left to pyspark.
+    On the cluster (``local_mode=False``) ``run`` calls the function in a process that was forked
+    for it, shows what the ranks print, and raises what they raise: where pyspark's returns None
+    after a script has failed, this raises ``WorkerError``. Each Spark task is a node, as with
+    pyspark's: ``LOCAL_RANK`` counts the ranks of a task, which see the GPUs of that task, or none
+    with ``use_gpu=False``. ``local_mode=True`` is left to pyspark.
     """
 
     def run(self, train_object: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
@@ -38,20 +43,12 @@ class TorchDistributor(pyspark_distributor.TorchDistributor):
         if self.local_mode:
             return super().run(train_object, *args, **kwargs)
         self._check_encryption()
-        device = "cuda" if self.use_gpu else "cpu"
-        call = _Bound(train_object, args, kwargs) if callable(train_object) else train_object
-        given = () if callable(train_object) else args
-        return run(call, *given, num_workers=self.num_processes, device=device)[0]
-
-
-class _Bound:
-    """A function with its arguments, whatever they are called."""
-
-    def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self._function, self._args, self._kwargs = function, args, kwargs
-
-    def __call__(self) -> Any:
-        return self._function(*self._args, **self._kwargs)
+        call = Call(function_of(train_object, kwargs, "train_object"), args, kwargs)
+        place = Place(
+            network=network_of(self.spark),
+            directory=Directory.of_driver(None),
+            device="cuda" if self.use_gpu else "cpu",
+            echo=echoes(self.spark),
+            tasks_are_nodes=True,
+        )
+        return run_call(self.spark, call, place, self.num_processes, name="num_processes")[0]

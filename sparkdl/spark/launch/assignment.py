@@ -1,7 +1,8 @@
-"""What Spark has assigned to the ranks of a task, and the start of a process for each if several.
+"""What Spark has assigned to the ranks of a task, and the start of a process for each.
 
-A task with one GPU or none is one rank, trained in Spark's own Python process. A task with several
-GPUs (``spark.task.resource.gpu.amount``) is as many ranks, each in a process of its own.
+A task with one GPU or none is one rank, a task with several GPUs
+(``spark.task.resource.gpu.amount``) as many. A rank runs in a process of its own, but for that of
+a fit which is alone in its task: that one trains in Spark's own Python process.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
-from pyspark import SparkFiles, TaskContext
+from pyspark import BarrierTaskContext, SparkFiles, TaskContext
 
 from sparkdl.feed.packed import unpacked
-from sparkdl.spark.cluster.devices import VISIBLE
+from sparkdl.spark.cluster.gpus import VISIBLE
+from sparkdl.spark.launch.bootstrap import require
+from sparkdl.spark.launch.forked import fork_server
 from sparkdl.spark.launch.rank_host import RankCall, host_ranks
+
+_OF_BARRIERS = ("_conn_info", "_port", "_secret")
+"""PySpark's, by its version: how a task reaches its barrier in the executor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +36,7 @@ class Assignment:
         attempt: of the task.
         cores: how many.
         gpu: the address of its GPU, as Spark says it; None if Spark has assigned none.
+        of_task: the GPUs of all ranks of its task, in their order.
     """
 
     rank: int
@@ -37,6 +44,7 @@ class Assignment:
     attempt: int
     cores: int
     gpu: str | None
+    of_task: tuple[str | None, ...]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -64,6 +72,7 @@ def assignments(context: TaskContext, ranks: int) -> list[Assignment]:
             attempt=context.taskAttemptId(),
             cores=max(1, context.cpus() // ranks),
             gpu=gpus[index],
+            of_task=tuple(gpus[:ranks]),
         )
         for index in range(ranks)
     ]
@@ -75,7 +84,12 @@ def first_gpu(context: TaskContext) -> str | None:
 
 
 def run_ranks(
-    entry: str, arguments: tuple[Any, ...], ranks: int, batches: Iterator[pa.RecordBatch]
+    entry: str,
+    arguments: tuple[Any, ...],
+    ranks: int,
+    apart: bool,
+    versions: dict[str, str],
+    batches: Iterator[pa.RecordBatch],
 ) -> Iterator[pa.RecordBatch]:
     """Run a worker's function for every rank of this task.
 
@@ -84,6 +98,8 @@ def run_ranks(
             rows; yields record batches.
         arguments: plain values.
         ranks: how many ranks every task is.
+        apart: whether a rank that is alone in its task gets a process of its own too.
+        versions: of the packages that a rank needs; see ``bootstrap.require``.
         batches: the task's rows, packed.
 
     Yields:
@@ -93,35 +109,68 @@ def run_ranks(
     context = TaskContext.get()
     assert context is not None
     assigned = assignments(context, ranks)
-    if ranks == 1 and assigned[0].environment.items() <= os.environ.items():
+    if ranks == 1 and not apart and assigned[0].environment.items() <= os.environ.items():
+        require(versions)
         yield from _function(entry)(*arguments, assigned[0], batches)
         return
-    files = SparkFiles.getRootDirectory()
+    surroundings = Surroundings.of(context)
     yield from host_ranks(
         [
             RankCall(
                 rank=each.rank,
                 entry=f"{__name__}:run_rank",
-                arguments=(files, entry, arguments, each),
+                arguments=(surroundings, entry, arguments, each),
                 environment=each.environment,
             )
             for each in assigned
         ],
         batches,
+        fork_server([__name__, entry.partition(":")[0]], versions),
     )
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What PySpark keeps in the process of a task, for that of a rank.
+
+    Attributes:
+        files: where Spark keeps what the user has added to the session.
+        context: the task's.
+        barrier: how its barrier is reached, if it has one.
+    """
+
+    files: str
+    context: TaskContext
+    barrier: dict[str, Any] = field(repr=False)  # a secret is among it
+
+    @classmethod
+    def of(cls, context: TaskContext) -> Surroundings:
+        """Those of the calling task."""
+        barrier = {
+            name: value for name, value in vars(BarrierTaskContext).items() if name in _OF_BARRIERS
+        }
+        return cls(SparkFiles.getRootDirectory(), context, barrier)
+
+    def restore(self) -> None:
+        """Have PySpark find them in this process."""
+        SparkFiles._root_directory, SparkFiles._is_running_on_worker = self.files, True
+        for kind in (TaskContext, BarrierTaskContext):
+            kind._setTaskContext(self.context)
+        for name, value in self.barrier.items():
+            setattr(BarrierTaskContext, name, value)
+
+
 def run_rank(
-    files: str,
+    surroundings: Surroundings,
     entry: str,
     arguments: tuple[Any, ...],
     assigned: Assignment,
     batches: Iterator[pa.RecordBatch],
 ) -> Iterator[pa.RecordBatch]:
-    """Do the same in the process of one rank, where ``SparkFiles`` is to work as in the task's.
+    """Do the same in the process of one rank, where PySpark is to work as in the task's.
 
     Args:
-        files: where Spark keeps what the user has added to the session.
+        surroundings: the task's.
         entry: as in ``run_ranks``.
         arguments: as in ``run_ranks``.
         assigned: the rank's.
@@ -130,7 +179,7 @@ def run_rank(
     Yields:
         What the function does.
     """
-    SparkFiles._root_directory, SparkFiles._is_running_on_worker = files, True
+    surroundings.restore()
     yield from _function(entry)(*arguments, assigned, batches)
 
 

@@ -23,31 +23,17 @@ def make_task(
     Args:
         entry: ``module:function`` to call on the executor with ``*arguments`` and the batches.
         arguments: plain values, for the executor may not be able to unpickle others.
-        versions: the driver's versions of the packages that must match, by import name.
+        versions: as ``require`` takes them.
     """
 
     def task(batches: Iterator[Any]) -> Iterator[Any]:
         import gc
         import importlib
-        import socket
-
-        def refuse(what: str) -> RuntimeError:
-            return RuntimeError(
-                MARKER + f"{what} (Python {sys.executable} on {socket.gethostname()}). Install the "
-                "driver's versions there, or point PYSPARK_PYTHON at an environment that has them"
-            )
 
         # Imports only add: a tenth of their time would go into looking for what could be freed.
         gc.disable()
         try:
-            for name, wanted in versions.items():
-                try:
-                    module = importlib.import_module(name)
-                except ImportError as error:
-                    raise refuse(f"the package '{name}' cannot be imported: {error}") from error
-                found = str(getattr(module, "__version__", "without a version"))
-                if found != wanted:
-                    raise refuse(f"'{name}' is {found} here but {wanted} on the driver")
+            require(versions)
             module_name, function_name = entry.split(":")
             function = getattr(importlib.import_module(module_name), function_name)
         finally:
@@ -55,3 +41,31 @@ def make_task(
         yield from function(*arguments, batches)
 
     return task
+
+
+def require(versions: dict[str, str]) -> None:
+    """Check that this Python has the driver's packages.
+
+    Args:
+        versions: the driver's versions of the packages that must match, by import name.
+
+    Raises:
+        RuntimeError: a package is missing, or of another version.
+    """
+    import importlib
+    import socket
+
+    def refuse(what: str) -> RuntimeError:
+        return RuntimeError(
+            MARKER + f"{what} (Python {sys.executable} on {socket.gethostname()}). Install the "
+            "driver's versions there, or point PYSPARK_PYTHON at an environment that has them"
+        )
+
+    for name, wanted in versions.items():
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            raise refuse(f"the package '{name}' cannot be imported: {error}") from error
+        found = str(getattr(module, "__version__", "without a version"))
+        if found != wanted:
+            raise refuse(f"'{name}' is {found} here but {wanted} on the driver")

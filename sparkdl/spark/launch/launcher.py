@@ -28,8 +28,8 @@ from sparkdl.errors import (
     TrainingError,
     WorkerLostError,
 )
-from sparkdl.feed.columns import ORDER_COLUMN
 from sparkdl.feed.facts import NO_ROWS
+from sparkdl.feed.packed import ORDER_COLUMN
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.cluster.slots import require_free_slots
@@ -184,19 +184,23 @@ def launch(workers: Workers, job: Job) -> Launch:
     return start
 
 
-def rank_task(entry: str, arguments: tuple[Any, ...], ranks_a_task: int) -> Task:
+def rank_task(
+    entry: str, arguments: tuple[Any, ...], ranks_a_task: int, *, apart: bool = False
+) -> Task:
     """The task that runs a worker's function for each of its ranks.
 
     Args:
         entry: ``module:function``; see ``assignment.run_ranks``.
         arguments: plain values.
         ranks_a_task: how many ranks each task is.
+        apart: whether a rank that is alone in its task gets a process of its own too.
     """
+    # A plain str: torch's own kind cannot be unpickled where torch is missing.
+    versions = {"torch": str(torch.__version__)}
     return bootstrap.make_task(
         "sparkdl.spark.launch.assignment:run_ranks",
-        (entry, arguments, ranks_a_task),
-        # A plain str: torch's own kind cannot be unpickled where torch is missing.
-        {"torch": str(torch.__version__), "sparkdl": __version__},
+        (entry, arguments, ranks_a_task, apart, versions),
+        {"sparkdl": __version__},
     )
 
 

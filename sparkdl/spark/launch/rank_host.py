@@ -1,26 +1,25 @@
-"""Several ranks in one task: a process for each, fed with its share of the task's rows.
+"""The ranks of one task: a process for each, fed with its share of the task's rows.
 
     task's process                      process of a rank (``rank_process.py``)
+    where to find modules, pickled  -->
     what to call, pickled       ------>
     b"R" and an Arrow stream    ------> its rows, if the task has any
     b"E"                        ------> there are no more
                                 <------ the answer, pickled: record batches, or a traceback
 
-Each pair speaks over a socket pair of its own. A rank's process ends with the task's, however that
-ends: the kernel sees to it. Nothing here knows Spark.
+Each pair speaks over a socket pair of its own. The processes are forked from a clean one
+(``fork_server.py``). A rank's process ends with the task's, however that ends: the kernel sees to
+it. Nothing here knows Spark.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 import multiprocessing.connection
-import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -31,19 +30,11 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.errors import TrainingError, WorkerLostError
-from sparkdl.feed.columns import ORDER_COLUMN
+from sparkdl.feed.packed import ORDER_COLUMN
+from sparkdl.spark.launch.forked import EXIT_S, ForkServer, search_path
 
 ROWS = b"R"
 END = b"E"
-LOOK_S = 0.5
-"""Seconds between two looks at who has ended without a word."""
-EXIT_S = 5.0
-"""Seconds for a process that has answered to end by itself."""
-
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from sparkdl.spark.launch.rank_process import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +46,7 @@ class RankCall:
         entry: ``module:function``, called with ``*arguments`` and an iterator of record batches;
             yields record batches.
         arguments: what can be pickled.
-        environment: variables to set in the process before it imports anything.
+        environment: variables to set in the process before it calls anything.
     """
 
     rank: int
@@ -65,13 +56,14 @@ class RankCall:
 
 
 def host_ranks(
-    calls: Sequence[RankCall], batches: Iterable[pa.RecordBatch]
+    calls: Sequence[RankCall], batches: Iterable[pa.RecordBatch], server: ForkServer
 ) -> Iterator[pa.RecordBatch]:
     """Run ranks side by side, each in a process of its own, until all have ended.
 
     Args:
         calls: what each does; the ranks of one task in their order.
         batches: the task's rows, dealt to the ranks by ``shares``.
+        server: forks their processes.
 
     Yields:
         What all of them yield, in the order of the ranks.
@@ -82,7 +74,7 @@ def host_ranks(
         TrainingError: a function raised; the message has its traceback.
     """
     with ExitStack() as stack:
-        ranks = [stack.enter_context(_Rank(call)) for call in calls]
+        ranks = [stack.enter_context(_Rank(call, server)) for call in calls]
         _deal(batches, ranks)
         _collect(ranks)
     for rank in ranks:
@@ -100,6 +92,8 @@ def shares(batch: pa.RecordBatch, ranks: int, before: int) -> list[pa.RecordBatc
         ranks: how many.
         before: rows of the task that came before.
     """
+    if ranks == 1:
+        return [batch]
     if ORDER_COLUMN in batch.schema.names:
         places = batch.column(ORDER_COLUMN).to_numpy().view(np.uint64)
     else:
@@ -111,23 +105,12 @@ def shares(batch: pa.RecordBatch, ranks: int, before: int) -> list[pa.RecordBatc
 class _Rank:
     """The process of one rank, seen from the task's; a context manager that ends it."""
 
-    def __init__(self, call: RankCall) -> None:
+    def __init__(self, call: RankCall, server: ForkServer) -> None:
         self.answer: list[pa.RecordBatch] | None = None
         self._call = call
         self.line, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-c", _START),
-                    *(str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **call.environment},
-                # As under torchrun: Linux shares the cores among sessions first, threads of several
-                # ranks in one session keep each other waiting.
-                start_new_session=True,
-            )
+            self._process = server.fork(theirs)
         self._input, self._output = self.line.makefile("wb"), self.line.makefile("rb")
         self._rows: pa.RecordBatchStreamWriter | None = None
 
@@ -141,27 +124,23 @@ class _Rank:
         traceback: TracebackType | None,
     ) -> None:
         # Before its line is closed, which it would take for the end of its rows.
-        if kind is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(EXIT_S)
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        self._process.__exit__(kind, error, traceback)
         for each in (self._output, self.line):
             each.close()
         with contextlib.suppress(OSError):  # what it did not read
             self._input.close()
 
     @property
-    def has_ended(self) -> bool:
-        """Whether its process is gone."""
-        return self._process.poll() is not None
+    def lease(self) -> socket.socket:
+        """Ready to be read once its process has ended."""
+        return self._process.lease
 
     def call(self) -> None:
         """Say what to do."""
-        self._tell(
-            lambda: pickle.dump((self._call.entry, self._call.arguments), self._input, protocol=5)
-        )
+        settings = (search_path(), dict(self._call.environment))
+        work = (self._call.entry, self._call.arguments)
+        for part in (settings, work):
+            self._tell(functools.partial(pickle.dump, part, self._input, protocol=5))
 
     def put(self, batch: pa.RecordBatch) -> None:
         """Hand over rows."""
@@ -195,17 +174,15 @@ class _Rank:
 
     def lost(self) -> WorkerLostError:
         """The error that says how its process ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(EXIT_S)
-        code = self._process.returncode
+        code = self._process.wait(EXIT_S)
         if code is None:
-            how = "has closed its connection"
+            how = "has ended with the one that it was forked from, or closed its connection"
         elif code < 0:
             how = f"was ended by {signal.Signals(-code).name}"
         else:
-            how = f"left with code {code}"
+            how = f"left with code {code} and without an answer, as by os._exit({code})"
         return WorkerLostError(
-            f"the process {self._process.pid} of rank {self._call.rank} on "
+            f"the process {self._process.number} of rank {self._call.rank} on "
             f"{socket.gethostname()} {how}"
         )
 
@@ -241,14 +218,15 @@ def _deal(batches: Iterable[pa.RecordBatch], ranks: Sequence[_Rank]) -> None:
 
 
 def _collect(ranks: Sequence[_Rank]) -> None:
-    waiting = {rank.line: rank for rank in ranks if rank.answer is None}
-    while waiting:
-        # Asked for first: who has answered may end at once. A process that it has started may
-        # keep the line open after its end.
-        ended = [line for line, rank in waiting.items() if rank.has_ended]
-        ready = multiprocessing.connection.wait(list(waiting), 0 if ended else LOOK_S)
-        for line in [each for each in waiting if each in ready]:
-            waiting.pop(line).receive()
-        for line in ended:
-            if line in waiting:
-                raise waiting[line].lost()
+    lines = {rank.line: rank for rank in ranks if rank.answer is None}
+    leases = {rank.lease: rank for rank in lines.values()}
+    while lines:
+        ready = multiprocessing.connection.wait([*lines, *leases])
+        # First: who has answered may end at once.
+        for line in [each for each in lines if each in ready]:
+            rank = lines.pop(line)
+            del leases[rank.lease]
+            rank.receive()
+        for lease in [each for each in leases if each in ready]:
+            # A process that it has started may keep the line open after its end.
+            raise leases[lease].lost()

@@ -1,44 +1,42 @@
-"""The process of one rank of several in a task; ``rank_host.py`` starts it and says what to do."""
+"""The process of one rank; ``rank_host.py`` says what it does."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import pickle
-import signal
+import random
 import socket
 import sys
 import traceback
 from collections.abc import Iterator
 from typing import BinaryIO
 
+import numpy as np
 import pyarrow as pa
 
 from sparkdl.spark.launch.rank_host import END, ROWS
 
-_PR_SET_PDEATHSIG = 1
-"""Of Linux's ``prctl``: which signal a process gets when the one that started it ends."""
 
-
-def serve(descriptor: int, host: int) -> None:
-    """Call one function, answer with what it yields, and return.
+def serve(line: socket.socket) -> None:
+    """Call one function, and answer with what it yields.
 
     Args:
-        descriptor: of the socket that leads to the host.
-        host: the host's process.
+        line: leads to the host.
     """
-    _end_with(host)
-    del sys.argv[1:]  # nothing of the user's
-    with socket.socket(fileno=descriptor) as line:
-        line.set_inheritable(False)
-        with line.makefile("rb") as source, line.makefile("wb") as sink:
-            pickle.dump(_answer(source), sink, protocol=5)
+    # Where they were when this process was forked, as in every other one.
+    np.random.seed()
+    random.seed()
+    with line, line.makefile("rb") as source, line.makefile("wb") as sink:
+        pickle.dump(_answer(source), sink, protocol=5)
 
 
 def _answer(source: BinaryIO) -> list[pa.RecordBatch] | str:
     try:
-        entry, arguments = pickle.load(source)  # from the process that started this one
+        sys.path[:], environment = pickle.load(source)  # from the process that started this one
+        os.environ.update(environment)
+        importlib.invalidate_caches()
+        entry, arguments = pickle.load(source)
         module, name = entry.split(":")
         function = getattr(importlib.import_module(module), name)
         return list(function(*arguments, _rows(source)))
@@ -53,11 +51,3 @@ def _rows(source: BinaryIO) -> Iterator[pa.RecordBatch]:
         sign = source.read(1)
     if sign != END:
         os._exit(1)  # the host has died among its rows: those that are here are not all
-
-
-def _end_with(host: int) -> None:
-    """Have the kernel kill this process as soon as the host ends, however that comes about."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != host:
-        os._exit(1)  # it has ended before

@@ -99,13 +99,16 @@ def test_a_part_of_a_gpu_is_all_that_its_process_may_see() -> None:
     assert device_index("MIG-77", "MIG-77", ["GPU-1"]) == 0
 
 
-def own_process_of(addresses: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def own_process_of(
+    addresses: list[str], monkeypatch: pytest.MonkeyPatch, *, apart: bool = False
+) -> Any:
     """What a task of one rank starts a process for; the attributes of the call."""
     called: list[Any] = []
     monkeypatch.setattr(assignment.TaskContext, "get", lambda: fake_task(0, addresses))
-    monkeypatch.setattr(assignment, "host_ranks", lambda calls, _: called.extend(calls) or [])
+    monkeypatch.setattr(assignment, "host_ranks", lambda calls, *_: called.extend(calls) or [])
+    monkeypatch.setattr(assignment, "fork_server", lambda *_: None)
     monkeypatch.setattr(assignment.SparkFiles, "getRootDirectory", lambda: "/files")
-    list(run_ranks(f"{__name__}:tell_gpu", ("argument",), 1, iter([])))
+    list(run_ranks(f"{__name__}:tell_gpu", ("argument",), 1, apart, {}, iter([])))
     return called
 
 
@@ -122,6 +125,13 @@ def test_one_rank_runs_in_sparks_own_process_unless_that_would_not_see_its_part_
     assert call.environment == {"CUDA_VISIBLE_DEVICES": "MIG-77"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-77")
     assert own_process_of(["MIG-77"], monkeypatch) == []
+
+
+def test_a_rank_that_is_to_be_apart_gets_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (call,) = own_process_of(["0"], monkeypatch, apart=True)
+    assert call.environment == {}
 
 
 @pytest.fixture
@@ -217,4 +227,4 @@ def test_spark_assigns_two_faked_gpus_to_two_ranks(tmp_path: Path, a_task: str) 
     assert done.returncode == 0, done.stderr[-3000:]
     assigned, refused = json.loads(done.stdout.strip().splitlines()[-1])
     assert sorted(assigned) == [["0"], ["1"]]
-    assert "numWorkers is 3" in refused
+    assert "num_workers is 3" in refused

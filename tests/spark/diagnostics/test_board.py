@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -106,6 +106,74 @@ def test_facts_and_other_things_are_not_gathered_together(board: Board) -> None:
         board.__exit__(None, None, None)
         assert isinstance(other.exception(10), StoppedError)
         assert isinstance(facts.exception(10), StoppedError)
+
+
+def test_who_has_returned_waits_for_the_others_and_is_known(board: Board) -> None:
+    with (
+        BoardClient(board.address, 0) as first,
+        BoardClient(board.address, 1) as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        waiting = pool.submit(first.say_returned)
+        wait_until(lambda: board.left_behind(0.0) == ([0], [1]))
+        assert board.left_behind(60.0) == ([], [])
+        assert not waiting.done()
+        other.say_returned()
+        waiting.result(timeout=10)
+        other.finish()
+        first.finish()
+        wait_until(lambda: board.finished)
+    assert board.left_behind(0.0)[1] == []
+
+
+@pytest.mark.parametrize("returns_first", [True, False])
+def test_who_waits_for_a_rank_that_has_returned_ends_the_run(
+    board: Board, returns_first: bool
+) -> None:
+    with (
+        BoardClient(board.address, 0) as returns,
+        BoardClient(board.address, 1) as waits,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        if returns_first:
+            returned = pool.submit(returns.say_returned)
+            wait_until(lambda: board.left_behind(0.0) == ([0], [1]))
+            waiting = pool.submit(waits.gather, {})
+        else:
+            waiting = pool.submit(waits.gather, {})
+            wait_until(lambda: bool(board._giving))
+            returned = pool.submit(returns.say_returned)
+        assert "rank 1 waits for all ranks" in str(failure_of(board))
+        assert "but rank 0 has returned" in str(board.failure)
+        board.__exit__(None, None, None)
+        assert isinstance(waiting.exception(10), StoppedError)
+        assert isinstance(returned.exception(10), StoppedError)
+
+
+@pytest.mark.parametrize(("of_exchange", "told"), [(True, True), (False, False)])
+def test_an_exchange_that_breaks_after_a_rank_has_returned_is_told_so(
+    board: Board, of_exchange: bool, told: bool
+) -> None:
+    with (
+        BoardClient(board.address, 0) as failing,
+        BoardClient(board.address, 1) as returned,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        waiting = pool.submit(returned.say_returned)
+        wait_until(lambda: board.left_behind(0.0) == ([1], [0]))
+        failing.report_failure("rank 0: closed by peer", "in train", of_exchange=of_exchange)
+        error = failure_of(board)
+        board.__exit__(None, None, None)
+        assert isinstance(waiting.exception(10), StoppedError)
+    assert ("rank 1 had returned when an exchange broke on rank 0" in str(error)) is told
+    assert "rank 0: closed by peer" in str(error)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
 
 
 def test_lines_arrive_with_their_rank(board: Board) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sparkdl.errors import TrainingError, WorkerLostError
-from sparkdl.spark.diagnostics.lost import memory_advice
+from sparkdl.spark.diagnostics.lost import end_of_a_rank, memory_advice
 from sparkdl.spark.launch.launcher import as_training_error
 
 LOST = "ExecutorLostFailure (executor 3 exited caused by one of the running tasks) Reason: "
@@ -50,3 +50,15 @@ def test_other_ends_are_not_blamed_on_memory(reason: str) -> None:
 def test_a_job_that_failed_for_a_lost_process_is_a_loss_and_others_are_not() -> None:
     assert isinstance(as_training_error(RuntimeError(LOST + "exit")), WorkerLostError)
     assert type(as_training_error(RuntimeError("UNRESOLVED_COLUMN"))) is TrainingError
+
+
+@pytest.mark.parametrize(
+    ("how", "advises"), [("left with code 0", False), ("was ended by SIGKILL", True)]
+)
+def test_how_a_ranks_process_has_ended_is_found_in_sparks_words(how: str, advises: bool) -> None:
+    line = f"the process 71 of rank 1 on a {how}"
+    text = f"Stage failed\nTraceback:\nsparkdl.errors.WorkerLostError: {line}\n\n\tat a.b.C\n"
+    found = end_of_a_rank(text)
+    assert found.startswith(line)
+    assert ("memoryOverhead" in found) is advises
+    assert end_of_a_rank("Stage failed\nZeroDivisionError: x") == ""

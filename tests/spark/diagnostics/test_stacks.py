@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -70,6 +71,15 @@ def test_workers_answer_beside_what_they_print(console: Console, stuck: None) ->
         assert console.stacks.ask([1]).startswith("rank 1 on ")
         for client in (first, second):
             client.finish()
+
+
+def test_the_line_that_a_workers_main_thread_runs_is_told_alone(console: Console) -> None:
+    with BoardClient(console.address, 0) as client:
+        wait_until_connected(console, {0})
+        (top,) = console.stacks.tops([0, 1]).values()
+        client.finish()
+    # The main thread is this test's, which waits for the answer.
+    assert re.fullmatch(r'File ".*threading.py", line \d+, in wait: .*', top)
 
 
 def test_a_worker_that_cannot_answer_is_named_with_its_process(

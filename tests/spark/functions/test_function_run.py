@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from pyspark.ml.torch.distributor import TorchDistributor as PysparksDistributor
 from pyspark.sql import SparkSession
 
 import sparkdl
@@ -265,6 +267,44 @@ def test_torch_distributor_passes_on_arguments_whatever_their_names(spark: Spark
 
     distributor = TorchDistributor(num_processes=1, local_mode=False, use_gpu=False)
     assert distributor.run(give_back, num_workers=7, device="mine") == (7, "mine")
+
+
+TELLS_ENVIRONMENT = """
+import json, os, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+names += ("NODE_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+found = {name: os.environ.get(name) for name in names}
+with open(f"{sys.argv[1]}-{found['RANK']}", "w") as file:
+    json.dump(found, file)
+"""
+
+
+@pytest.mark.slow
+def test_torch_distributor_makes_the_environment_of_pysparks(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TELLS_ENVIRONMENT)
+    found = []
+    for kind in (PysparksDistributor, TorchDistributor):
+        kind(2, local_mode=False, use_gpu=False).run(str(script), str(tmp_path / kind.__module__))
+        files = [tmp_path / f"{kind.__module__}-{rank}" for rank in range(2)]
+        found.append([json.loads(file.read_text()) for file in files])
+    assert found[0] == found[1]
+    assert [each["LOCAL_RANK"] for each in found[1]] == ["0", "0"]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found[1]] == ["", ""]
+
+
+def test_torch_distributors_errors_name_its_arguments(spark: SparkSession, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    with pytest.raises(ConfigError, match="num_processes is 9, but the cluster has 3 slots"):
+        TorchDistributor(9, local_mode=False, use_gpu=False).run(print)
+    two = TorchDistributor(2, local_mode=False, use_gpu=False)
+    with pytest.raises(ConfigError, match=r"train_object must .* there is no file .*train\.py"):
+        two.run(str(script))
+    script.write_text("")
+    with pytest.raises(ConfigError, match="no arguments by name, but was given lr"):
+        two.run(str(script), lr=0.1)
 
 
 def test_torch_distributor_raises_what_a_script_raised(spark: SparkSession, tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.errors import TrainingError, WorkerLostError
-from sparkdl.feed.columns import ORDER_COLUMN
+from sparkdl.feed.packed import ORDER_COLUMN
+from sparkdl.spark.launch.forked import ForkServer
 from sparkdl.spark.launch.rank_host import RankCall, host_ranks, shares
 
 
@@ -123,7 +124,14 @@ def eventually_gone(pid: int) -> bool:
     return not is_there(pid)
 
 
-def test_ranks_run_in_processes_of_their_own_on_shares_of_the_rows() -> None:
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    started = ForkServer([__name__], {})
+    yield started
+    started.close()
+
+
+def test_ranks_run_in_processes_of_their_own_on_shares_of_the_rows(server: ForkServer) -> None:
     batches = [
         rows(range(start, start + 10), range(start, start + 10)) for start in range(0, 50, 10)
     ]
@@ -132,7 +140,7 @@ def test_ranks_run_in_processes_of_their_own_on_shares_of_the_rows() -> None:
         for r in range(2)
     ]
 
-    first, second = [answer.to_pylist()[0] for answer in host_ranks(ranks, iter(batches))]
+    first, second = [answer.to_pylist()[0] for answer in host_ranks(ranks, iter(batches), server)]
 
     assert [first["rank"], second["rank"]] == [0, 1]
     assert [first["set"], second["set"]] == ["to 0", "to 1"]
@@ -143,8 +151,8 @@ def test_ranks_run_in_processes_of_their_own_on_shares_of_the_rows() -> None:
     assert not is_there(second["pid"])
 
 
-def test_a_task_without_rows_is_ranks_without_rows() -> None:
-    (answer,) = host_ranks(calls("tell", (0,)), [])
+def test_a_task_without_rows_is_ranks_without_rows(server: ForkServer) -> None:
+    (answer,) = host_ranks(calls("tell", (0,)), [], server)
     assert answer.to_pylist()[0]["rows"] == []
 
 
@@ -153,20 +161,20 @@ def test_a_task_without_rows_is_ranks_without_rows() -> None:
     [
         ("raise", TrainingError, "rank 5 on .*(?s:.*)in misbehave(?s:.*)the reactor is empty"),
         ("die", WorkerLostError, "process [0-9]+ of rank 5 on .* was ended by SIGKILL"),
-        ("leave", WorkerLostError, "process [0-9]+ of rank 5 on .* left with code 3"),
+        ("leave", WorkerLostError, "process [0-9]+ of rank 5 on .* left with code 3 "),
     ],
 )
 def test_the_end_of_one_rank_is_told_and_ends_the_others(
-    tmp_path: Path, deed: str, error: type[Exception], told: str
+    server: ForkServer, tmp_path: Path, deed: str, error: type[Exception], told: str
 ) -> None:
     sleeper = tmp_path / "pid"
     ranks = calls("misbehave", ("sleep", str(sleeper)), (deed, str(sleeper)))
     with pytest.raises(error, match=told):
-        list(host_ranks(ranks, [rows([1, 2])]))
+        list(host_ranks(ranks, [rows([1, 2])], server))
     assert not is_there(int(sleeper.read_text()))
 
 
-def test_an_error_among_the_rows_ends_all_ranks(tmp_path: Path) -> None:
+def test_an_error_among_the_rows_ends_all_ranks(server: ForkServer, tmp_path: Path) -> None:
     sleeper = tmp_path / "pid"
 
     def broken() -> Iterator[pa.RecordBatch]:
@@ -176,7 +184,7 @@ def test_an_error_among_the_rows_ends_all_ranks(tmp_path: Path) -> None:
         raise LookupError("upstream")
 
     with pytest.raises(LookupError, match="upstream"):
-        list(host_ranks(calls("misbehave", ("sleep", str(sleeper))), broken()))
+        list(host_ranks(calls("misbehave", ("sleep", str(sleeper))), broken(), server))
     assert not is_there(int(sleeper.read_text()))
 
 
@@ -184,8 +192,9 @@ def test_a_rank_ends_with_the_task_that_is_killed(tmp_path: Path) -> None:
     sleeper = tmp_path / "pid"
     program = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
-        f"from {__name__} import calls, host_ranks\n"
-        f"list(host_ranks(calls('misbehave', ('sleep', {str(sleeper)!r})), []))"
+        f"from {__name__} import ForkServer, calls, host_ranks\n"
+        f"sleeping = calls('misbehave', ('sleep', {str(sleeper)!r}))\n"
+        f"list(host_ranks(sleeping, [], ForkServer([], {{}})))"
     )
     task = subprocess.Popen([sys.executable, "-c", program])
     deadline = time.monotonic() + 60

@@ -14,8 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparkdl.feed.columns import ORDER_COLUMN
-from sparkdl.feed.packed import unpacked
+from sparkdl.feed.packed import ORDER_COLUMN, unpacked
 from sparkdl.spark.rows.packing import packed
 
 COLUMNS = {

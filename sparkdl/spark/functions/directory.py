@@ -1,0 +1,73 @@
+"""Where relative paths of the user's begin on the workers: in one directory for all of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from dataclasses import dataclass
+
+from sparkdl.collective.rendezvous import Gather
+from sparkdl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Directory:
+    """The directory in which the workers are to run.
+
+    Attributes:
+        path: of it; None if there is none.
+        required: whether the user has named it, so that it has to be on every worker's host.
+    """
+
+    path: str | None
+    required: bool
+
+    @classmethod
+    def of_driver(cls, wanted: str | os.PathLike[str] | None) -> Directory:
+        """What the user has named, or the one that the driver is in.
+
+        Args:
+            wanted: what the user has named; None for the driver's own.
+        """
+        if wanted is not None:
+            return cls(os.path.abspath(wanted), True)
+        try:
+            return cls(os.getcwd(), False)
+        except OSError:  # it was deleted
+            return cls(None, False)
+
+
+def enter(directory: Directory, rank: int, gather: Gather) -> None:
+    """Run in a directory if all workers can, else each where its executor runs.
+
+    Args:
+        directory: which.
+        rank: this worker's.
+        gather: tells all workers what each has found.
+
+    Raises:
+        ConfigError: the user has named it, and this host does not have it.
+    """
+    if directory.path is None:
+        return
+    can = os.path.isdir(directory.path) and os.access(directory.path, os.X_OK)
+    if directory.required and not can:
+        raise ConfigError(
+            f"cwd='{directory.path}' is no directory that rank {rank} on {socket.gethostname()} "
+            "can enter. Name one that all executors' hosts have, a shared one if all are to find "
+            "the same files in it"
+        )
+    found = gather({"host": socket.gethostname(), "enters": can})
+    lacking = sorted({str(each["host"]) for each in found if not each["enters"]})
+    if not lacking:
+        os.chdir(directory.path)
+    elif rank == 0:
+        logger.warning(
+            "the driver's directory %s is not on %s: relative paths begin in a directory of each "
+            "executor's own. Name one that all hosts have by cwd=..., or use absolute paths",
+            directory.path,
+            ", ".join(lacking),
+        )
