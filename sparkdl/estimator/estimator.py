@@ -172,7 +172,8 @@ class TorchEstimator(
         optimizer: OptimizerBuilder,
         scheduler: SchedulerBuilder | None = None,
         schedulerEvery: str = "epoch",
-        strategy: Strategy[Any] | None = None,
+        # Without its argument: what reads job configurations looks for the subclasses of a class.
+        strategy: Strategy | None = None,  # type: ignore[type-arg]
         featuresCol: str = "features",
         featuresCols: list[str] | None = None,
         featuresAsDict: bool = False,
