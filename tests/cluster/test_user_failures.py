@@ -185,13 +185,15 @@ def test_a_killed_worker_process_ends_the_fit_in_bounded_time_and_names_the_rank
 def test_a_worker_that_hangs_ends_the_fit_after_the_timeout_and_is_named(
     spark: SparkSession, tmp_path: Path
 ) -> None:
+    # The timeout also limits the workers' start, and a session's first start is its slowest.
+    assert_next_fit_works(spark)
     started = time.monotonic()
 
     with pytest.raises((DeadlineError, WorkerError), match="rank 1") as caught:
-        sabotage(spark, tmp_path / "passes", "sleep", timeout=8.0)
+        sabotage(spark, tmp_path / "passes", "sleep", timeout=15.0)
 
     assert "timeout" in str(caught.value)
-    assert time.monotonic() - started < 50
+    assert time.monotonic() - started < 60
     assert_no_job_runs(spark)
     assert_next_fit_works(spark)
 
