@@ -19,7 +19,7 @@ from fuzzing.loop import Tally
 from fuzzing.shard import NUMBER
 
 FOLDER = Path(__file__).resolve().parent
-STARTING_S = 120.0
+STARTING_S = 300.0
 """Seconds for a process to import what it needs, and to end."""
 STUCK_S = 60.0
 """Seconds after which an input is no more waited for; more than any target's own deadline."""
