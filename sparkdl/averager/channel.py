@@ -164,7 +164,11 @@ class Channel:
         self._touched(self)
 
     def flush(self) -> bool:
-        """Send what can be sent now; returns whether anything was.
+        """Send what can be sent now.
+
+        Returns:
+            Whether some of it were values. Of headers that says nothing: the system has room for
+            them, whether the other end takes them or not.
 
         Raises:
             LeftError: the other end is gone.
@@ -180,7 +184,7 @@ class Channel:
                     raise LeftError(f"the connection broke: {error}") from error
                 if sent is None:
                     return moved
-                moved = True
+                moved = moved or first.has_values
                 first.advance(sent)
                 if self.stream.short_is_all and sent < sum(map(len, frames)):
                     return moved
@@ -316,6 +320,11 @@ class _Outgoing:
     @property
     def left(self) -> bool:
         return self._at < len(self._frames)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether these are not the one frame of a header."""
+        return len(self._frames) > 1
 
     def next(self) -> Frames:
         frames = self._frames[self._at : self._at + FRAMES_AT_ONCE]

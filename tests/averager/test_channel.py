@@ -404,7 +404,7 @@ def test_a_stream_that_says_so_is_not_asked_again_for_what_it_does_not_have() ->
     channel = Channel(wire, memoryview(bytearray(64)), lambda channel: None)
     assert not channel.receive()
     assert len(wire.arriving) == 1
-    channel.send([memoryview(b"frames")])
+    channel.send([memoryview(b"frame"), memoryview(b"s")])
     assert channel.flush()
     assert len(wire.offers) == 1
 
@@ -456,11 +456,17 @@ class TestSending:
         ends = itertools.accumulate(len(b"".join(frames)) for frames in messages)
         assert told == list(enumerate(ends))
 
-    def test_it_says_whether_anything_was_taken(self) -> None:
+    def test_it_says_whether_values_were_taken(self) -> None:
         channel, _ = channel_over(takes=[None, 3, None])
-        channel.send_header({})
+        channel.send([memoryview(b"prefix"), memoryview(b"values")])
         assert [channel.flush(), channel.flush(), channel.flush()] == [False, True, True]
         assert not channel.sends
+
+    def test_a_header_on_its_way_is_no_sign_that_the_other_end_takes_it(self) -> None:
+        channel, wire = channel_over()
+        channel.send_header({"waiting": True})
+        assert not channel.flush()
+        assert wire.sent
 
     def test_many_small_frames_are_offered_together_but_not_all_at_once(self) -> None:
         channel, wire = channel_over()

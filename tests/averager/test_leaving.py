@@ -14,7 +14,7 @@ from crew import LAYOUT, WAIT_S, Crew, crew, eventually, window
 
 from sparkdl.averager import Averager
 from sparkdl.averager.wire_format import FullPrecision
-from sparkdl.errors import StoppedError, TrainingError
+from sparkdl.errors import DeadlineError, StoppedError, TrainingError
 from sparkdl.transport.reaching import dial
 
 Deed = Callable[[Crew], "Future[Any] | None"]
@@ -108,6 +108,19 @@ def test_the_run_ends_at_once_and_says_why(deed: Deed, max_failures: int) -> Non
         assert isinstance(waiting.exception(WAIT_S), StoppedError)
     with pytest.raises(TrainingError, match=DEEDS[deed]):
         raise error
+
+
+def test_who_exchanges_something_in_an_epoch_that_the_other_has_ended_does_not_wait_for_ever() -> (
+    None
+):
+    """Each waits for the other, and is told now and then that it still has to."""
+    with crew(2, deadline_s=1.0) as workers:
+        workers.exchange(window(1, last=True))
+        workers.exchange(window(0)).result(WAIT_S)
+        workers.call(workers.client(0).gather, {})
+        error = workers.outcome.exception(WAIT_S)
+    with pytest.raises(DeadlineError, match=r"rank 1 .*in what the workers exchange among them"):
+        raise error or AssertionError("it goes on")
 
 
 def test_who_has_finished_may_leave_before_the_others_have() -> None:
