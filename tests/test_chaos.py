@@ -66,6 +66,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch, nobody_stays: None) -> None:
     monkeypatch.setattr(membership, "STRAGGLER_S", 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_averaging_under_ten_random_faults_ends_with_what_its_commits_give() -> None:
     chaos = stormy(ParameterAveraging(period=2))

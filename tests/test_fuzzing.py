@@ -152,6 +152,7 @@ def test_mutations_leave_what_they_change_as_it_was_and_are_of_every_kind() -> N
     assert {(2, 3), (1, 1, 2, 3), (2, 1, 3), ()} <= orders
 
 
+@pytest.mark.slow
 def test_the_command_shares_the_inputs_among_processes_and_ends_in_a_line_of_json() -> None:
     command = [sys.executable, str(FUZZ), "tensors", "--inputs", "41"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)

@@ -23,6 +23,7 @@ from sparkdl import GradientAllReduce
 from sparkdl.errors import DataError, WorkerError
 
 LISTENING = "0A"
+pytestmark = pytest.mark.slow  # whoever counts what is left has to wait until all is quiet
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,6 @@ def test_the_traces_that_are_looked_for_would_be_seen(spark: SparkSession, tmp_p
     assert during.open_files == before.open_files + 1
 
 
-@pytest.mark.slow
 def test_twenty_fits_in_a_row_leave_nothing_behind(spark: SparkSession, warm: Traces) -> None:
     rows = frame(spark)
     for seed in range(20):

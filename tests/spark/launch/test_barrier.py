@@ -123,6 +123,7 @@ def test_an_exception_on_one_rank_surfaces_as_that_ranks_traceback(
     assert_next_fit_works(spark)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_training_ends_the_fit_and_is_named(
     spark: SparkSession, tmp_path: Path
 ) -> None:
