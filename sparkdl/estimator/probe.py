@@ -6,7 +6,6 @@ a label out of range, a wrong width or a loss that wants another dtype all show 
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from sparkdl.driver import build_replica
 from sparkdl.errors import ConfigError, DataError, ModelError
+from sparkdl.estimator.calls import how_called
 from sparkdl.estimator.head import Head
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ColumnFacts
@@ -182,46 +182,23 @@ def _outputs(
     *,
     with_labels: bool,
 ) -> Any:
+    """What the model returns; ``with_labels`` as ``Replica.outputs`` takes it."""
     try:
         return replica.outputs(batch, with_labels=with_labels)
     except Exception as error:  # the user's forward may raise anything
-        given = _shapes(batch.features) + _integers(schema.features, facts[: len(schema.features)])
+        labels = with_labels and isinstance(replica.loss, ModelLoss)
+        columns = schema.stored if labels else schema.features
+        given = _shapes(batch.features) + _integers(columns, facts[: len(columns)])
         mode = "" if replica.module.training else " in evaluation mode"
         _fail(
             f"the model fails{mode} on a batch with features of {given}",
             error,
-            _how_called(replica, batch, error, with_labels=with_labels),
+            how_called(replica, batch, error, with_labels=with_labels),
         )
-
-
-def _how_called(replica: Replica, batch: Batch, error: Exception, *, with_labels: bool) -> str:
-    """How the model was called, if that may be what it could not take."""
-    if not isinstance(error, (TypeError, AttributeError)):
-        return ""
-    names = [f"{name}=..." for name in _labels_given(replica.loss)] if with_labels else []
-    features, advice = batch.features, ""
-    if replica.features_as_kwargs:
-        given = [f"{name}=..." for name in features]
-    elif isinstance(features, dict):
-        given = [f"{{{', '.join(f'{name!r}: ...' for name in features)}}}"]
-        advice = (
-            ". Leave featuresAsDict out to give it the features as separate arguments, or set "
-            "featuresAsKwargs instead to give them by name"
-        )
-    else:
-        given = ["..." for _ in features]
-    try:
-        takes = f", and its forward takes {inspect.signature(replica.module.forward)}"
-    except (TypeError, ValueError):  # a callable written in C may not say what it takes
-        takes = ""
-    return f". It was called as model({', '.join([*given, *names])}){takes}{advice}"
-
-
-def _labels_given(loss: LossFunction) -> tuple[str, ...]:
-    return loss.keywords if isinstance(loss, ModelLoss) else ()
 
 
 def _loss(replica: Replica, outputs: Any, batch: Batch, labels: Sequence[ColumnSpec]) -> Tensor:
+    """The loss of what the model returned."""
     both = _both(outputs, batch)
     mode = "" if replica.module.training else " in evaluation mode, which validation is done in,"
     try:
