@@ -80,11 +80,16 @@ def as_builder(model: nn.Module | ModelBuilder) -> ModelBuilder:
 
 
 def build_replica(
-    model: ModelBuilder, optimizer: OptimizerBuilder, loss: LossFunction, seed: int
+    model: ModelBuilder,
+    optimizer: OptimizerBuilder,
+    loss: LossFunction,
+    seed: int,
+    *,
+    features_as_kwargs: bool = False,
 ) -> Replica:
     """Build a replica as every worker does, leaving the caller's random state as it was."""
     with borrowed_random_numbers(seed):
-        return Replica(model(), optimizer, loss)
+        return Replica(model(), optimizer, loss, features_as_kwargs=features_as_kwargs)
 
 
 def first_replica(job: Job) -> Replica:

@@ -1,16 +1,50 @@
-"""From a loss that gives a minibatch's mean to one that weighs its rows."""
+"""Losses of weighted rows, made of those that give a mean, and losses that the model computes."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
-from sparkdl.protocols import LossFunction
+from sparkdl.outputs import described, parts_of
+from sparkdl.protocols import LossFunction, Targets
+
+
+@dataclass(frozen=True)
+class ModelLoss:
+    """The loss that a model computes itself when it is given the labels by keyword.
+
+    Attributes:
+        keywords: one a label.
+    """
+
+    keywords: tuple[str, ...] = ("labels",)
+
+    def labels(self, targets: Targets) -> dict[str, Tensor]:
+        """What the model is given besides its features."""
+        several = (targets,) if isinstance(targets, Tensor) else targets
+        return dict(zip(self.keywords, several, strict=True))
+
+    def __call__(self, outputs: Any, targets: Targets) -> Tensor:
+        """Take the loss out of the outputs: the one named so, the first of a tuple, or all of it.
+
+        Raises:
+            ModelError: there is none.
+        """
+        parts = parts_of(outputs)
+        loss = outputs if isinstance(outputs, Tensor) else parts.get("loss", parts.get(0))
+        if isinstance(loss, Tensor) and loss.dim() == 0:
+            return loss
+        given = ", ".join(f"{name}=..." for name in self.keywords)
+        raise ModelError(
+            f"loss='model' takes the loss from the model's output 'loss' or from the first of a "
+            f"tuple, a scalar tensor; called with {given} the model returns {described(outputs)}"
+        )
 
 
 def loss_of_rows(loss: LossFunction) -> LossFunction:

@@ -7,7 +7,7 @@ round. Parameters that require no gradient stay where they are; see ``frozen``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sparkdl.eager import defer_compiler
 from sparkdl.errors import ModelError
 from sparkdl.frozen import FrozenParameters
-from sparkdl.losses import loss_of_rows, weighted_mean
+from sparkdl.losses import ModelLoss, loss_of_rows, weighted_mean
 from sparkdl.protocols import (
     Batch,
     Features,
@@ -77,7 +77,7 @@ class Replica:
         module: the model; moved to the device, its buffers and the parameters that require a
             gradient become flat views.
         optimizer: builds the optimizer from the module's trainable parameters.
-        loss: (outputs, targets) -> mean over the minibatch.
+        loss: (outputs, targets) -> mean over the minibatch, or the model's own.
         device: where the replica lives.
         clip_norm: the largest norm of all gradients together, to which a larger one is scaled
             down before each optimizer step; None for no limit.
@@ -85,6 +85,7 @@ class Replica:
             and gradients staying what they are.
         scheduler: builds the schedule of the optimizer's learning rate; None for none.
         scheduler_every: after what the schedule takes a step, an optimizer step or an epoch.
+        features_as_kwargs: whether features by name are arguments by those names, not one dict.
 
     Raises:
         ModelError: no parameter requires a gradient.
@@ -104,7 +105,9 @@ class Replica:
         precision: Precision = "float32",
         scheduler: SchedulerBuilder | None = None,
         scheduler_every: Unit = "epoch",
+        features_as_kwargs: bool = False,
     ) -> None:
+        self.features_as_kwargs = features_as_kwargs
         self._clip_norm = clip_norm
         self._precision = precision
         self.device = torch.device(device)
@@ -190,14 +193,28 @@ class Replica:
         """The minibatch's mean loss, a scalar on the replica's device with its graph."""
         batch = batch.to(self.device)
         with self._autocast():
-            return self.loss_of(forward(self.module, batch.features), batch)
+            return self.loss_of(self.outputs(batch), batch)
+
+    def outputs(self, batch: Batch, *, with_labels: bool = True) -> Any:
+        """What the model returns for a minibatch on the replica's device.
+
+        Args:
+            batch: the minibatch.
+            with_labels: whether a model that computes its own loss is given them.
+        """
+        labels = {}
+        if with_labels and isinstance(self.loss, ModelLoss):
+            labels = self.loss.labels(batch.targets)
+        return forward(
+            self.module, batch.features, as_kwargs=self.features_as_kwargs, labels=labels
+        )
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._precision == "float32":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
-    def loss_of(self, outputs: Tensor, batch: Batch) -> Tensor:
+    def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
         """The loss of a minibatch, a scalar: the mean, or the mean of the weighted rows."""
         targets = align_targets(outputs, batch.targets)
         if batch.weights is None:
@@ -352,13 +369,28 @@ class Replica:
         ]
 
 
-def forward(module: nn.Module, features: Features) -> Tensor:
-    """The module's outputs for features as separate arguments, or as one dict."""
-    outputs: Tensor = module(features) if isinstance(features, dict) else module(*features)
-    return outputs
+def forward(
+    module: nn.Module,
+    features: Features,
+    *,
+    as_kwargs: bool = False,
+    labels: Mapping[str, Tensor] | None = None,
+) -> Any:
+    """What a module returns for features as separate arguments, or as one dict.
+
+    Args:
+        module: the model.
+        features: its inputs.
+        as_kwargs: whether features by name are arguments by those names.
+        labels: further arguments by name.
+    """
+    named = labels or {}
+    if not isinstance(features, dict):
+        return module(*features, **named)
+    return module(**features, **named) if as_kwargs else module(features, **named)
 
 
-def align_targets(outputs: Tensor, targets: Targets) -> Targets:
+def align_targets(outputs: Any, targets: Targets) -> Targets:
     """Shape floating-point targets (examples,) like outputs (examples, 1).
 
     torch's regression losses would broadcast the two to (examples, examples) and train on

@@ -67,6 +67,7 @@ def identity(job: Job, world_size: int, replica: Replica, layout: Layout) -> dic
             kind, text=text_of(job.strategy), parts={"settings": text_of(job.strategy)}
         ),
         **_columns(job.schema),
+        "features as keyword arguments": job.features_as_kwargs,
         "batch transform": describe(job.feed.transform),
         "batch size": job.batch_size,
         "drop last": job.feed.drop_last,

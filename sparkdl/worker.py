@@ -85,6 +85,8 @@ class Job:
     """Builds the schedule of the learning rate; None for none."""
     scheduler_every: Unit = "epoch"
     """After what the schedule takes a step."""
+    features_as_kwargs: bool = False
+    """Whether features by name are the model's arguments by those names, not one dict."""
     feed: FeedOptions = field(default_factory=FeedOptions)
     """How the rows are fed."""
     tls: bool = False
@@ -186,6 +188,7 @@ def _train_replica(
                 precision=job.precision,
                 scheduler=job.scheduler,
                 scheduler_every=job.scheduler_every,
+                features_as_kwargs=job.features_as_kwargs,
             )
     except Exception as error:  # whatever the user's code raises has to reach the driver
         report_failure(address, place.rank, error)

@@ -29,6 +29,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("feed",),
     ("losses",),
     ("checkpoint",),
+    ("outputs",),
     ("protocols",),
     ("events",),
     ("eager",),

@@ -12,7 +12,7 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
-from sparkdl.losses import loss_of_rows, weighted_mean
+from sparkdl.losses import ModelLoss, loss_of_rows, weighted_mean
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 
@@ -107,3 +107,29 @@ def test_a_model_may_take_its_features_as_a_dict_and_a_loss_several_targets() ->
     batch = Batch({"x": LOGITS, "bias": torch.ones(4)}, (torch.zeros(4), torch.ones(4)), last=True)
     first = each.step(batch)
     assert each.step(batch) < first
+
+
+ONE, ROWS = torch.tensor(0.5), torch.zeros(4, 2)
+
+
+@pytest.mark.parametrize("outputs", [{"logits": ROWS, "loss": ONE}, (ONE, ROWS), [ONE], ONE])
+def test_a_models_own_loss_is_the_one_named_so_or_the_first_or_all(outputs: Any) -> None:
+    assert ModelLoss()(outputs, ROWS) is ONE
+
+
+@pytest.mark.parametrize(
+    ("outputs", "found"),
+    [
+        ({"logits": ROWS}, r"a dict of 'logits' float32 \(4, 2\)"),
+        ((ROWS, ONE), r"a tuple of 0 float32 \(4, 2\), 1 float32 \(\)"),
+        ({"loss": ROWS}, r"'loss' float32 \(4, 2\)"),
+        (ROWS, r"float32 \(4, 2\)"),
+        ({"loss": 0.5}, r"'loss' \(float\)"),
+        (None, "a NoneType"),
+    ],
+)
+def test_a_model_without_a_loss_of_its_own_is_refused_with_what_it_returns(
+    outputs: Any, found: str
+) -> None:
+    with pytest.raises(ModelError, match=f"called with a=..., b=... the model returns .*{found}"):
+        ModelLoss(("a", "b"))(outputs, (ROWS, ROWS))

@@ -26,6 +26,7 @@ from sparkdl.events import WindowReport
 from sparkdl.feed import arrival
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.feed import FeedOptions
+from sparkdl.losses import ModelLoss
 from sparkdl.protocols import Batch, ColumnSpec
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
@@ -124,6 +125,14 @@ OTHERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "loss": (
         {"loss": nn.CrossEntropyLoss()},
         [r"loss: was .*<lambda>, is now CrossEntropyLoss\(\)"],
+    ),
+    "a loss of the model's own": (
+        {"loss": ModelLoss(("kind",))},
+        [r"loss: was .*<lambda>, is now ModelLoss\(keywords=\('kind',\)\)"],
+    ),
+    "features as keyword arguments": (
+        {"features_as_kwargs": True},
+        ["features as keyword arguments: was false, is now true"],
     ),
     "a number in the loss": ({"loss": scaled_loss(2.0)}, [f"loss: .* {CHANGED} variable scale"]),
     "clip norm": ({"clip_norm": 0.5}, ["clip norm: was none, is now 0.5"]),

@@ -40,7 +40,7 @@ class ModelTarget(Target):
             builder=functools.partial(nn.Linear, 4, 2),
             features=(ColumnSpec("x", torch.float32, (4,)), ColumnSpec("y", torch.int64)),
             head="logits",
-            output_width=2,
+            widths={None: 2},
             history=(SUMMARY, SUMMARY),
         )
         ModelWriter(TorchModel._from_saved(saved), saved).save(str(self._folder))

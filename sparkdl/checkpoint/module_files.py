@@ -24,12 +24,13 @@ from sparkdl.checkpoint.recipe import MODEL, load_recipe, save_recipe
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
+from sparkdl.outputs import OutputKey, Widths
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Encoding
 from sparkdl.randomness import borrowed_random_numbers
 
 DESCRIPTION = "module.json"
 WEIGHTS = "module.safetensors"
-FORMAT = 1
+FORMAT = 2
 """Version of the files' format; a reader refuses a newer one."""
 _ENCODINGS = get_args(Encoding)
 _EPOCH_TYPES = get_type_hints(EpochSummary)
@@ -44,7 +45,7 @@ class SavedModule:
         builder: what the user gave as ``model``: a module, or a function that builds one.
         features: the tensors that the module takes.
         head: name of the meaning of its outputs.
-        output_width: numbers a row that it gives; None for one without a dimension of its own.
+        widths: of its outputs.
         history: one summary an epoch.
     """
 
@@ -52,7 +53,7 @@ class SavedModule:
     builder: Any
     features: Sequence[ColumnSpec]
     head: str
-    output_width: int | None
+    widths: Widths
     history: Sequence[EpochSummary]
 
 
@@ -77,7 +78,7 @@ def write_module(saved: SavedModule, directory: Path) -> None:
             for f in saved.features
         ],
         "head": saved.head,
-        "output_width": saved.output_width,
+        "outputs": [{"key": key, "width": width} for key, width in saved.widths.items()],
         "history": [dataclasses.asdict(epoch) for epoch in saved.history],
     }
     (directory / DESCRIPTION).write_text(json.dumps(description, indent=2))
@@ -101,6 +102,7 @@ def read_module(directory: Path, *, trust: TrustArgument) -> SavedModule:
     description = _read_description(path)
     features = _entries(path, description, "features", _feature)
     history = _entries(path, description, "history", _epoch)
+    widths = dict(_entries(path, description, "outputs", _output))
     builder = load_recipe(description.get("model"), directory, "model", place=MODEL, trust=trust)
     module = _build_module(builder)
     _put_weights(module, directory / WEIGHTS)
@@ -109,7 +111,7 @@ def read_module(directory: Path, *, trust: TrustArgument) -> SavedModule:
         builder=builder,
         features=tuple(features),
         head=description["head"],
-        output_width=description["output_width"],
+        widths=widths,
         history=history,
     )
 
@@ -152,10 +154,10 @@ def _read_description(path: Path) -> dict[str, Any]:
             f"the model in {path.parent} has format {written}, newer than the {FORMAT} that this "
             "version of sparkdl-torch reads. Upgrade it"
         )
-    width = description.get("output_width", "missing")
-    plain = isinstance(description.get("head"), str) and (width is None or _is_count(width))
-    if written != FORMAT or not plain:
+    if written not in range(1, FORMAT + 1) or not isinstance(description.get("head"), str):
         raise ConfigError(f"{path} is damaged or no saved model")
+    if written == 1:  # before there were models of several outputs
+        description["outputs"] = [{"key": None, "width": description.get("output_width", "none")}]
     return description
 
 
@@ -189,6 +191,14 @@ def _epoch(**fields: Any) -> EpochSummary:
         if isinstance(value, bool) or not isinstance(value, _EPOCH_TYPES.get(name, object) | int):
             raise ValueError(f"{name} cannot be {value!r}")
     return EpochSummary(**fields)
+
+
+def _output(key: Any, width: Any) -> tuple[OutputKey | None, int | None]:
+    if not (key is None or isinstance(key, str) or _is_count(key)):
+        raise ValueError(f"{key!r} names no output")
+    if not (width is None or _is_count(width)):
+        raise ValueError(f"output {key!r} cannot have width {width!r}")
+    return key, width
 
 
 def _is_count(value: Any) -> bool:

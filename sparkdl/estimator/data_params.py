@@ -13,8 +13,10 @@ from pyspark.ml.param.shared import (
     HasWeightCol,
 )
 
+from sparkdl.errors import ConfigError
+from sparkdl.outputs import OutputKey
 from sparkdl.spark.rows.converters import one_of, optional_function, optional_whole, whole
-from sparkdl.spark.rows.declared import dtypes, names, shapes
+from sparkdl.spark.rows.declared import dtypes, names, outputs, shapes
 from sparkdl.spark.rows.scratch import STORE_PLACES
 
 OUTPUT_TYPES = ("auto", "class", "probability", "raw")
@@ -34,6 +36,19 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
         "featuresAsDict",
         "whether the model takes its features as one dict by the columns' names",
         typeConverter=TypeConverters.toBoolean,
+    )
+    featuresAsKwargs: Param[bool] = Param(
+        Params._dummy(),
+        "featuresAsKwargs",
+        "whether the model takes its features as keyword arguments by the columns' names",
+        typeConverter=TypeConverters.toBoolean,
+    )
+    outputCols: Param[dict[str, OutputKey] | None] = Param(
+        Params._dummy(),
+        "outputCols",
+        "the columns that the model adds, if it returns several outputs: by the name of each its "
+        "output's name, or position in a tuple; None for predictionCol alone",
+        typeConverter=outputs,
     )
     outputType: Param[str] = Param(
         Params._dummy(),
@@ -68,6 +83,24 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
         self._set(featuresAsDict=value)
         return self
 
+    def getFeaturesAsKwargs(self) -> bool:
+        """Gets the value of featuresAsKwargs or its default value."""
+        return self.getOrDefault(self.featuresAsKwargs)
+
+    def setFeaturesAsKwargs(self, value: bool) -> Self:
+        """Sets the value of featuresAsKwargs."""
+        self._set(featuresAsKwargs=value)
+        return self
+
+    def getOutputCols(self) -> dict[str, OutputKey] | None:
+        """Gets the value of outputCols or its default value."""
+        return self.getOrDefault(self.outputCols)
+
+    def setOutputCols(self, value: dict[str, OutputKey] | None) -> Self:
+        """Sets the value of outputCols."""
+        self._set(outputCols=value)
+        return self
+
     def getOutputType(self) -> str:
         """Gets the value of outputType or its default value."""
         return self.getOrDefault(self.outputType)
@@ -90,6 +123,23 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
     def feature_columns(self) -> list[str]:
         """The feature columns in the order of the model's arguments."""
         return self.getFeaturesCols() or [self.getFeaturesCol()]
+
+    def output_keys(self) -> dict[str, OutputKey | None]:
+        """By the name of each column that the model adds its output; None for the only one."""
+        return {**(self.getOutputCols() or {self.getPredictionCol(): None})}
+
+    def features_by_name(self) -> bool:
+        """Whether the model takes its features by the columns' names, in whichever way.
+
+        Raises:
+            ConfigError: in two ways at once.
+        """
+        if self.getFeaturesAsDict() and self.getFeaturesAsKwargs():
+            raise ConfigError(
+                "featuresAsDict gives the model one dict, featuresAsKwargs keyword arguments: "
+                "leave one of the two out"
+            )
+        return self.getFeaturesAsDict() or self.getFeaturesAsKwargs()
 
 
 class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, HasValidationIndicatorCol):

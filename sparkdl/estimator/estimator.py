@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLWritable
@@ -78,7 +78,11 @@ class TorchEstimator(
             one. A class or function that executors can import also makes saved models loadable
             without pickle. What has requires_grad=False is built by all, never exchanged, and has
             to stay as it is.
-        loss: (outputs, targets) -> scalar tensor, the mean over the minibatch.
+        loss: (outputs, targets) -> scalar tensor, the mean over the minibatch. The outputs are all
+            that the model returns: a tensor, tuple, dict or object. ``"model"`` for a model that
+            computes its own loss: it is called with ``labels=`` of ``labelCol``, or with each of
+            ``labelCols`` by its name, and returns the loss as output ``loss``, as the first of a
+            tuple or by itself.
         optimizer: parameters -> Optimizer, for example ``partial(torch.optim.SGD, lr=0.1)``.
         scheduler: optimizer -> torch's LRScheduler, for example ``partial(CosineAnnealingLR,
             T_max=10)``; None for a learning rate that stays. It has to follow from the number of
@@ -92,6 +96,7 @@ class TorchEstimator(
         featuresCols: several of them, passed to the model as separate arguments; wins over
             ``featuresCol``. Integers become int64, fractions the dtype of the model's parameters.
         featuresAsDict: whether the model takes its features as one dict by the columns' names.
+        featuresAsKwargs: whether it takes them as keyword arguments by the columns' names.
         labelCol: the label column.
         labelCols: several of them, passed to the loss as a tuple; wins over ``labelCol``.
         weightCol: how much each row's loss counts, any unit: weights are scaled to a mean of 1. A
@@ -106,8 +111,12 @@ class TorchEstimator(
             frames the first); decoded to uint8 with Pillow.
         handleInvalid: ``error`` refuses NaN and infinity among the features, ``keep`` feeds them.
         predictionCol: the column that the fitted model adds.
-        outputType: what it holds: ``class``, ``probability``, ``raw`` or ``auto`` (class for a
-            classification loss, else raw).
+        outputCols: the columns that it adds instead, if the model returns several outputs: by the
+            name of each its output's name, or position in a tuple, for example ``{"prediction":
+            "logits", "embedding": "pooler_output"}``. ``predictionCol`` among them holds what
+            ``outputType`` says, the others the output as it is.
+        outputType: what ``predictionCol`` holds: ``class``, ``probability``, ``raw`` or ``auto``
+            (class for a classification loss, else raw).
         epochs: passes over the data.
         batchSize: rows a minibatch on each worker.
         dropLast: whether a worker leaves out the last minibatch of an epoch if it is short.
@@ -168,7 +177,7 @@ class TorchEstimator(
         self,
         *,
         model: nn.Module | ModelBuilder,
-        loss: LossFunction,
+        loss: LossFunction | Literal["model"],
         optimizer: OptimizerBuilder,
         scheduler: SchedulerBuilder | None = None,
         schedulerEvery: str = "epoch",
@@ -177,6 +186,7 @@ class TorchEstimator(
         featuresCol: str = "features",
         featuresCols: list[str] | None = None,
         featuresAsDict: bool = False,
+        featuresAsKwargs: bool = False,
         labelCol: str = "label",
         labelCols: list[str] | None = None,
         weightCol: str | None = None,
@@ -186,6 +196,7 @@ class TorchEstimator(
         imageCols: list[str] | None = None,
         handleInvalid: str = "error",
         predictionCol: str = "prediction",
+        outputCols: dict[str, str | int] | None = None,
         outputType: str = "auto",
         epochs: int = 1,
         batchSize: int = 32,
@@ -281,6 +292,6 @@ class TorchEstimator(
             ready.checked.features,
             builder=self.getModel(),
             head=ready.head,
-            output_width=ready.checked.output_width,
+            widths=ready.checked.widths,
             history=outcome.history,
         )

@@ -15,16 +15,18 @@ from sparkdl.checkpoint.module_files import SavedModule
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.data_params import InputOutputParams
-from sparkdl.estimator.head import Head, output_function
+from sparkdl.estimator.head import Head
 from sparkdl.estimator.persistence import ModelReader, ModelWriter
+from sparkdl.estimator.predictions import predicted_columns
 from sparkdl.events import EpochSummary
+from sparkdl.outputs import Widths
 from sparkdl.protocols import ColumnSpec
-from sparkdl.spark.inference import ModelSharing, prediction_column, readable
+from sparkdl.spark.inference import ModelSharing, prediction_columns, readable
 from sparkdl.spark.rows.columns import input_column
 
 
 class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"]):
-    """A trained PyTorch model that adds a column of predictions to a DataFrame.
+    """A trained PyTorch model that adds columns of predictions to a DataFrame.
 
     Made by ``TorchEstimator.fit`` or ``TorchModel.load``.
 
@@ -41,7 +43,7 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
         *,
         builder: Any,
         head: Head,
-        output_width: int | None,
+        widths: Widths,
         history: Sequence[EpochSummary],
     ) -> None:
         super().__init__()
@@ -50,17 +52,25 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
         self._features = tuple(features)
         self._builder = builder
         self._head = head
-        self._output_width = output_width
+        self._widths = widths
         self._sharing = ModelSharing()
-        self._setDefault(featuresCols=None, featuresAsDict=False, outputType="auto")
+        self._setDefault(
+            featuresCols=None,
+            featuresAsDict=False,
+            featuresAsKwargs=False,
+            outputCols=None,
+            outputType="auto",
+        )
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        """Called by ``transform``: add ``predictionCol`` to every row, in the rows' order."""
-        name = self.getPredictionCol()
-        if name in dataset.columns:
+        """Called by ``transform``: add the predictions to every row, in the rows' order."""
+        outputs = predicted_columns(self, self._head, self._widths)
+        taken = [each.name for each in outputs if each.name in dataset.columns]
+        if taken:
+            setter = "setPredictionCol" if self.getOutputCols() is None else "setOutputCols"
             raise DataError(
-                f"the DataFrame already has a column '{name}'. Drop it, or choose another name: "
-                "model.setPredictionCol(...)"
+                f"the DataFrame already has a column '{taken[0]}'. Drop it, or choose another "
+                f"name: model.{setter}(...)"
             )
         names = self.feature_columns()
         if len(names) != len(self._features):
@@ -79,19 +89,17 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
             )
             for column, trained in zip(columns, self._features, strict=True)
         ]
-        output, as_vector = output_function(self.getOutputType(), self._head, self._output_width)
         shared = self._sharing.share(self.module, dataset.sparkSession.sparkContext)
-        return readable(dataset, columns[0]).withColumn(
-            name,
-            prediction_column(
+        return readable(dataset, columns[0]).withColumns(
+            prediction_columns(
                 shared,
                 dataset,
                 columns,
                 specs,
-                output,
-                as_vector=as_vector,
-                by_name=self.getFeaturesAsDict(),
-            ),
+                outputs,
+                by_name=self.features_by_name(),
+                as_kwargs=self.getFeaturesAsKwargs(),
+            )
         )
 
     def write(self) -> ModelWriter:
@@ -101,7 +109,7 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
             builder=self._builder,
             features=self._features,
             head=self._head.value,
-            output_width=self._output_width,
+            widths=self._widths,
             history=self.history,
         )
         return ModelWriter(self, saved)
@@ -136,7 +144,7 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
             saved.features,
             builder=saved.builder,
             head=Head(saved.head),
-            output_width=saved.output_width,
+            widths=saved.widths,
             history=saved.history,
         )
 

@@ -14,6 +14,8 @@ from sparkdl.estimator.network_params import NetworkParams
 from sparkdl.estimator.recovery_params import RecoveryParams
 from sparkdl.estimator.schedule_params import ScheduleParams
 from sparkdl.estimator.security_params import SecurityParams
+from sparkdl.losses import ModelLoss
+from sparkdl.protocols import LossFunction
 from sparkdl.spark.rows.converters import (
     function,
     one_of,
@@ -30,6 +32,14 @@ def _device(value: Any) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {value!r}")
     return text
+
+
+def _loss(value: Any) -> Any:
+    if isinstance(value, str) and value == "model":
+        return value
+    return function("loss", "a function of (outputs, targets), or 'model' for the model's own")(
+        value
+    )
 
 
 def _strategy(value: Any) -> Strategy[Any]:
@@ -55,8 +65,9 @@ class EstimatorParams(
     loss: Param[Any] = Param(
         Params._dummy(),
         "loss",
-        "(outputs, targets) -> scalar tensor, the mean over the minibatch",
-        typeConverter=function("loss", "a function of (outputs, targets)"),
+        "(outputs, targets) -> scalar tensor, the mean over the minibatch; or 'model' for the one "
+        "that the model computes when it is given the labels",
+        typeConverter=_loss,
     )
     optimizer: Param[Any] = Param(
         Params._dummy(),
@@ -143,6 +154,29 @@ class EstimatorParams(
         """Sets the value of loss."""
         self._set(loss=value)
         return self
+
+    def loss_function(self) -> LossFunction:
+        """The loss to train with.
+
+        Raises:
+            ConfigError: it is the model's own, and another Param does not go with that.
+        """
+        if not isinstance(self.getLoss(), str):
+            loss: LossFunction = self.getLoss()
+            return loss
+        if self.optional_column("weightCol") is not None:
+            raise ConfigError(
+                "weightCol does not go with loss='model': a model that computes its own loss "
+                "gives no value a row that could be weighed. Leave one of the two out"
+            )
+        keywords = tuple(self.getLabelCols() or ["labels"])
+        both = set(keywords) & set(self.feature_columns()) if self.getFeaturesAsKwargs() else set()
+        if both:
+            raise ConfigError(
+                f"the model would be given '{min(both)}' twice: as a feature (featuresAsKwargs) "
+                "and as a label (loss='model'). Leave it out of featuresCols"
+            )
+        return ModelLoss(keywords)
 
     def getOptimizer(self) -> Any:
         """Gets the value of optimizer."""

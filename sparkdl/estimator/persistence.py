@@ -100,7 +100,8 @@ class EstimatorWriter(DirectoryWriter):
 
     def _objects(self) -> dict[str, Any]:
         values = {name: self.instance.getOrDefault(name) for name in PLACES}
-        return {name: value for name, value in values.items() if value is not None}
+        # The only one that may be text is loss="model".
+        return {n: v for n, v in values.items() if v is not None and not isinstance(v, str)}
 
 
 class ModelWriter(DirectoryWriter):
@@ -127,7 +128,8 @@ class EstimatorReader(MLReader[Any]):
         with fetch(path) as directory:
             metadata = read_metadata(directory)
             saved = read_json_object(directory / OBJECTS)
-            if not {"model", "loss", "optimizer"} <= saved.keys() <= PLACES.keys():
+            saved_plainly = {"loss"} & metadata["paramMap"].keys()
+            if not {"model", "loss", "optimizer"} <= {*saved, *saved_plainly} <= PLACES.keys():
                 raise ConfigError(f"{directory / OBJECTS} is damaged: it has {[*saved]!r:.200}")
             objects = {
                 name: load_recipe(recipe, directory, name, place=PLACES[name], trust=self._trust)
@@ -137,6 +139,7 @@ class EstimatorReader(MLReader[Any]):
             if defaults not in ([], ["strategy"]) or not saved.keys() >= set(defaults):
                 raise ConfigError(f"{directory} is damaged: defaultObjects is {defaults!r:.200}")
             given = {name: each for name, each in objects.items() if name not in defaults}
+            given |= {name: metadata["paramMap"][name] for name in saved_plainly}
             estimator = restore_params(self._kind(**given), metadata)
             return estimator._setDefault(**{name: objects[name] for name in defaults})
 

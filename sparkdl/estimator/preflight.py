@@ -15,14 +15,16 @@ from torch import nn
 
 from sparkdl.driver import as_builder
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.estimator.head import head_of, output_function
+from sparkdl.estimator.head import head_of
 from sparkdl.estimator.params import EstimatorParams
-from sparkdl.estimator.probe import build, probe, require_schedule
+from sparkdl.estimator.predictions import predicted_columns
+from sparkdl.estimator.probe import PREDICTED_ROWS, build, probe, require_schedule
 from sparkdl.estimator.schema import fed_columns
 from sparkdl.estimator.shipping import require_picklable
 from sparkdl.feed.facts import ColumnFacts, DataFacts
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.initial import prepare
+from sparkdl.outputs import Widths, pick, widths_of
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import Precision
 from sparkdl.schedule import Unit
@@ -68,16 +70,23 @@ class Preflight:
             require_picklable(name, params.getOrDefault(name))
         builder = as_builder(params.getModel())
         prepare(builder)
-        self._replica = build(builder, params.getOptimizer(), params.getLoss(), params.getSeed())
+        loss = params.loss_function()
+        self._replica = build(
+            builder,
+            params.getOptimizer(),
+            loss,
+            params.getSeed(),
+            features_as_kwargs=params.getFeaturesAsKwargs(),
+        )
         scheduler_every = cast(Unit, params.getSchedulerEvery())
         require_schedule(self._replica.optimizer, params.getScheduler(), scheduler_every)
         fractions = _parameter_dtype(self._replica.module)
-        self.head = head_of(params.getLoss())
-        fed = fed_columns(params, frame, params.getLoss(), self.head, fractions)
+        self.head = head_of(loss)
+        fed = fed_columns(params, frame, loss, self.head, fractions)
         spark = frame.sparkSession
         self.job = Job(
             model=builder,
-            loss=params.getLoss(),
+            loss=loss,
             optimizer=params.getOptimizer(),
             scheduler=params.getScheduler(),
             scheduler_every=scheduler_every,
@@ -91,6 +100,7 @@ class Preflight:
             min_workers=params.getMinWorkers(),
             clip_norm=params.getClipNorm(),
             precision=cast(Precision, params.getPrecision()),
+            features_as_kwargs=params.getFeaturesAsKwargs(),
             feed=FeedOptions(
                 drop_last=params.getDropLast(),
                 reshuffle_every=params.getReshuffleEvery(),
@@ -130,7 +140,7 @@ class Preflight:
         )
         if params.getStreamFirstEpoch():
             self._stream_if_ordered()
-        self._output_type = params.getOutputType()
+        self._params = params
         self._refuse_not_finite = params.getHandleInvalid() == "error"
 
     def _require_streamable(self) -> None:
@@ -255,9 +265,11 @@ class Preflight:
         else:
             self._replica.optimizer.zero_grad()
             self._replica.rebuild_optimizer()
-        width = None if outputs.dim() == 1 else outputs[0].numel()
-        output_function(self._output_type, self.head, width)
-        self.checked = Checked(schema.features, width)
+        for key in self._params.output_keys().values():
+            pick(outputs, key, len(PREDICTED_ROWS))
+        widths = widths_of(outputs, len(PREDICTED_ROWS))
+        predicted_columns(self._params, self.head, widths)
+        self.checked = Checked(schema.features, widths)
 
 
 @dataclass(frozen=True)
@@ -266,11 +278,11 @@ class Checked:
 
     Attributes:
         features: its inputs.
-        output_width: numbers a row that it gives; None for one without a dimension of its own.
+        widths: of its outputs, as ``outputs.widths_of`` gives them.
     """
 
     features: tuple[ColumnSpec, ...]
-    output_width: int | None
+    widths: Widths
 
 
 class UnbalancedError(DataError):

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from sparkdl.driver import build_replica
 from sparkdl.errors import ConfigError, DataError, ModelError
+from sparkdl.estimator.calls import how_called
 from sparkdl.estimator.head import Head
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ColumnFacts
+from sparkdl.losses import ModelLoss
+from sparkdl.outputs import described, pick
 from sparkdl.protocols import (
     Batch,
     ColumnSpec,
@@ -29,8 +32,12 @@ from sparkdl.protocols import (
     Targets,
 )
 from sparkdl.randomness import borrowed_random_numbers
-from sparkdl.replica import Replica, align_targets, forward
+from sparkdl.replica import Replica, align_targets
 from sparkdl.schedule import Schedule, Unit
+
+PREDICTED_ROWS = (0, 1, 0, 1, 0)
+"""Rows of the made-up batch to predict for: as many as few models have layers or classes, so that a
+tensor that is not one value a row shows by its length."""
 
 
 def require_schedule(
@@ -50,9 +57,21 @@ def require_schedule(
 
 
 def build(
-    model: ModelBuilder, optimizer: OptimizerBuilder, loss: LossFunction, seed: int
+    model: ModelBuilder,
+    optimizer: OptimizerBuilder,
+    loss: LossFunction,
+    seed: int,
+    *,
+    features_as_kwargs: bool = False,
 ) -> Replica:
     """Build the replica that will be probed.
+
+    Args:
+        model: builds its module.
+        optimizer: builds its optimizer.
+        loss: its loss.
+        seed: of its initial parameters.
+        features_as_kwargs: as ``Replica`` takes it.
 
     Raises:
         ModelError: the model or its optimizer cannot be built.
@@ -65,7 +84,9 @@ def build(
         return module
 
     try:
-        return build_replica(checked_model, optimizer, loss, seed)
+        return build_replica(
+            checked_model, optimizer, loss, seed, features_as_kwargs=features_as_kwargs
+        )
     except ModelError:
         raise
     except Exception as error:  # the user's constructors may raise anything
@@ -83,7 +104,7 @@ def probe(
     head: Head,
     *,
     steps: bool = True,
-) -> Tensor:
+) -> Any:
     """Take one step with a replica that is thrown away afterwards.
 
     Args:
@@ -94,7 +115,7 @@ def probe(
         steps: whether to take the step, or to go only as far as the loss.
 
     Returns:
-        The model's outputs for the two rows.
+        What the model returns in evaluation mode, without labels, for ``PREDICTED_ROWS``.
 
     Raises:
         ModelError: the model, the loss or the optimizer fails.
@@ -104,8 +125,11 @@ def probe(
     if schema.weight is not None:
         columns[-1] = torch.ones(2)
     batch = schema.batch(columns, last=True)
-    with borrowed_random_numbers(), torch.set_grad_enabled(steps):
-        outputs, loss = _try_out(replica, batch, schema, facts, head)
+    with borrowed_random_numbers():
+        with torch.set_grad_enabled(steps):
+            outputs, loss = _try_out(replica, batch, schema, facts, head)
+        predicted = schema.batch([column[[*PREDICTED_ROWS]] for column in columns], last=True)
+        predictions = _predict(replica, predicted, schema, facts)
         if steps:
             try:
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -113,7 +137,7 @@ def probe(
             except Exception as error:  # a detached output, an optimizer that needs a closure, ...
                 both = _both(outputs, batch)
                 _fail(f"the backward pass or the optimizer's step fails after {both}", error)
-    return outputs.detach()
+    return predictions
 
 
 def _try_out(
@@ -122,31 +146,61 @@ def _try_out(
     schema: FeedSchema,
     facts: Sequence[ColumnFacts],
     head: Head,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Any, Tensor]:
     """The outputs and the loss."""
     replica.module.train()
-    shapes = _shapes(batch.features)
+    outputs = _outputs(replica, batch, schema, facts, with_labels=True)
     labels = schema.labels
-    features, label_facts = facts[: len(schema.features)], facts[len(schema.features) :]
-    try:
-        outputs = forward(replica.module, batch.features)
-    except Exception as error:  # the user's forward may raise anything
-        integers = _integers(schema.features, features)
-        _fail(f"the model fails on a batch with features of {shapes}{integers}", error)
-    if not isinstance(outputs, Tensor):
-        raise ModelError(
-            f"the model returns a {type(outputs).__name__} for features of {shapes}; it must "
-            "return one tensor of shape (rows, ...)"
-        )
-    if outputs.dim() == 0 or len(outputs) != 2:
-        raise ModelError(
-            f"the model returns shape {tuple(outputs.shape)} for features of {shapes}; the first "
-            "dimension must be the rows"
-        )
+    if isinstance(outputs, Tensor) and not isinstance(replica.loss, ModelLoss):
+        pick(outputs, None, batch.examples)
     ignored = getattr(replica.loss, "ignore_index", None)
-    for label, found in zip(labels, label_facts[: len(labels)], strict=True):
+    for label, found in zip(labels, facts[len(schema.features) :][: len(labels)], strict=True):
         _check_label_range(label, found, outputs, head, ignored)
+    return outputs, _loss(replica, outputs, batch, labels)
+
+
+def _predict(
+    replica: Replica, batch: Batch, schema: FeedSchema, facts: Sequence[ColumnFacts]
+) -> Any:
+    """What ``transform`` will see; and the loss on held-out rows, if there are any."""
+    replica.module.eval()
+    # Not in inference mode: what a model keeps of this pass has to serve a backward one too.
+    with torch.no_grad():
+        predictions = _outputs(replica, batch, schema, facts, with_labels=False)
+        if schema.validation is not None:
+            outputs = _outputs(replica, batch, schema, facts, with_labels=True)
+            _loss(replica, outputs, batch, schema.labels)
+    replica.module.train()
+    return predictions
+
+
+def _outputs(
+    replica: Replica,
+    batch: Batch,
+    schema: FeedSchema,
+    facts: Sequence[ColumnFacts],
+    *,
+    with_labels: bool,
+) -> Any:
+    """What the model returns; ``with_labels`` as ``Replica.outputs`` takes it."""
+    try:
+        return replica.outputs(batch, with_labels=with_labels)
+    except Exception as error:  # the user's forward may raise anything
+        labels = with_labels and isinstance(replica.loss, ModelLoss)
+        columns = schema.stored if labels else schema.features
+        given = _shapes(batch.features) + _integers(columns, facts[: len(columns)])
+        mode = "" if replica.module.training else " in evaluation mode"
+        _fail(
+            f"the model fails{mode} on a batch with features of {given}",
+            error,
+            how_called(replica, batch, error, with_labels=with_labels),
+        )
+
+
+def _loss(replica: Replica, outputs: Any, batch: Batch, labels: Sequence[ColumnSpec]) -> Tensor:
+    """The loss of what the model returned."""
     both = _both(outputs, batch)
+    mode = "" if replica.module.training else " in evaluation mode, which validation is done in,"
     try:
         with warnings.catch_warnings():
             # torch only warns before it broadcasts (2, 2) outputs against (2,) targets.
@@ -155,25 +209,34 @@ def _try_out(
     except ModelError:
         raise
     except Exception as error:  # the user's loss may raise anything
-        _fail(f"the loss fails on {both} (label column '{labels[0].name}')", error)
+        several = not isinstance(outputs, Tensor)
+        advice = (
+            ". The loss is given all that the model returns; to use one output of several, give a "
+            "function, for example loss=lambda outputs, targets: mse_loss(outputs[0], targets)"
+        )
+        _fail(
+            f"the loss fails{mode} on {both} (label column '{labels[0].name}')",
+            error,
+            advice if several else "",
+        )
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(f"the loss of {both} must be a scalar tensor, the mean; it is {shape}")
-    return outputs, loss
+    return loss
 
 
-def _both(outputs: Tensor, batch: Batch) -> str:
+def _both(outputs: Any, batch: Batch) -> str:
     targets = align_targets(outputs, batch.targets)
-    return f"outputs {_shapes(outputs)} and targets {_shapes(targets)}"
+    return f"outputs {described(outputs)} and targets {_shapes(targets)}"
 
 
 def _check_label_range(
-    label: ColumnSpec, facts: ColumnFacts, outputs: Tensor, head: Head, ignored: int | None
+    label: ColumnSpec, facts: ColumnFacts, outputs: Any, head: Head, ignored: int | None
 ) -> None:
     name, low, high = label.name, facts.smallest, facts.largest
     if low is None or high is None or label.is_array:
         return
-    if head.takes_class_index and outputs.dim() >= 2:
+    if head.takes_class_index and isinstance(outputs, Tensor) and outputs.dim() >= 2:
         classes = outputs.shape[1]
         if (low < 0 and low != ignored) or high >= classes:
             raise DataError(
@@ -215,11 +278,9 @@ def _extremes(facts: ColumnFacts, spec: ColumnSpec) -> Tensor:
 
 def _shapes(tensors: Features | Targets) -> str:
     if isinstance(tensors, dict):
-        return ", ".join(f"'{name}' {_shapes(tensor)}" for name, tensor in tensors.items())
-    if isinstance(tensors, tuple):
-        return ", ".join(map(_shapes, tensors))
-    return f"{str(tensors.dtype).removeprefix('torch.')} {tuple(tensors.shape)}"
+        return ", ".join(f"'{name}' {described(tensor)}" for name, tensor in tensors.items())
+    return ", ".join(map(described, tensors if isinstance(tensors, tuple) else (tensors,)))
 
 
-def _fail(what: str, error: Exception) -> NoReturn:
-    raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
+def _fail(what: str, error: Exception, advice: str = "") -> NoReturn:
+    raise ModelError(f"{what}: {type(error).__name__}: {error}{advice}") from error

@@ -72,7 +72,7 @@ def fed_columns(
         label_specs if several else label_specs[0],
         weight=None if weight is None else weight.spec(torch.float32),
         validation=None if indicator is None else indicator.spec(torch.bool),
-        by_name=params.getFeaturesAsDict(),
+        by_name=params.features_by_name(),
     )
     declared.require_known([c.name for c in (*features, *labels)])
     optional = [column for column in (weight, indicator) if column is not None]

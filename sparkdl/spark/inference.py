@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from sparkdl.feed.decode import tensors_of
 from sparkdl.feed.packed import unpacked
+from sparkdl.outputs import OutputKey, pick
 from sparkdl.protocols import ColumnSpec, Features
 from sparkdl.replica import forward
 from sparkdl.spark.cluster.devices import choose_device
@@ -30,7 +31,24 @@ ROWS_A_BATCH = 1024
 
 
 OutputFunction = Callable[[Tensor], Tensor]
-"""From a model's outputs to predictions."""
+"""From one of a model's outputs to predictions."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputColumn:
+    """One column of predictions.
+
+    Attributes:
+        name: the column's.
+        key: which of the model's outputs it is of; None for the only one.
+        function: from that output to predictions, shape (n,) or (n, k).
+        as_vector: whether predictions are pyspark.ml vectors of k numbers, else doubles.
+    """
+
+    name: str
+    key: OutputKey | None
+    function: OutputFunction
+    as_vector: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +104,26 @@ def readable(dataset: DataFrame, column: InputColumn) -> DataFrame:
     return dataset.where(value.isNull() | value.isNotNull())
 
 
-def prediction_column(
+def prediction_columns(
     model: SharedModel,
     dataset: DataFrame,
     columns: Sequence[InputColumn],
     specs: Sequence[ColumnSpec],
-    output: OutputFunction,
+    outputs: Sequence[OutputColumn],
     *,
-    as_vector: bool,
     by_name: bool,
-) -> Column:
-    """The column of predictions.
+    as_kwargs: bool,
+) -> dict[str, Column]:
+    """The columns of predictions by name; the model runs once for all of them.
 
     Args:
         model: the model, shared with the executors.
         dataset: the DataFrame to which it is to be added.
         columns: the feature columns, in the order of the model's arguments.
         specs: the tensors that they become.
-        output: from the model's outputs to predictions, shape (n,) or (n, k).
-        as_vector: whether predictions are pyspark.ml vectors of k numbers, else doubles.
-        by_name: whether the model takes its features as one dict.
+        outputs: what is to become a column.
+        by_name: whether the model takes its features by name, as one dict.
+        as_kwargs: whether as keyword arguments instead.
     """
     names = [spec.name for spec in specs] if by_name else None
     sources = [
@@ -128,16 +146,38 @@ def prediction_column(
                 arrays = batch if isinstance(batch, tuple) else (batch,)
                 rows = unpacked(pa.RecordBatch.from_arrays(list(arrays), names=input_names))
                 features = tensors_of(rows.columns, specs)
-                outputs = [
-                    output(forward(module, piece)).cpu()
+                pieces = [
+                    _predict(module, piece, outputs, as_kwargs=as_kwargs)
                     for piece in _pieces(features, names, device)
                 ]
-                yield _to_arrow(outputs, as_vector)
+                predicted = [
+                    _to_arrow([piece[index] for piece in pieces], each.as_vector)
+                    for index, each in enumerate(outputs)
+                ]
+                yield pa.StructArray.from_arrays(predicted, names=fields)
 
+    # As the user calls them, they could contain whatever a type's text may not.
+    fields = [f"p{index}" for index in range(len(outputs))]
+    types = [
+        f"{field} {'array<double>' if each.as_vector else 'double'}"
+        for field, each in zip(fields, outputs, strict=True)
+    ]
     # The stubs know iterators of one array, or of tuples, but not the two in one function.
-    udf = arrow_udf(predict, "array<double>" if as_vector else "double")  # type: ignore[call-overload]
+    udf = arrow_udf(predict, f"struct<{', '.join(types)}>")  # type: ignore[call-overload]
     predictions = udf(*inputs.values())
-    return array_to_vector(predictions) if as_vector else predictions
+    return {
+        each.name: array_to_vector(predictions[field]) if each.as_vector else predictions[field]
+        for field, each in zip(fields, outputs, strict=True)
+    }
+
+
+def _predict(
+    module: nn.Module, piece: Features, outputs: Sequence[OutputColumn], *, as_kwargs: bool
+) -> list[Tensor]:
+    """The predictions for some rows, by column."""
+    first = next(iter(piece.values() if isinstance(piece, dict) else piece))
+    returned = forward(module, piece, as_kwargs=as_kwargs)
+    return [each.function(pick(returned, each.key, len(first))).cpu() for each in outputs]
 
 
 def _pieces(features: list[Tensor], names: Sequence[str] | None, device: str) -> Iterator[Features]:

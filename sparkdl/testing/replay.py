@@ -65,7 +65,13 @@ def replay(
     Returns:
         The module with the last center's parameters and buffers.
     """
-    replica = build_replica(job.model, job.optimizer, job.loss, job.seed)
+    replica = build_replica(
+        job.model,
+        job.optimizer,
+        job.loss,
+        job.seed,
+        features_as_kwargs=job.features_as_kwargs,
+    )
     _, center = initial_center(replica, with_optimizer=True)
     replica.module.train()
     # A copy, because the center shares the replica's memory.

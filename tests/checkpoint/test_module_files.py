@@ -26,7 +26,7 @@ FEATURES = (ColumnSpec("features", torch.float32, (4,)), ColumnSpec("carrier", t
 
 
 def write(module: nn.Module, builder: Any, directory: Path) -> None:
-    write_module(SavedModule(module, builder, FEATURES, "logits", 3, HISTORY), directory)
+    write_module(SavedModule(module, builder, FEATURES, "logits", {None: 3}, HISTORY), directory)
 
 
 def same_state(first: nn.Module, second: nn.Module) -> bool:
@@ -43,7 +43,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert same_state(loaded.module, module)
     assert loaded.builder is Net
     assert loaded.features == FEATURES
-    assert (loaded.head, loaded.output_width) == ("logits", 3)
+    assert (loaded.head, loaded.widths) == ("logits", {None: 3})
     assert list(loaded.history) == HISTORY
     assert not loaded.module.training
 
@@ -120,6 +120,34 @@ def test_loading_leaves_the_random_state_as_it_was(tmp_path: Path) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+def test_several_outputs_come_back_by_name_and_position(tmp_path: Path) -> None:
+    widths = {None: 3, "logits": 3, 0: None}
+    write_module(SavedModule(Net(), Net, FEATURES, "unknown", widths, HISTORY), tmp_path)
+    assert read_module(tmp_path, trust=["models"]).widths == widths
+
+
+@pytest.mark.parametrize("width", [3, None])
+def test_a_model_saved_before_there_were_several_outputs_is_read(
+    tmp_path: Path, width: int | None
+) -> None:
+    write(Net(), Net, tmp_path)
+    path = tmp_path / "module.json"
+    description = json.loads(path.read_text())
+    del description["outputs"]
+    path.write_text(json.dumps({**description, "format": 1, "output_width": width}))
+    assert read_module(tmp_path, trust=["models"]).widths == {None: width}
+
+
+@pytest.mark.parametrize("key", [-1, True, 1.0, ["logits"]])
+def test_a_key_that_names_no_output_is_refused(tmp_path: Path, key: Any) -> None:
+    write(Net(), Net, tmp_path)
+    path = tmp_path / "module.json"
+    outputs = [{"key": key, "width": 3}]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "outputs": outputs}))
+    with pytest.raises(ConfigError, match="an entry of outputs is none"):
+        read_module(tmp_path, trust=["models"])
+
+
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no saved model in .*module\.json is missing"):
         load_module(tmp_path)
@@ -129,7 +157,7 @@ def test_a_newer_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
     write(Net(), Net, tmp_path)
     path = tmp_path / "module.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
-    with pytest.raises(ConfigError, match="format 99, newer than the 1"):
+    with pytest.raises(ConfigError, match="format 99, newer than the 2"):
         load_module(tmp_path)
 
 

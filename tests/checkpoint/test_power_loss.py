@@ -164,7 +164,7 @@ def test_a_module_is_found_without_spark_where_a_save_was_interrupted(memory: Pa
     module = nn.Linear(2, 1)
     write_module(
         SavedModule(
-            module=module, builder=module, features=(), head="raw", output_width=1, history=()
+            module=module, builder=module, features=(), head="raw", widths={None: 1}, history=()
         ),
         there,
     )

@@ -75,7 +75,7 @@ def test_a_module_beside_the_script_is_not_imported(
 
 
 def test_a_model_that_was_trusted_once_is_refused_again_without_trust(tmp_path: Path) -> None:
-    write_module(SavedModule(models.Net(), models.Net, (), "logits", 3, ()), tmp_path)
+    write_module(SavedModule(models.Net(), models.Net, (), "logits", {None: 3}, ()), tmp_path)
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"trust=\['models'\]"):
             load_module(tmp_path)
@@ -221,7 +221,9 @@ def test_a_pickle_that_is_a_link_out_of_the_directory_is_never_loaded(
 
 
 def test_a_directory_may_itself_be_reached_by_a_link(tmp_path: Path) -> None:
-    write_module(SavedModule(nn.Linear(2, 3), nn.Linear(2, 3), (), "logits", 3, ()), tmp_path)
+    write_module(
+        SavedModule(nn.Linear(2, 3), nn.Linear(2, 3), (), "logits", {None: 3}, ()), tmp_path
+    )
     (tmp_path / "link").symlink_to(tmp_path)
     assert isinstance(load_module(tmp_path / "link", trust=True), nn.Linear)
 

@@ -84,12 +84,14 @@ def test_a_model_without_parameters_is_refused_for_having_nothing_to_train(
     refuse(frame(spark), ModelError, "no parameter that requires a gradient", model=nn.Identity())
 
 
-def test_a_model_that_returns_a_tuple_is_refused(spark: SparkSession, refuse: Refuse) -> None:
+def test_a_model_that_returns_a_tuple_is_refused_by_a_loss_of_one_tensor(
+    spark: SparkSession, refuse: Refuse
+) -> None:
     class Pair(nn.Linear):
         def forward(self, features: Tensor) -> Any:
             return super().forward(features), features
 
-    refuse(frame(spark), ModelError, "returns a tuple", "one tensor", model=lambda: Pair(4, 3))
+    refuse(frame(spark), ModelError, "a tuple of 0 float32 (2, 3)", model=lambda: Pair(4, 3))
 
 
 def test_a_model_that_loses_the_rows_is_refused(spark: SparkSession, refuse: Refuse) -> None:

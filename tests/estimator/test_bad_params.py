@@ -102,7 +102,7 @@ def test_an_unknown_param_like_no_other_is_answered_with_the_list() -> None:
         ("featuresCols", "features", "a list of column names"),
         ("featuresCols", [], "a list of column names"),
         ("model", 3, "an nn.Module or a function that builds one"),
-        ("loss", "mse", r"a function of \(outputs, targets\)"),
+        ("loss", "mse", r"a function of \(outputs, targets\), or 'model'"),
         ("optimizer", 0.1, "a function of the model's parameters"),
         ("strategy", "average", r"ParameterAveraging\(period=5\)"),
     ],
@@ -112,6 +112,12 @@ def test_a_value_of_the_wrong_kind_is_answered_with_what_fits(
 ) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be .*{allowed}"):
         estimator(**{name: value})
+
+
+@pytest.mark.parametrize("value", [{}, ["logits"], {"p": -1}, {"p": True}, {"p": None}])
+def test_outputs_that_are_neither_names_nor_positions_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="outputCols must say for each column the name of the"):
+        estimator(outputCols=value)
 
 
 def test_a_column_that_is_no_name_is_refused_by_its_param() -> None:

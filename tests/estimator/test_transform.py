@@ -365,7 +365,7 @@ features = [ColumnSpec("features", torch.float32, (2,))]
 module = torch.nn.Linear(2, 1, bias=False)
 with torch.no_grad():
     module.weight.copy_(torch.tensor([[1.0, 10.0]]))
-model = TorchModel(module, features, builder=None, head=Head.UNKNOWN, output_width=1, history=[])
+model = TorchModel(module, features, builder=None, head=Head.UNKNOWN, widths={None: 1}, history=[])
 for session in range(2):
     spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", False).getOrCreate()
     rows = spark.createDataFrame([([session + 1.0, 2.0],)], "features array<double>")

@@ -41,6 +41,17 @@ def test_the_command_line_wins_over_the_file():
     assert config.output == "elsewhere"
 
 
+def test_the_file_may_leave_the_loss_to_the_model_and_choose_outputs(tmp_path):
+    file = tmp_path / "own.yaml"
+    loss = "loss: torch.nn.functional.binary_cross_entropy_with_logits"
+    chosen = "loss: model\n  outputCols: {logit: logits, embedding: 1}\n  featuresAsKwargs: true"
+    file.write_text(Path(CONFIG).read_text().replace(loss, chosen))
+    estimator = read_config(["--config", str(file)]).estimator
+    assert estimator.getLoss() == "model"
+    assert estimator.getOutputCols() == {"logit": "logits", "embedding": 1}
+    assert estimator.getFeaturesAsKwargs()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sparkdl.errors import ConfigError
+from sparkdl.outputs import OutputKey
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.rows.columns import InputColumn
 
@@ -79,6 +80,26 @@ def dtypes(value: Any) -> dict[str, str] | None:
             f"columnDtypes must say for each column one of {', '.join(DTYPES)}; got {value!r}"
         )
     return {str(name): str(dtype) for name, dtype in value.items()}
+
+
+def outputs(value: Any) -> dict[str, OutputKey] | None:
+    """Check what was given for ``outputCols``.
+
+    Raises:
+        ConfigError: it is not an output a column, nor None.
+    """
+    if value is None:
+        return None
+
+    def sound(key: Any) -> bool:
+        return isinstance(key, str) or (type(key) is int and key >= 0)
+
+    if not isinstance(value, dict) or not value or not all(map(sound, value.values())):
+        raise ConfigError(
+            "outputCols must say for each column the name of the model's output or its position "
+            f"in a tuple, for example {{'prediction': 'logits', 'embedding': 1}}; got {value!r}"
+        )
+    return {str(name): key for name, key in value.items()}
 
 
 class Declared:

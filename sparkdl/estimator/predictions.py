@@ -1,0 +1,45 @@
+"""Which columns ``transform`` adds, of what outputs, told from the Params."""
+
+from __future__ import annotations
+
+from sparkdl.errors import ConfigError
+from sparkdl.estimator.data_params import InputOutputParams
+from sparkdl.estimator.head import Head, output_function
+from sparkdl.outputs import Widths
+from sparkdl.spark.inference import OutputColumn
+
+
+def predicted_columns(params: InputOutputParams, head: Head, widths: Widths) -> list[OutputColumn]:
+    """The columns in their order; ``outputType`` is that of ``predictionCol``, others are raw.
+
+    Args:
+        params: of the estimator or the model.
+        head: what the outputs mean.
+        widths: of the model's outputs.
+
+    Raises:
+        ConfigError: the model has no such output, or one of this meaning and width no such type.
+    """
+    keys = params.output_keys()
+    prediction, output_type = params.getPredictionCol(), params.getOutputType()
+    if prediction not in keys and output_type in ("class", "probability"):
+        raise ConfigError(
+            f"outputType='{output_type}' is that of predictionCol, but outputCols "
+            f"({', '.join(keys)}) has no column '{prediction}'. Set predictionCol to one of them"
+        )
+    columns = []
+    for name, key in keys.items():
+        if key not in widths:
+            known = ", ".join(repr(each) for each in widths if each is not None)
+            raise ConfigError(
+                f"column '{name}' has no output {key!r} to come from: the model's outputs are "
+                f"{known}. Choose with outputCols={{'{name}': ...}}"
+                if known
+                else f"outputCols has column '{name}', but the model has one output only. Leave "
+                "outputCols out; predictionCol names its column"
+            )
+        function, as_vector = output_function(
+            output_type if name == prediction else "raw", head, widths[key]
+        )
+        columns.append(OutputColumn(name, key, function, as_vector))
+    return columns

@@ -1,0 +1,205 @@
+"""Models of several outputs, or with a loss of their own, from ``fit`` to ``transform``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as functional
+from frames import Refuse, estimator, features_of, frame, labels_of
+from models import OwnLoss, lines
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from torch import Tensor, nn
+
+from sparkdl import TorchEstimator, TorchModel
+from sparkdl.errors import ConfigError, DataError, ModelError
+from sparkdl.estimator.head import Head
+
+IDS = range(60)
+BOTH = {"prediction": "logits", "embedding": "pooled"}
+
+
+@pytest.fixture(scope="module")
+def rows(spark: SparkSession) -> DataFrame:
+    held_out = F.col("id") % 4 == 0
+    scaled = frame(spark).withColumn("scale", F.col("id") / 60).withColumn("held_out", held_out)
+    return scaled.withColumn("labels", F.col("label").cast("long"))
+
+
+def own_loss(**changes: Any) -> TorchEstimator:
+    settings = {
+        "model": OwnLoss(),
+        "loss": "model",
+        "featuresCols": ["scale", "features"],
+        "featuresAsKwargs": True,
+        "validationIndicatorCol": "held_out",
+        "outputCols": BOTH,
+        "outputType": "class",
+    }
+    return estimator(**{**settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def fitted(rows: DataFrame) -> TorchModel:
+    return own_loss(epochs=3).fit(rows)
+
+
+def by_torch(model: TorchModel) -> tuple[Tensor, Tensor]:
+    """Logits and pooled of all rows, layer by layer."""
+    features = torch.tensor(features_of(IDS), dtype=torch.float32)
+    scale = torch.arange(60) / 60
+    with torch.no_grad():
+        pooled = model.module.body(features).tanh()
+        return model.module.head(pooled * scale[:, None]), pooled
+
+
+def column(predicted: DataFrame, name: str) -> np.ndarray:
+    found = [row[0] for row in predicted.orderBy("id").select(name).collect()]
+    return np.array([v.toArray() if hasattr(v, "toArray") else v for v in found])
+
+
+def test_each_chosen_output_is_a_column_and_the_prediction_is_of_the_output_type(
+    fitted: TorchModel, rows: DataFrame
+) -> None:
+    logits, pooled = by_torch(fitted)
+    predicted = fitted.transform(rows)
+    assert predicted.columns == [*rows.columns, *BOTH]
+    assert predicted.schema["prediction"].dataType.simpleString() == "double"
+    assert predicted.schema["embedding"].dataType.simpleString() == "vector"
+    assert np.array_equal(column(predicted, "prediction"), logits.argmax(dim=1).numpy())
+    assert np.allclose(column(predicted, "embedding"), pooled.numpy(), atol=1e-6)
+
+
+def test_the_loss_of_held_out_rows_is_that_of_torch(fitted: TorchModel) -> None:
+    held_out = [i for i in IDS if i % 4 == 0]
+    logits, _ = by_torch(fitted)
+    expected = functional.cross_entropy(logits[held_out], torch.tensor(labels_of(held_out)))
+    first, *_, last = [epoch.validation_loss for epoch in fitted.history]
+    assert last == pytest.approx(expected.item(), rel=1e-5)
+    assert last < first
+
+
+def test_a_model_runs_once_for_all_of_its_columns(rows: DataFrame, tmp_path: Path) -> None:
+    path = str(tmp_path / "passes")
+    model = own_loss(model=OwnLoss(path)).fit(rows.where("id < 12"))
+    Path(path).unlink()
+    model.transform(rows.repartition(1)).select(*BOTH).collect()
+    (line,) = [each for each in lines(path) if int(each.split()[0]) != os.getpid()]
+    assert line.endswith("False")
+
+
+def test_other_outputs_may_be_chosen_of_a_fitted_model(fitted: TorchModel, rows: DataFrame) -> None:
+    logits, _ = by_torch(fitted)
+    other = fitted.copy().setOutputCols({"scores": "logits"}).setOutputType("raw")
+    assert np.allclose(column(other.transform(rows), "scores"), logits.numpy(), atol=1e-6)
+    with pytest.raises(
+        ConfigError, match=r"'p' has no output 'logit' .* outputs are 'logits', 'poo"
+    ):
+        fitted.copy().setOutputCols({"p": "logit"}).setPredictionCol("p").transform(rows)
+    with pytest.raises(ConfigError, match="the model's outputs are 'logits', 'pooled'"):
+        fitted.copy().setOutputCols(None).transform(rows)
+
+
+def test_a_column_that_is_there_already_is_refused(fitted: TorchModel, rows: DataFrame) -> None:
+    with pytest.raises(DataError, match=r"has a column 'embedding'.*setOutputCols"):
+        fitted.transform(rows.withColumn("embedding", F.lit(1)))
+
+
+def test_a_saved_model_adds_the_same_columns(
+    fitted: TorchModel, rows: DataFrame, tmp_path: Path
+) -> None:
+    fitted.save(str(tmp_path / "model"))
+    loaded = TorchModel.load(str(tmp_path / "model"), trust=True)
+    assert loaded.getOutputCols() == BOTH
+    assert loaded.transform(rows).collect() == fitted.transform(rows).collect()
+
+
+def test_a_saved_estimator_keeps_the_models_own_loss(tmp_path: Path) -> None:
+    own_loss(model=OwnLoss).save(str(tmp_path / "estimator"))
+    loaded = TorchEstimator.load(str(tmp_path / "estimator"), trust=["models"])
+    assert loaded.getLoss() == "model"
+    assert loaded.getOutputCols() == BOTH
+
+
+def test_several_heads_are_trained_by_one_loss_and_chosen_by_position(rows: DataFrame) -> None:
+    def both(outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Tensor:
+        return functional.cross_entropy(outputs[0], targets[0]) + functional.mse_loss(
+            outputs[1], targets[1]
+        )
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kind, self.size = nn.Linear(4, 3), nn.Linear(4, 1)
+
+        def forward(self, features: Tensor) -> tuple[Tensor, ...]:
+            return self.kind(features), self.size(features)[:, 0]
+
+    model = estimator(
+        model=Heads(), loss=both, labelCols=["label", "scale"], outputCols={"kind": 0, "size": 1}
+    ).fit(rows)
+    features = torch.tensor(features_of(IDS), dtype=torch.float32)
+    with torch.no_grad():
+        kind, size = model.module(features)
+    predicted = model.transform(rows)
+    assert predicted.schema["size"].dataType.simpleString() == "double"
+    assert np.allclose(column(predicted, "kind"), kind.numpy(), atol=1e-6)
+    assert np.allclose(column(predicted, "size"), size.numpy(), atol=1e-6)
+
+
+def test_an_autoencoders_label_may_be_its_feature(rows: DataFrame) -> None:
+    class Variational(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encode, self.decode = nn.Linear(4, 4), nn.Linear(2, 4)
+
+        def forward(self, features: Tensor) -> dict[str, Any]:
+            mean, log_variance = self.encode(features).chunk(2, dim=1)
+            noise = torch.randn_like(mean) if self.training else torch.zeros_like(mean)
+            latent = mean + noise * (log_variance / 2).exp()
+            divergence = (log_variance.exp() + mean**2 - 1 - log_variance).mean() / 2
+            return {"rows": self.decode(latent), "mean": mean, "divergence": divergence}
+
+    def bound(outputs: dict[str, Any], targets: Tensor) -> Tensor:
+        return functional.mse_loss(outputs["rows"], targets) + outputs["divergence"]
+
+    model = estimator(
+        model=Variational(), loss=bound, labelCol="features", outputCols={"code": "mean"}
+    ).fit(rows)
+    with torch.no_grad():
+        expected = model.module(torch.tensor(features_of(IDS), dtype=torch.float32))["mean"]
+    assert np.allclose(column(model.transform(rows), "code"), expected.numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "fragments"),
+    [
+        ({"outputCols": None}, ModelError, ["several outputs", "'pooled' float32 (5, 5)"]),
+        ({"outputCols": {"p": "logit"}, "outputType": "auto"}, ModelError, ["'logits' float32"]),
+        ({"outputCols": {"p": "layers"}, "outputType": "auto"}, ModelError, ["no tensor"]),
+        ({"predictionCol": "p"}, ConfigError, ["outputType='class'", "no column 'p'"]),
+        ({"featuresAsDict": True}, ConfigError, ["leave one of the two out"]),
+        ({"weightCol": "scale"}, ConfigError, ["weightCol does not go with loss='model'"]),
+        ({"featuresCols": ["labels", "features"]}, ConfigError, ["'labels' twice"]),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused_before_training(
+    rows: DataFrame, refuse: Refuse, changes: dict[str, Any], error: Any, fragments: list[str]
+) -> None:
+    settings = own_loss(**changes)
+    given = {p.name: settings.getOrDefault(p) for p in settings.params if settings.isSet(p)}
+    del given["model"]
+    refuse(rows, error, *fragments, **{"model": OwnLoss(), **given})
+
+
+def test_a_model_of_one_output_has_no_other(spark: SparkSession) -> None:
+    model = TorchModel(
+        nn.Linear(4, 3), [], builder=None, head=Head.UNKNOWN, widths={None: 3}, history=[]
+    )
+    with pytest.raises(ConfigError, match="has one output only"):
+        model.setOutputCols({"p": 0}).transform(frame(spark))

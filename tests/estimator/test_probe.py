@@ -1,0 +1,191 @@
+"""What a model is told before training, without Spark: called otherwise, or returning otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from models import OwnLoss
+from torch import Tensor, nn
+from toys import mlp
+
+from sparkdl.errors import ModelError
+from sparkdl.estimator.head import head_of
+from sparkdl.estimator.probe import PREDICTED_ROWS, build, probe
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.facts import ColumnFacts
+from sparkdl.losses import ModelLoss
+from sparkdl.outputs import described
+from sparkdl.protocols import ColumnSpec
+
+ROWS = len(PREDICTED_ROWS)
+FEATURES = ColumnSpec("features", torch.float32, (4,))
+SCALE = ColumnSpec("scale", torch.float32)
+LABEL = ColumnSpec("label", torch.int64)
+HELD_OUT = ColumnSpec("held_out", torch.bool)
+
+
+def tried(
+    model: Any,
+    loss: Any,
+    *features: ColumnSpec,
+    by_name: bool = False,
+    as_kwargs: bool = False,
+    validated: bool = False,
+) -> Any:
+    """What the model returns for ``transform``."""
+    columns = features or (FEATURES,)
+    schema = FeedSchema(columns, LABEL, validation=HELD_OUT if validated else None, by_name=by_name)
+    facts = [*(ColumnFacts() for _ in columns), ColumnFacts(smallest=0, largest=2)]
+    replica = build(
+        lambda: model,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        loss,
+        0,
+        features_as_kwargs=as_kwargs,
+    )
+    return probe(replica, schema, facts, head_of(loss))
+
+
+class Returns(nn.Module):
+    """Returns what ``of`` makes of its logits, whether it is in training mode, and its labels."""
+
+    def __init__(self, of: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.of = of
+
+    def forward(self, features: Tensor, labels: Tensor | None = None) -> Any:
+        return self.of(self.layer(features), self.training, labels)
+
+
+def of_two(outputs: Any, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs[0], targets) + outputs[1].mean()
+
+
+def test_what_transform_will_see_is_returned_in_evaluation_mode_and_without_labels() -> None:
+    outputs = tried(OwnLoss(), ModelLoss())
+    assert [*outputs] == ["logits", "pooled", "layers"]
+    assert outputs["logits"].shape == (ROWS, 3)
+    modes = Returns(lambda logits, training, labels: (logits, logits) if training else logits)
+    assert described(tried(modes, of_two)) == f"float32 ({ROWS}, 3)"
+
+
+def test_features_reach_the_model_by_keyword() -> None:
+    specs = (SCALE, FEATURES)
+    outputs = tried(OwnLoss(), ModelLoss(), *specs, by_name=True, as_kwargs=True)
+    assert described(outputs["pooled"]) == f"float32 ({ROWS}, 5)"
+
+
+def test_a_dict_given_to_a_model_of_arguments_is_refused_with_what_to_set() -> None:
+    with pytest.raises(ModelError) as refused:
+        tried(OwnLoss(), ModelLoss(), FEATURES, SCALE, by_name=True)
+    message = str(refused.value)
+    assert "called as model({'features': ..., 'scale': ...}, labels=...)" in message
+    assert "its forward takes (features, scale, labels)" in message
+    assert "Leave featuresAsDict out" in message
+    assert "featuresAsKwargs instead" in message
+
+
+def test_a_failure_that_is_not_about_the_call_is_not_explained_by_it() -> None:
+    class Dict(nn.Embedding):
+        def forward(self, features: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+            return super().forward(features["label"])
+
+    index = ColumnSpec("label", torch.int64)
+    with pytest.raises(ModelError, match="IndexError: index out of range") as refused:
+        tried(Dict(1, 3), nn.CrossEntropyLoss(), index, by_name=True)
+    assert "featuresAsDict" not in str(refused.value)
+
+
+def test_keywords_that_the_model_does_not_take_are_refused_with_those_that_it_takes() -> None:
+    with pytest.raises(
+        ModelError, match=r"model\(features=\.\.\.\), and its forward takes \(input"
+    ):
+        tried(mlp(4).float(), nn.CrossEntropyLoss(), by_name=True, as_kwargs=True)
+
+
+def test_a_model_that_takes_no_labels_is_refused_for_the_loss_of_its_own() -> None:
+    with pytest.raises(ModelError, match=r"called as model\(\.\.\., labels=\.\.\.\), and its forw"):
+        tried(mlp(4).float(), ModelLoss())
+
+
+def test_a_label_that_the_models_own_loss_cannot_take_is_told_with_its_values() -> None:
+    index = ColumnSpec("index", torch.int64)
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(3, 2)
+
+        def forward(self, index: Tensor, labels: Tensor | None = None) -> Any:
+            logits = self.table(index)
+            return logits if labels is None else functional.cross_entropy(logits, labels)
+
+    with pytest.raises(ModelError, match=r"fails on .*'label' from 0 .* to 2 .*: IndexError"):
+        tried(Own(), ModelLoss(), index)
+
+
+def test_a_model_that_gives_no_loss_is_refused_with_what_it_returns() -> None:
+    pair = Returns(lambda logits, training, labels: (logits, logits.mean()))
+    with pytest.raises(ModelError, match=r"first of a tuple, a scalar.* 0 float32 \(2, 3\), 1 flo"):
+        tried(pair, ModelLoss())
+
+
+def test_a_loss_of_one_tensor_given_several_outputs_is_refused_with_those() -> None:
+    pair = Returns(lambda logits, training, labels: (logits, logits))
+    with pytest.raises(ModelError) as refused:
+        tried(pair, nn.CrossEntropyLoss())
+    message = str(refused.value)
+    assert "outputs a tuple of 0 float32 (2, 3), 1 float32 (2, 3) and targets int64 (2,)" in message
+    assert "give a function" in message
+
+
+def test_a_model_that_fails_only_in_evaluation_mode_is_refused() -> None:
+    def fails(logits: Tensor, training: bool, labels: Any) -> Tensor:
+        if not training:
+            raise ZeroDivisionError("no running mean yet")
+        return logits
+
+    with pytest.raises(ModelError, match=r"fails in evaluation mode .* no running mean yet"):
+        tried(Returns(fails), nn.CrossEntropyLoss())
+
+
+def test_a_model_that_needs_the_labels_to_predict_is_refused() -> None:
+    def needs(logits: Tensor, training: bool, labels: Any) -> Any:
+        return functional.cross_entropy(logits, labels), logits
+
+    with pytest.raises(ModelError, match=r"evaluation mode .* called as model\(\.\.\.\), and"):
+        tried(Returns(needs), ModelLoss())
+
+
+def test_a_loss_that_fails_on_what_validation_gives_it_is_refused_where_there_is_validation() -> (
+    None
+):
+    modes = Returns(lambda logits, training, labels: (logits, logits) if training else (logits,))
+    tried(modes, of_two)
+    with pytest.raises(ModelError, match="evaluation mode, which validation is done in, on outp"):
+        tried(modes, of_two, validated=True)
+
+
+def test_a_model_that_keeps_what_it_once_computed_still_has_its_backward_pass() -> None:
+    """As rotary embeddings are kept; torch refuses a backward pass through inference tensors."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+            self.kept: dict[int, Tensor] = {}
+
+        def forward(self, features: Tensor) -> Tensor:
+            rows = len(features)
+            if rows not in self.kept:
+                self.kept[rows] = torch.ones(rows, 1) * 2
+            return self.layer(features) * self.kept[rows]
+
+    model = Keeps()
+    tried(model, nn.CrossEntropyLoss())
+    model.train()(torch.zeros(ROWS, 4)).sum().backward()
+    assert model.training

@@ -1,0 +1,87 @@
+"""What a model returns, by name or position."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from models import ModelOutput
+from torch import Tensor
+
+from sparkdl.errors import ModelError
+from sparkdl.outputs import described, parts_of, pick, widths_of
+
+ROWS = 5
+LOGITS, HIDDEN, LOSS = torch.randn(ROWS, 3), torch.randn(ROWS, 2, 4), torch.tensor(1.0)
+NUMBER = torch.randn(ROWS)
+
+
+@dataclass
+class Fields:
+    loss: Tensor | None
+    logits: Tensor
+    hidden: Tensor
+
+
+Pair = namedtuple("Pair", ["logits", "hidden"])
+
+BY_NAME: dict[str, Any] = {
+    "dict": {"loss": None, "logits": LOGITS, "hidden": HIDDEN},
+    "ModelOutput": ModelOutput(loss=None, logits=LOGITS, hidden=HIDDEN),
+    "dataclass": Fields(None, LOGITS, HIDDEN),
+    "namedtuple": Pair(LOGITS, HIDDEN),
+}
+
+
+@pytest.mark.parametrize("kind", BY_NAME)
+def test_outputs_with_names_are_picked_by_those(kind: str) -> None:
+    outputs = BY_NAME[kind]
+    assert [*parts_of(outputs)] == ["logits", "hidden"]
+    assert pick(outputs, "logits", ROWS) is LOGITS
+    assert pick(outputs, "hidden", ROWS) is HIDDEN
+    assert widths_of(outputs, ROWS) == {"logits": 3, "hidden": 8}
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_outputs_without_names_are_picked_by_position(kind: Any) -> None:
+    outputs = kind([LOSS, None, LOGITS, NUMBER])
+    assert pick(outputs, 2, ROWS) is LOGITS
+    assert widths_of(outputs, ROWS) == {2: 3, 3: None}
+
+
+@pytest.mark.parametrize("outputs", [LOGITS, (LOGITS,), {"logits": LOGITS, "loss": None}])
+def test_the_only_output_needs_no_name(outputs: Any) -> None:
+    assert pick(outputs, None, ROWS) is LOGITS
+    assert widths_of(outputs, ROWS)[None] == 3
+
+
+@pytest.mark.parametrize(
+    ("outputs", "key", "message"),
+    [
+        ({"logits": LOGITS, "hidden": HIDDEN}, "logit", r"'logit', but .* 'logits' float32 \(5, 3"),
+        ((LOGITS, HIDDEN), 2, r"output 2, but the model returns a tuple of 0 float32 \(5, 3\), 1 "),
+        ((LOGITS, HIDDEN), "logits", "output 'logits', but the model returns a tuple of 0"),
+        (BY_NAME["ModelOutput"], 0, "output 0, but the model returns a ModelOutput of 'logits'"),
+        ((LOGITS, HIDDEN), None, r"several outputs: .*outputCols=\{'prediction': 0\}"),
+        (LOGITS, 0, r"output 0, but the model returns one tensor, float32 \(5, 3\)\. Leave"),
+        ("text", None, r"returns a str; it must return a tensor of shape \(rows, \.\.\.\)"),
+        ((), None, "returns a tuple; it must return a tensor"),
+        ({"layers": (LOGITS, HIDDEN)}, "layers", "1 float32.* as its output 'layers', which is no"),
+        ((LOSS, LOGITS), 0, r"shape \(\) as its output 0 for 5 rows; the first dimension must be"),
+        ((HIDDEN[:2], LOGITS), 0, r"shape \(2, 2, 4\) as its output 0 for 5 rows"),
+    ],
+)
+def test_what_cannot_be_picked_is_answered_with_what_there_is(
+    outputs: Any, key: Any, message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        pick(outputs, key, ROWS)
+    assert key not in widths_of(outputs, ROWS)
+
+
+def test_outputs_within_outputs_are_described_by_their_kind() -> None:
+    outputs = {"logits": LOGITS, "layers": (HIDDEN, HIDDEN), 7: 0.5}
+    assert described(outputs) == "a dict of 'logits' float32 (5, 3), 'layers' (tuple), 7 (float)"
