@@ -80,7 +80,8 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
             for column, trained in zip(columns, self._features, strict=True)
         ]
         output, as_vector = output_function(self.getOutputType(), self._head, self._output_width)
-        shared = self._sharing.share(self.module, dataset.sparkSession.sparkContext)
+        context = dataset.sparkSession.sparkContext
+        shared = self._sharing.share(self.module, self._builder, context)
         return readable(dataset, columns[0]).withColumn(
             name,
             prediction_column(

@@ -13,6 +13,7 @@ import torch
 from pyspark.sql import DataFrame
 from torch import nn
 
+from sparkdl.checkpoint.portable import require_portable
 from sparkdl.driver import as_builder
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import head_of, output_function
@@ -69,6 +70,7 @@ class Preflight:
         builder = as_builder(params.getModel())
         prepare(builder)
         self._replica = build(builder, params.getOptimizer(), params.getLoss(), params.getSeed())
+        require_portable(self._replica.module, builder)
         scheduler_every = cast(Unit, params.getSchedulerEvery())
         require_schedule(self._replica.optimizer, params.getScheduler(), scheduler_every)
         fractions = _parameter_dtype(self._replica.module)
