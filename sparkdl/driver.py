@@ -39,7 +39,13 @@ from sparkdl.errors import (
 from sparkdl.events import EpochSummary
 from sparkdl.feed.facts import DataFacts, check_facts
 from sparkdl.initial import drawn_apart
-from sparkdl.protocols import Layout, LossFunction, ModelBuilder, OptimizerBuilder
+from sparkdl.protocols import (
+    Layout,
+    LossFunction,
+    ModelBuilder,
+    OptimizerBuilder,
+    SchedulerBuilder,
+)
 from sparkdl.randomness import borrowed_random_numbers
 from sparkdl.replica import Replica
 from sparkdl.training import has_ended, identity, require_progress, require_same_rows
@@ -80,11 +86,15 @@ def as_builder(model: nn.Module | ModelBuilder) -> ModelBuilder:
 
 
 def build_replica(
-    model: ModelBuilder, optimizer: OptimizerBuilder, loss: LossFunction, seed: int
+    model: ModelBuilder,
+    optimizer: OptimizerBuilder,
+    loss: LossFunction,
+    seed: int,
+    scheduler: SchedulerBuilder | None = None,
 ) -> Replica:
     """Build a replica as every worker does, leaving the caller's random state as it was."""
     with borrowed_random_numbers(seed):
-        return Replica(model(), optimizer, loss)
+        return Replica(model(), optimizer, loss, scheduler=scheduler)
 
 
 def first_replica(job: Job) -> Replica:
@@ -94,7 +104,8 @@ def first_replica(job: Job) -> Replica:
         ModelError: the model can be built here, but not in a process of its own.
     """
     with drawn_apart(job.model, job.seed, job.deadline_s) as overwrite:
-        replica = build_replica(job.model, job.optimizer, job.loss, job.seed)
+        # A schedule may turn momentum on, for which the optimizer then keeps state.
+        replica = build_replica(job.model, job.optimizer, job.loss, job.seed, job.scheduler)
         overwrite(replica)
     return replica
 

@@ -387,12 +387,14 @@ def _take_center(
     if run.step and not averager.resumes:
         # It has connected again, and the steps before that belong to no commit.
         replica.rebuild_optimizer()
+    whole = strategy.needs.exchanges_optimizer_state
+    if whole and not averager.resumes:
+        replica.count_optimizer_state()
     before = job.steps_before(position.epoch, averager.shard_rows)
     replica.schedule.start_at(position.epoch, before + position.step_of_epoch)
     on_worker.restored = {}
     if not averager.resumes:
         return position
-    whole = strategy.needs.exchanges_optimizer_state
     octets = averager.resume(
         replica.segments(with_optimizer=whole), replica.layout(with_optimizer=whole)
     )

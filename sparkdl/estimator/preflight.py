@@ -18,7 +18,13 @@ from sparkdl.driver import as_builder
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import head_of, output_function
 from sparkdl.estimator.params import EstimatorParams
-from sparkdl.estimator.probe import build, probe, require_schedule
+from sparkdl.estimator.probe import (
+    build,
+    probe,
+    require_schedule,
+    require_steady_state,
+    require_steps,
+)
 from sparkdl.estimator.schema import fed_columns
 from sparkdl.estimator.shipping import require_picklable
 from sparkdl.feed.facts import ColumnFacts, DataFacts
@@ -73,6 +79,8 @@ class Preflight:
         require_portable(self._replica.module, builder)
         scheduler_every = cast(Unit, params.getSchedulerEvery())
         require_schedule(self._replica.optimizer, params.getScheduler(), scheduler_every)
+        if params.getStrategy().needs.exchanges_optimizer_state:
+            require_steady_state(params.getOptimizer(), params.getScheduler())
         fractions = _parameter_dtype(self._replica.module)
         self.head = head_of(params.getLoss())
         fed = fed_columns(params, frame, params.getLoss(), self.head, fractions)
@@ -253,6 +261,7 @@ class Preflight:
         self._has_stepped = True
         # With gradients and optimizer state it is several times the center, for the whole fit.
         if facts.complete:
+            self._check_schedule(facts)
             del self._replica
         else:
             self._replica.optimizer.zero_grad()
@@ -260,6 +269,12 @@ class Preflight:
         width = None if outputs.dim() == 1 else outputs[0].numel()
         output_function(self._output_type, self.head, width)
         self.checked = Checked(schema.features, width)
+
+    def _check_schedule(self, facts: DataFacts) -> None:
+        job = self.job
+        by_steps = job.scheduler_every == "step"
+        steps = job.steps_before(job.epochs + 1, facts.shard_rows) if by_steps else job.epochs - 1
+        require_steps(self._replica.optimizer, job.scheduler, steps)
 
 
 @dataclass(frozen=True)

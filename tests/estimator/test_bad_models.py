@@ -226,3 +226,16 @@ def test_a_lazy_model_is_refused_with_what_makes_it_whole(
         return nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
 
     refuse(frame(spark), ModelError, "LazyModule", "call it on a batch of zeros", model=model)
+
+
+def test_a_schedule_that_ends_before_the_training_is_refused(
+    spark: SparkSession, refuse: Refuse
+) -> None:
+    refuse(
+        frame(spark),
+        ModelError,
+        "OneCycleLR ends after total_steps=5, but this training takes 6 of its steps",
+        scheduler=partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=5),
+        schedulerEvery="step",
+        epochs=2,
+    )
