@@ -170,9 +170,10 @@ def run(
             replica, with_optimizer=job.strategy.needs.exchanges_optimizer_state
         )
     except Exception as error:  # the user's optimizer may raise anything
+        fix = ". It has to be one that steps without a closure, such as SGD or Adam"
         raise ModelError(
-            f"the optimizer's step fails on zero gradients: {type(error).__name__}: {error}. "
-            "It has to be one that steps without a closure, such as SGD or Adam"
+            f"the optimizer's step fails on zero gradients: {type(error).__name__}: {error}"
+            f"{fix if 'closure' in str(error) else ''}"
         ) from error
     plan, resumed = None, None
     with ExitStack() as held:

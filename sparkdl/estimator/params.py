@@ -24,12 +24,24 @@ from sparkdl.spark.rows.converters import (
 )
 from sparkdl.strategies import Strategy
 
+SEVERAL_OPTIMIZERS = (
+    "A training with several optimizers, such as a GAN's, has a loop of its own: write it as a "
+    "function, and run that on the workers with sparkdl.run(function)"
+)
+
 
 def _device(value: Any) -> str:
     text = str(value)
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {value!r}")
     return text
+
+
+def _optimizer(value: Any) -> Any:
+    if isinstance(value, (dict, list, tuple)):
+        raise ConfigError(f"optimizer must be one, got {len(value)}. {SEVERAL_OPTIMIZERS}")
+    example = "for example partial(torch.optim.SGD, lr=0.1)"
+    return function("optimizer", f"a function of the model's parameters, {example}")(value)
 
 
 def _strategy(value: Any) -> Strategy[Any]:
@@ -62,10 +74,7 @@ class EstimatorParams(
         Params._dummy(),
         "optimizer",
         "parameters -> Optimizer, for example partial(torch.optim.SGD, lr=0.1)",
-        typeConverter=function(
-            "optimizer",
-            "a function of the model's parameters, for example partial(torch.optim.SGD, lr=0.1)",
-        ),
+        typeConverter=_optimizer,
     )
     strategy: Param[Strategy[Any]] = Param(
         Params._dummy(), "strategy", "how the replicas agree", typeConverter=_strategy

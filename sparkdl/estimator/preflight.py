@@ -19,6 +19,7 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import head_of, output_function
 from sparkdl.estimator.params import EstimatorParams
 from sparkdl.estimator.probe import (
+    LazyModelError,
     build,
     probe,
     require_schedule,
@@ -29,9 +30,9 @@ from sparkdl.estimator.schema import fed_columns
 from sparkdl.estimator.shipping import require_picklable
 from sparkdl.feed.facts import ColumnFacts, DataFacts
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.initial import prepare
-from sparkdl.protocols import ColumnSpec
-from sparkdl.replica import Precision
+from sparkdl.initial import Initialized, prepare
+from sparkdl.protocols import UNKNOWN, ColumnSpec, ModelBuilder
+from sparkdl.replica import Precision, Replica
 from sparkdl.schedule import Unit
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of
@@ -75,7 +76,7 @@ class Preflight:
             require_picklable(name, params.getOrDefault(name))
         builder = as_builder(params.getModel())
         prepare(builder)
-        self._replica = build(builder, params.getOptimizer(), params.getLoss(), params.getSeed())
+        builder, self._replica = _build_whole(builder, params, frame)
         require_portable(self._replica.module, builder)
         scheduler_every = cast(Unit, params.getSchedulerEvery())
         require_schedule(self._replica.optimizer, params.getScheduler(), scheduler_every)
@@ -324,6 +325,30 @@ def _check_weight(name: str, facts: ColumnFacts) -> None:
 def _balanced(rows: Sequence[int]) -> bool:
     """Whether no worker has more than a twentieth more than its share, for whom all would wait."""
     return max(rows) <= 1.05 * sum(rows) / len(rows) + 1
+
+
+def _build_whole(
+    builder: ModelBuilder, params: EstimatorParams, frame: DataFrame
+) -> tuple[ModelBuilder, Replica]:
+    """Build the replica to try out; lazy layers learn their shapes from the first row.
+
+    Returns:
+        What builds the model with all of its parameters, and the replica.
+    """
+    loss = params.getLoss()
+    arguments = params.getOptimizer(), loss, params.getSeed()
+    try:
+        return builder, build(builder, *arguments)
+    except LazyModelError as lazy:
+        fed = fed_columns(params, frame, loss, head_of(loss), _parameter_dtype(lazy.module))
+    row = frame.select([column.expression() for column in fed.columns]).dropna().first()
+    values = [None] * len(fed.columns) if row is None else list(row)
+    lengths = [
+        len(value) if spec.row_shape == (UNKNOWN,) and value is not None else None
+        for spec, value in zip(fed.schema.columns, values, strict=True)
+    ]
+    whole = Initialized(builder, fed.schema.of_lengths(lengths))
+    return whole, build(whole, *arguments)
 
 
 def _parameter_dtype(module: nn.Module) -> torch.dtype:

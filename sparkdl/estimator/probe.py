@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from sparkdl.driver import build_replica
 from sparkdl.errors import ConfigError, DataError, ModelError, TrainingError
 from sparkdl.estimator.head import Head
+from sparkdl.estimator.params import SEVERAL_OPTIMIZERS
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ColumnFacts
+from sparkdl.initial import has_lazy_parameters
 from sparkdl.protocols import (
     Batch,
     ColumnSpec,
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 REHEARSED_STEPS = 100
 """A tenth of a second; optimizers that grow late do so every few steps."""
+
+SHOW_ZEROS = "Give a function as model that builds it and calls it on a batch of zeros"
 
 
 def require_schedule(
@@ -109,6 +113,7 @@ def build(
     """Build the replica that will be probed.
 
     Raises:
+        LazyModelError: the model has to see a batch first.
         ModelError: the model or its optimizer cannot be built.
     """
 
@@ -116,18 +121,43 @@ def build(
         module = model()
         if not isinstance(module, nn.Module):
             raise ModelError(f"model builds a {type(module).__name__}; it must return an nn.Module")
+        if has_lazy_parameters(module):
+            raise LazyModelError(module)
         return module
 
+    def checked_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        built = optimizer(parameters)
+        if not hasattr(built, "param_groups"):
+            raise ModelError(
+                f"optimizer builds a {type(built).__name__}; it must return one "
+                f"torch.optim.Optimizer. {SEVERAL_OPTIMIZERS}"
+            )
+        return built
+
     try:
-        return build_replica(checked_model, optimizer, loss, seed)
+        return build_replica(checked_model, checked_optimizer, loss, seed)
     except ModelError:
         raise
     except Exception as error:  # the user's constructors may raise anything
-        lazy = "uninitialized parameter" in str(error)
-        fix = ". Have the function given as model call it on a batch of zeros first" if lazy else ""
+        # Of an instance, for torch cannot copy all of those.
+        fix = f". {SHOW_ZEROS}" if "uninitialized parameter" in str(error) else ""
         raise ModelError(
             f"the model or its optimizer cannot be built: {type(error).__name__}: {error}{fix}"
         ) from error
+
+
+class LazyModelError(ModelError):
+    """A model has lazy layers that have not seen a batch.
+
+    Attributes:
+        module: the model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(
+            f"the model has lazy layers that no forward pass has initialized. {SHOW_ZEROS}"
+        )
+        self.module = module
 
 
 def probe(

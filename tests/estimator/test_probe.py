@@ -10,8 +10,14 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from sparkdl.errors import ModelError
-from sparkdl.estimator.probe import require_steady_state, require_steps
+from sparkdl.errors import ConfigError, ModelError
+from sparkdl.estimator.params import EstimatorParams
+from sparkdl.estimator.probe import (
+    LazyModelError,
+    build,
+    require_steady_state,
+    require_steps,
+)
 
 
 class GrowsAt(torch.optim.SGD):
@@ -81,3 +87,23 @@ def test_a_schedule_shorter_than_the_training_is_refused_with_both_lengths() -> 
     require_steps(optimizer, one_cycle, 7)
     require_steps(optimizer, partial(lr_scheduler.StepLR, step_size=3), 8)
     require_steps(optimizer, None, 8)
+
+
+@pytest.mark.parametrize("several", [tuple, list])
+def test_several_optimizers_are_refused_with_where_to_write_such_a_loop(several: Any) -> None:
+    def optimizers(parameters: Any) -> Any:
+        parameters = list(parameters)
+        return several(torch.optim.SGD(half, lr=0.1) for half in (parameters[:1], parameters[1:]))
+
+    with pytest.raises(ModelError, match=rf"builds a {several.__name__};.* sparkdl\.run"):
+        build(lambda: nn.Linear(2, 2), optimizers, nn.MSELoss(), 0)
+    with pytest.raises(ConfigError, match=r"got 2\..* sparkdl\.run"):
+        EstimatorParams.optimizer.typeConverter(several([torch.optim.SGD, torch.optim.Adam]))
+
+
+def test_lazy_layers_are_told_from_other_models() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d())
+
+    with pytest.raises(LazyModelError, match="calls it on a batch of zeros"):
+        build(model, partial(torch.optim.SGD, lr=0.1), nn.MSELoss(), 0)

@@ -425,3 +425,16 @@ def test_a_model_that_cannot_be_pickled_predicts_if_a_function_builds_it(
     first.write().save(str(tmp_path / "model"))
     loaded = TorchModel.load(str(tmp_path / "model"), trust=True)
     assert np.array_equal(column_of(loaded.transform(rows)), column_of(first.transform(rows)))
+
+
+def test_lazy_layers_take_their_shapes_from_the_rows(rows: DataFrame, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 3))
+
+    first, second = (estimator(model=build, outputType="raw").fit(rows) for _ in range(2))
+    assert first.module[0].weight.shape == (8, 4)
+    assert close(column_of(first.transform(rows)), outputs_of(first))
+    assert np.array_equal(column_of(second.transform(rows)), column_of(first.transform(rows)))
+    first.write().save(str(tmp_path / "model"))
+    loaded = TorchModel.load(str(tmp_path / "model"), trust=True)
+    assert np.array_equal(column_of(loaded.transform(rows)), column_of(first.transform(rows)))
