@@ -7,6 +7,7 @@ a label out of range, a wrong width or a loss that wants another dtype all show 
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
@@ -216,7 +217,8 @@ def _try_out(
         outputs = forward(replica.module, batch.features)
     except Exception as error:  # the user's forward may raise anything
         integers = _integers(schema.features, features)
-        _fail(f"the model fails on a batch with features of {shapes}{integers}", error)
+        hint = _hint(error, schema.features, features)
+        _fail(f"the model fails on a batch with features of {shapes}{integers}", error, hint)
     if not isinstance(outputs, Tensor):
         raise ModelError(
             f"the model returns a {type(outputs).__name__} for features of {shapes}; it must "
@@ -305,5 +307,28 @@ def _shapes(tensors: Features | Targets) -> str:
     return f"{str(tensors.dtype).removeprefix('torch.')} {tuple(tensors.shape)}"
 
 
-def _fail(what: str, error: Exception) -> NoReturn:
-    raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
+_OF_SHAPE = re.compile(r"\b[2-5]D\b|channels")
+_OF_MASK = re.compile("bool", re.IGNORECASE)
+
+
+def _hint(error: Exception, features: Sequence[ColumnSpec], facts: Sequence[ColumnFacts]) -> str:
+    """Which Param helps, if torch misses dimensions or booleans; empty otherwise."""
+    flat = [spec.name for spec in features if len(spec.row_shape) == 1]
+    if flat and _OF_SHAPE.search(str(error)):
+        return (
+            f". Rows of '{flat[0]}' are flat; to give them a shape, as images have it: "
+            f"columnShapes={{'{flat[0]}': [channels, height, width]}}"
+        )
+    zero_or_one = [
+        spec.name
+        for spec, found in zip(features, facts, strict=True)
+        if spec.dtype == torch.int64 and (found.smallest, found.largest) in ((0, 0), (0, 1), (1, 1))
+    ]
+    if zero_or_one and _OF_MASK.search(str(error)):
+        masks = ", ".join(f"'{name}': 'bool'" for name in zero_or_one)
+        return f". Booleans are fed as int64; to have masks of them: columnDtypes={{{masks}}}"
+    return ""
+
+
+def _fail(what: str, error: Exception, hint: str = "") -> NoReturn:
+    raise ModelError(f"{what}: {type(error).__name__}: {error}{hint}") from error
