@@ -77,8 +77,8 @@ class TorchEstimator(
         model: an nn.Module to start from, or a function or class without arguments that builds
             one. A class or function that executors can import also makes saved models loadable
             without pickle; models that torch refuses to pickle (weight_norm, TorchScript) have to
-            be given as one. Lazy layers take their shapes from the first row. What has requires_grad=False is built by all, never exchanged, and has
-            to stay as it is.
+            be given as one. Lazy layers take their shapes from the first row. What has
+            requires_grad=False is built by all, never exchanged, and has to stay as it is.
         loss: (outputs, targets) -> scalar tensor, the mean over the minibatch.
         optimizer: parameters -> Optimizer, for example ``partial(torch.optim.SGD, lr=0.1)``.
         scheduler: optimizer -> torch's LRScheduler, for example ``partial(CosineAnnealingLR,
