@@ -39,7 +39,13 @@ from sparkdl.errors import (
 from sparkdl.events import EpochSummary
 from sparkdl.feed.facts import DataFacts, check_facts
 from sparkdl.initial import drawn_apart
-from sparkdl.protocols import Layout, LossFunction, ModelBuilder, OptimizerBuilder
+from sparkdl.protocols import (
+    Layout,
+    LossFunction,
+    ModelBuilder,
+    OptimizerBuilder,
+    SchedulerBuilder,
+)
 from sparkdl.randomness import borrowed_random_numbers
 from sparkdl.replica import Replica
 from sparkdl.training import has_ended, identity, require_progress, require_same_rows
@@ -84,12 +90,15 @@ def build_replica(
     optimizer: OptimizerBuilder,
     loss: LossFunction,
     seed: int,
+    scheduler: SchedulerBuilder | None = None,
     *,
     features_as_kwargs: bool = False,
 ) -> Replica:
     """Build a replica as every worker does, leaving the caller's random state as it was."""
     with borrowed_random_numbers(seed):
-        return Replica(model(), optimizer, loss, features_as_kwargs=features_as_kwargs)
+        return Replica(
+            model(), optimizer, loss, scheduler=scheduler, features_as_kwargs=features_as_kwargs
+        )
 
 
 def first_replica(job: Job) -> Replica:
@@ -99,7 +108,8 @@ def first_replica(job: Job) -> Replica:
         ModelError: the model can be built here, but not in a process of its own.
     """
     with drawn_apart(job.model, job.seed, job.deadline_s) as overwrite:
-        replica = build_replica(job.model, job.optimizer, job.loss, job.seed)
+        # A schedule may turn momentum on, for which the optimizer then keeps state.
+        replica = build_replica(job.model, job.optimizer, job.loss, job.seed, job.scheduler)
         overwrite(replica)
     return replica
 
@@ -164,9 +174,10 @@ def run(
             replica, with_optimizer=job.strategy.needs.exchanges_optimizer_state
         )
     except Exception as error:  # the user's optimizer may raise anything
+        fix = ". It has to be one that steps without a closure, such as SGD or Adam"
         raise ModelError(
-            f"the optimizer's step fails on zero gradients: {type(error).__name__}: {error}. "
-            "It has to be one that steps without a closure, such as SGD or Adam"
+            f"the optimizer's step fails on zero gradients: {type(error).__name__}: {error}"
+            f"{fix if 'closure' in str(error) else ''}"
         ) from error
     plan, resumed = None, None
     with ExitStack() as held:

@@ -21,17 +21,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import BinaryIO
 
 import cloudpickle
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from sparkdl.errors import ModelError
+from sparkdl.feed.columns import FeedSchema
 from sparkdl.frozen import frozen_values
 from sparkdl.protocols import ModelBuilder
 from sparkdl.randomness import seed_worker
-from sparkdl.replica import Replica, flatten
+from sparkdl.replica import Replica, flatten, forward
 from sparkdl.torch_settings import TorchSettings
 from sparkdl.transport.framing import octets_of
 
@@ -78,6 +81,36 @@ def drawn_apart(
                 _receive(file, replica)
 
         yield overwrite
+
+
+def has_lazy_parameters(module: nn.Module) -> bool:
+    """Whether a module waits for its first batch to learn the shapes of its parameters."""
+    return any(map(is_lazy, [*module.parameters(), *module.buffers()]))
+
+
+@dataclass(frozen=True)
+class Initialized:
+    """Builds a model with lazy layers, and shows it a batch of zeros.
+
+    Attributes:
+        model: builds it.
+        schema: the tensors of the batch, all of known shapes.
+        features_as_kwargs: as ``Replica`` takes it.
+    """
+
+    model: ModelBuilder
+    schema: FeedSchema
+    features_as_kwargs: bool = False
+
+    def __call__(self) -> nn.Module:
+        """Build it; whoever calls seeds the random numbers."""
+        module = self.model()
+        rows = [torch.zeros(2, *each.row_shape, dtype=each.dtype) for each in self.schema.stored]
+        training = module.training
+        with torch.no_grad():
+            features = self.schema.batch(rows, last=True).features
+            forward(module.eval(), features, as_kwargs=self.features_as_kwargs)
+        return module.train(training)
 
 
 def prepare(model: ModelBuilder) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparkdl.eager import defer_compiler
-from sparkdl.errors import ModelError
+from sparkdl.errors import ModelError, TrainingError
 from sparkdl.frozen import FrozenParameters
 from sparkdl.losses import ModelLoss, loss_of_rows, weighted_mean
 from sparkdl.protocols import (
@@ -136,6 +136,8 @@ class Replica:
         self._stateless: set[Tensor] = set()
         self._lent = False
         """Whether others may have written to that since the last step."""
+        self._counted: dict[str, int] | None = None
+        """How many values of each kind of state there are; None until someone has asked."""
 
     def take_as_frozen(self) -> None:
         """Have what requires no gradient stay as it is now; for whoever has overwritten it."""
@@ -271,6 +273,14 @@ class Replica:
             groups += self._optimizer_groups
         return tuple(group.segment for group in groups)
 
+    def count_optimizer_state(self) -> None:
+        """Find out what ``segments`` will hold of the optimizer, for one that has taken no step."""
+        self._flatten_optimizer_state()
+        counted, self._optimizer_groups = self._counted, []
+        # Anew, for some count the steps themselves, also one on zero gradients.
+        self.rebuild_optimizer()
+        self._counted = counted
+
     def release(self) -> nn.Module:
         """Give the module away: on the CPU, in evaluation mode, each tensor in memory of its own.
 
@@ -314,16 +324,39 @@ class Replica:
             families.setdefault((tensor.dtype, tensor.device), []).append((state, key))
         places = [place for family in families.values() for place in family]
         views = [view for group in self._optimizer_groups for view in group.views]
-        if len(places) == len(views) and all(
+        unmoved = len(places) == len(views) and all(
             state[key] is view for (state, key), view in zip(places, views, strict=True)
-        ):
+        )
+        if unmoved and self._counted is not None:
             return
+        self._require_state_as_counted(places)
         self._optimizer_groups = []
         for family in families.values():
             group = FlatGroup("optimizer", [state[key] for state, key in family])
             for (state, key), view in zip(family, group.views, strict=True):
                 state[key] = view
             self._optimizer_groups.append(group)
+
+    def _require_state_as_counted(self, places: Sequence[StatePlace]) -> None:
+        """Check that there is neither more nor less state than when it was counted first."""
+        now: dict[str, int] = {}
+        for state, key in places:
+            now[key] = now.get(key, 0) + state[key].numel()
+        if self._counted is None:
+            self._counted = now
+        before = self._counted
+        other = [key for key in before | now if before.get(key) != now.get(key)]
+        if other:
+            changes = ", ".join(
+                f"{before.get(key, 0)} values of {key!r} before, {now.get(key, 0)} now"
+                for key in other
+            )
+            raise TrainingError(
+                f"the state of {type(self.optimizer).__name__} has grown or shrunk since its first "
+                f"step: {changes}. Replicas exchange what there was then. Use an optimizer that "
+                "makes all of its state in its first step, or leave each replica its own: "
+                "ParameterAveraging(average_optimizer_state=False)"
+            )
 
     def _reserve_missing_state(self) -> None:
         """Find out what the state of parameters will look like that the optimizer has not stepped.

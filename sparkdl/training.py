@@ -34,15 +34,16 @@ def identity(job: Job, world_size: int, replica: Replica, layout: Layout) -> dic
     Returns:
         JSON, for ``checkpoint.policy.require_same``.
     """
-    # Before a schedule, which puts functions of its own into the optimizer.
-    optimizer = describe_optimizer(replica.optimizer)
+    # Not the replica's, into which a schedule has put functions and settings of its own.
+    fresh = job.optimizer(replica.trainable())
+    optimizer = describe_optimizer(fresh)
     hyperparameters = {
         f"{key} of parameter group {index}": text_of(value)
-        for index, group in enumerate(replica.optimizer.param_groups)
+        for index, group in enumerate(fresh.param_groups)
         for key, value in group.items()
         if key != "params"
     }
-    schedule = Schedule(replica.optimizer, job.scheduler, job.scheduler_every).describe()
+    schedule = Schedule(fresh, job.scheduler, job.scheduler_every).describe()
     kind = type(job.strategy)
     return {
         "model": describe_model(replica.module),

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -52,6 +51,7 @@ from sparkdl.schedule import Unit
 from sparkdl.strategies.base import Run, Strategy
 from sparkdl.strategies.on_worker import OnWorker
 from sparkdl.torch_settings import TorchSettings
+from sparkdl.tracebacks import MODULES_TRAVEL, traceback_of
 from sparkdl.transport.address import AveragerAddress
 
 logger = logging.getLogger(__name__)
@@ -390,12 +390,14 @@ def _take_center(
     if run.step and not averager.resumes:
         # It has connected again, and the steps before that belong to no commit.
         replica.rebuild_optimizer()
+    whole = strategy.needs.exchanges_optimizer_state
+    if whole and not averager.resumes:
+        replica.count_optimizer_state()
     before = job.steps_before(position.epoch, averager.shard_rows)
     replica.schedule.start_at(position.epoch, before + position.step_of_epoch)
     on_worker.restored = {}
     if not averager.resumes:
         return position
-    whole = strategy.needs.exchanges_optimizer_state
     octets = averager.resume(
         replica.segments(with_optimizer=whole), replica.layout(with_optimizer=whole)
     )
@@ -453,10 +455,10 @@ def _as_worker_error(error: Exception, rank: int, run: Run | None) -> WorkerErro
     epoch, step = (run.epoch, run.step) if run is not None else (0, 0)
     where = _where(rank, run)
     own = isinstance(error, TrainingError)
-    text = "" if own else "".join(traceback.format_exception(error)).rstrip()
+    text = "" if own else traceback_of(error)
     message = f"{where}: {error}" if own else f"{where}: {type(error).__name__}: {error}"
     if not own:
-        message += f"{_memory_advice(error)}\n\n{text}"
+        message += f"{_advice(error)}\n\n{text}"
     return WorkerError(message, rank=rank, epoch=epoch, step=step, worker_traceback=text)
 
 
@@ -465,8 +467,10 @@ def _where(rank: int, run: Run | None) -> str:
     return f"rank {rank}, epoch {epoch}, step {step}"
 
 
-def _memory_advice(error: Exception) -> str:
-    """What to do about an error for want of memory; empty for others."""
+def _advice(error: Exception) -> str:
+    """What to do about an error for want of memory or of a module; empty for others."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"\n{MODULES_TRAVEL}"
     if isinstance(error, torch.OutOfMemoryError):
         return "\nThe GPU's memory is full: lower batchSize, or set precision='bf16'"
     # torch's allocator on CPUs has no error of its own.

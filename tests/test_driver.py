@@ -248,3 +248,15 @@ def test_narrow_parameters_have_a_center_in_float32() -> None:
     replica = replica_of(make_job(mlp().to(torch.bfloat16)))
     _, center = initial_center(replica, with_optimizer=False)
     assert [tensor.dtype for tensor in center] == [torch.float32]
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_with_others_to_take() -> None:
+    job = make_job(mlp(), optimizer=torch.optim.LBFGS)
+    with pytest.raises(ModelError, match=r"'closure'\. It has to be one that steps without a clos"):
+        run_world(job, classification([8]).shards())
+
+
+def test_an_optimizer_of_sparse_gradients_is_refused_in_torchs_words_alone() -> None:
+    job = make_job(mlp(), optimizer=torch.optim.SparseAdam)
+    with pytest.raises(ModelError, match=r"please consider Adam instead$"):
+        run_world(job, classification([8]).shards())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import signal
@@ -12,18 +13,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import classification, make_job, mlp
+from toys import classification, make_job, mlp, schema
 
 from sparkdl import initial
 from sparkdl.driver import first_replica
 from sparkdl.errors import ModelError
 from sparkdl.randomness import random_state, streams_put_back
+from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -229,3 +232,36 @@ def test_it_draws_with_torchs_settings_of_this_process() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert parameters.dtype == torch.float64
+
+
+FLOATS = schema(dtype=torch.float32)
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 3))
+
+
+def test_lazy_layers_learn_their_shapes_and_nothing_else_from_a_batch_of_zeros() -> None:
+    assert initial.has_lazy_parameters(lazy())
+    torch.manual_seed(5)
+    module = initial.Initialized(lazy, FLOATS)()
+    assert not initial.has_lazy_parameters(module)
+    assert module[0].weight.shape == (8, 6)
+    assert all(each.training for each in module.modules())
+    assert module[1].num_batches_tracked == 0
+    torch.manual_seed(5)
+    again = initial.Initialized(lazy, FLOATS)()
+    assert all(map(torch.equal, module.parameters(), again.parameters()))
+
+
+INSTANCE = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("given", [lazy, partial(copy.deepcopy, INSTANCE)])
+def test_a_lazy_model_trains_on_every_worker_from_the_same_values(given: Any) -> None:
+    model = initial.Initialized(given, FLOATS)
+    job = make_job(model, schema=FLOATS, strategy=ParameterAveraging(2), epochs=2)
+    shards = classification([12, 8]).shards()
+    first, second = (run_world(job, shards).module for _ in range(2))
+    assert first[0].weight.shape == (8, 6)
+    assert all(map(torch.equal, first.parameters(), second.parameters()))

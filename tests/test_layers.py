@@ -34,7 +34,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("events",),
     ("eager",),
     ("randomness",),
-    ("torch_settings",),
+    ("torch_settings", "tracebacks"),
     ("errors",),
     ("version",),
 ]

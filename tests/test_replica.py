@@ -601,3 +601,53 @@ def test_a_features_dict_is_one_argument_unless_it_is_wanted_as_keywords() -> No
     by_keyword = Replica(Sum(3, 2), SGD, nn.CrossEntropyLoss(), features_as_kwargs=True)
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         by_keyword.outputs(batch)
+
+
+class GrowsLate(torch.optim.SGD):
+    """Keeps a second copy of the parameters from a step on."""
+
+    def __init__(self, parameters: Any, *, grows_at: int) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["steps"] = 0
+        self.grows_at = grows_at
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        group = self.param_groups[0]
+        group["steps"] += 1
+        if group["steps"] >= self.grows_at:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("slow", parameter.detach().clone())
+
+
+def test_optimizer_state_that_grows_after_it_was_counted_is_refused_by_name() -> None:
+    replica = replica_of(mlp(), partial(GrowsLate, grows_at=3))
+    numel = sum(parameter.numel() for parameter in replica.module.parameters())
+    replica.count_optimizer_state()
+    replica.step(batch(0))
+    replica.segments(with_optimizer=True)
+    replica.step(batch(1))
+    replica.step(batch(2))
+    replica.segments(with_optimizer=False)
+    for _ in range(2):
+        with pytest.raises(TrainingError, match=f"GrowsLate .*0 values of 'slow'.*{numel} now"):
+            replica.segments(with_optimizer=True)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_counting_the_state_leaves_no_trace_in_the_training(name: str) -> None:
+    replica, oracle = (replica_of(batch_norm_net(), OPTIMIZERS[name]) for _ in range(2))
+    replica.count_optimizer_state()
+    for seed in range(3):
+        replica.step(batch(seed))
+        oracle.step(batch(seed))
+    for mine, other in zip(
+        replica.segments(with_optimizer=True), oracle.segments(with_optimizer=True), strict=True
+    ):
+        assert torch.equal(mine, other)
+
+
+def test_counting_the_state_is_no_step_for_an_optimizer_that_counts_them_itself() -> None:
+    replica = replica_of(mlp(), partial(GrowsLate, grows_at=9))
+    replica.count_optimizer_state()
+    assert replica.optimizer.param_groups[0]["steps"] == 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -16,6 +18,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from toys import batches_by_hand, classification, make_job, mlp
 
+from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.feed.shuffle import exchange_plan
@@ -114,6 +117,55 @@ def test_one_worker_trains_as_plain_torch_would(strategy: Any, every: Any) -> No
     trained = run_world(job, data.shards()).module
     for mine, other in zip(trained.parameters(), oracle.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+CYCLES: dict[str, Any] = {
+    "OneCycleLR": partial(lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=40),
+    "CyclicLR": partial(lr_scheduler.CyclicLR, base_lr=0.01, max_lr=0.1),
+}
+
+
+@pytest.mark.parametrize("scheduler", CYCLES.values(), ids=CYCLES)
+def test_a_schedule_that_turns_momentum_on_trains_as_plain_torch_would(scheduler: Any) -> None:
+    data, oracle = classification([22]), mlp()
+    optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    schedule = scheduler(optimizer)
+    for epoch in (1, 2):
+        for features, targets in batches_by_hand(data, 0, epoch, 4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(
+                oracle(torch.from_numpy(features)), torch.from_numpy(targets)
+            ).backward()
+            optimizer.step()
+            schedule.step()
+    job = make_job(
+        mlp(),
+        strategy=ParameterAveraging(3),
+        scheduler=scheduler,
+        scheduler_every="step",
+        epochs=2,
+    )
+    trained = run_world(job, data.shards()).module
+    for mine, other in zip(trained.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scheduler", CYCLES.values(), ids=CYCLES)
+def test_a_schedule_that_turns_momentum_on_can_be_resumed(scheduler: Any, tmp_path: Path) -> None:
+    job = make_job(
+        mlp(),
+        strategy=ParameterAveraging(2),
+        scheduler=scheduler,
+        scheduler_every="step",
+        epochs=2,
+    )
+    shards = classification([14, 9]).shards()
+    straight = run_world(job, shards).module
+    checkpoints = CheckpointPolicy(path=str(tmp_path))
+    run_world(replace(job, epochs=1), shards, checkpoints=checkpoints)
+    resumed = run_world(job, shards, checkpoints=checkpoints).module
+    for mine, other in zip(resumed.parameters(), straight.parameters(), strict=True):
+        assert torch.equal(mine, other)
 
 
 class Recording(torch.optim.SGD):

@@ -111,6 +111,21 @@ def test_want_of_memory_on_a_worker_names_the_settings(error: Exception) -> None
         run_world(make_job(Fails()), classification([8]).shards())
 
 
+def test_a_module_that_is_not_there_comes_with_how_modules_travel() -> None:
+    class Imports(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, features: Tensor) -> Tensor:
+            import a_module_that_nobody_has  # type: ignore[import-not-found]  # noqa: F401
+
+            return self.net(features)
+
+    with pytest.raises(WorkerError, match=r"a_module_that_nobody_has'\n.*addPyFile"):
+        run_world(make_job(Imports()), classification([8]).shards())
+
+
 def test_an_error_in_a_later_epoch_names_that_epoch() -> None:
     class SecondTime(Marked):
         seen = 0

@@ -76,8 +76,9 @@ class TorchEstimator(
     Args:
         model: an nn.Module to start from, or a function or class without arguments that builds
             one. A class or function that executors can import also makes saved models loadable
-            without pickle. What has requires_grad=False is built by all, never exchanged, and has
-            to stay as it is.
+            without pickle; models that torch refuses to pickle (weight_norm, TorchScript) have to
+            be given as one. Lazy layers take their shapes from the first row. What has
+            requires_grad=False is built by all, never exchanged, and has to stay as it is.
         loss: (outputs, targets) -> scalar tensor, the mean over the minibatch. The outputs are all
             that the model returns: a tensor, tuple, dict or object. ``"model"`` for a model that
             computes its own loss: it is called with ``labels=`` of ``labelCol``, or with each of

@@ -89,7 +89,8 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
             )
             for column, trained in zip(columns, self._features, strict=True)
         ]
-        shared = self._sharing.share(self.module, dataset.sparkSession.sparkContext)
+        context = dataset.sparkSession.sparkContext
+        shared = self._sharing.share(self.module, self._builder, context)
         return readable(dataset, columns[0]).withColumns(
             prediction_columns(
                 shared,

@@ -26,6 +26,11 @@ from sparkdl.spark.rows.converters import (
 )
 from sparkdl.strategies import Strategy
 
+SEVERAL_OPTIMIZERS = (
+    "A training with several optimizers, such as a GAN's, has a loop of its own: write it as a "
+    "function, and run that on the workers with sparkdl.run(function)"
+)
+
 
 def _device(value: Any) -> str:
     text = str(value)
@@ -40,6 +45,13 @@ def _loss(value: Any) -> Any:
     return function("loss", "a function of (outputs, targets), or 'model' for the model's own")(
         value
     )
+
+
+def _optimizer(value: Any) -> Any:
+    if isinstance(value, (dict, list, tuple)):
+        raise ConfigError(f"optimizer must be one, got {len(value)}. {SEVERAL_OPTIMIZERS}")
+    example = "for example partial(torch.optim.SGD, lr=0.1)"
+    return function("optimizer", f"a function of the model's parameters, {example}")(value)
 
 
 def _strategy(value: Any) -> Strategy[Any]:
@@ -73,10 +85,7 @@ class EstimatorParams(
         Params._dummy(),
         "optimizer",
         "parameters -> Optimizer, for example partial(torch.optim.SGD, lr=0.1)",
-        typeConverter=function(
-            "optimizer",
-            "a function of the model's parameters, for example partial(torch.optim.SGD, lr=0.1)",
-        ),
+        typeConverter=_optimizer,
     )
     strategy: Param[Strategy[Any]] = Param(
         Params._dummy(), "strategy", "how the replicas agree", typeConverter=_strategy

@@ -13,20 +13,22 @@ import torch
 from pyspark.sql import DataFrame
 from torch import nn
 
+from sparkdl.checkpoint.portable import require_portable
 from sparkdl.driver import as_builder
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import head_of
 from sparkdl.estimator.params import EstimatorParams
 from sparkdl.estimator.predictions import predicted_columns
-from sparkdl.estimator.probe import PREDICTED_ROWS, build, probe, require_schedule
+from sparkdl.estimator.probe import PREDICTED_ROWS, LazyModelError, build, probe
+from sparkdl.estimator.rehearsal import require_schedule, require_steady_state, require_steps
 from sparkdl.estimator.schema import fed_columns
 from sparkdl.estimator.shipping import require_picklable
 from sparkdl.feed.facts import ColumnFacts, DataFacts
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.initial import prepare
+from sparkdl.initial import Initialized, prepare
 from sparkdl.outputs import Widths, pick, widths_of
-from sparkdl.protocols import ColumnSpec
-from sparkdl.replica import Precision
+from sparkdl.protocols import UNKNOWN, ColumnSpec, ModelBuilder
+from sparkdl.replica import Precision, Replica
 from sparkdl.schedule import Unit
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of
@@ -71,15 +73,12 @@ class Preflight:
         builder = as_builder(params.getModel())
         prepare(builder)
         loss = params.loss_function()
-        self._replica = build(
-            builder,
-            params.getOptimizer(),
-            loss,
-            params.getSeed(),
-            features_as_kwargs=params.getFeaturesAsKwargs(),
-        )
+        builder, self._replica = _build_whole(builder, params, frame)
+        require_portable(self._replica.module, builder)
         scheduler_every = cast(Unit, params.getSchedulerEvery())
         require_schedule(self._replica.optimizer, params.getScheduler(), scheduler_every)
+        if params.getStrategy().needs.exchanges_optimizer_state:
+            require_steady_state(params.getOptimizer(), params.getScheduler())
         fractions = _parameter_dtype(self._replica.module)
         self.head = head_of(loss)
         fed = fed_columns(params, frame, loss, self.head, fractions)
@@ -261,6 +260,7 @@ class Preflight:
         self._has_stepped = True
         # With gradients and optimizer state it is several times the center, for the whole fit.
         if facts.complete:
+            self._check_schedule(facts)
             del self._replica
         else:
             self._replica.optimizer.zero_grad()
@@ -270,6 +270,12 @@ class Preflight:
         widths = widths_of(outputs, len(PREDICTED_ROWS))
         predicted_columns(self._params, self.head, widths)
         self.checked = Checked(schema.features, widths)
+
+    def _check_schedule(self, facts: DataFacts) -> None:
+        job = self.job
+        by_steps = job.scheduler_every == "step"
+        steps = job.steps_before(job.epochs + 1, facts.shard_rows) if by_steps else job.epochs - 1
+        require_steps(self._replica.optimizer, job.scheduler, steps)
 
 
 @dataclass(frozen=True)
@@ -319,6 +325,35 @@ def _check_weight(name: str, facts: ColumnFacts) -> None:
 def _balanced(rows: Sequence[int]) -> bool:
     """Whether no worker has more than a twentieth more than its share, for whom all would wait."""
     return max(rows) <= 1.05 * sum(rows) / len(rows) + 1
+
+
+def _build_whole(
+    builder: ModelBuilder, params: EstimatorParams, frame: DataFrame
+) -> tuple[ModelBuilder, Replica]:
+    """Build the replica to try out; lazy layers learn their shapes from the first row.
+
+    Returns:
+        What builds the model with all of its parameters, and the replica.
+    """
+    loss, as_kwargs = params.loss_function(), params.getFeaturesAsKwargs()
+
+    def built(model: ModelBuilder) -> Replica:
+        return build(
+            model, params.getOptimizer(), loss, params.getSeed(), features_as_kwargs=as_kwargs
+        )
+
+    try:
+        return builder, built(builder)
+    except LazyModelError as lazy:
+        fed = fed_columns(params, frame, loss, head_of(loss), _parameter_dtype(lazy.module))
+    row = frame.select([column.expression() for column in fed.columns]).dropna().first()
+    values = [None] * len(fed.columns) if row is None else list(row)
+    lengths = [
+        len(value) if spec.row_shape == (UNKNOWN,) and value is not None else None
+        for spec, value in zip(fed.schema.columns, values, strict=True)
+    ]
+    whole = Initialized(builder, fed.schema.of_lengths(lengths), as_kwargs)
+    return whole, built(whole)
 
 
 def _parameter_dtype(module: nn.Module) -> torch.dtype:

@@ -7,18 +7,20 @@ a label out of range, a wrong width or a loss that wants another dtype all show 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from sparkdl.driver import build_replica
-from sparkdl.errors import ConfigError, DataError, ModelError
-from sparkdl.estimator.calls import how_called
+from sparkdl.errors import DataError, ModelError
 from sparkdl.estimator.head import Head
+from sparkdl.estimator.hints import how_called, which_param_helps
+from sparkdl.estimator.params import SEVERAL_OPTIMIZERS
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ColumnFacts
+from sparkdl.initial import has_lazy_parameters
 from sparkdl.losses import ModelLoss
 from sparkdl.outputs import described, pick
 from sparkdl.protocols import (
@@ -28,32 +30,16 @@ from sparkdl.protocols import (
     LossFunction,
     ModelBuilder,
     OptimizerBuilder,
-    SchedulerBuilder,
     Targets,
 )
 from sparkdl.randomness import borrowed_random_numbers
 from sparkdl.replica import Replica, align_targets
-from sparkdl.schedule import Schedule, Unit
 
 PREDICTED_ROWS = (0, 1, 0, 1, 0)
 """Rows of the made-up batch to predict for: as many as few models have layers or classes, so that a
 tensor that is not one value a row shows by its length."""
 
-
-def require_schedule(
-    optimizer: torch.optim.Optimizer, scheduler: SchedulerBuilder | None, every: Unit
-) -> None:
-    """Check that a scheduler can be built for an optimizer.
-
-    Raises:
-        ModelError: it cannot, or is none.
-    """
-    try:
-        Schedule(optimizer, scheduler, every)
-    except Exception as error:  # the user's function may raise anything
-        own = isinstance(error, ConfigError)
-        kind = "" if own else f"the scheduler cannot be built: {type(error).__name__}: "
-        raise ModelError(f"{kind}{error}") from error
+SHOW_ZEROS = "Give a function as model that builds it and calls it on a batch of zeros"
 
 
 def build(
@@ -74,6 +60,7 @@ def build(
         features_as_kwargs: as ``Replica`` takes it.
 
     Raises:
+        LazyModelError: the model has to see a batch first.
         ModelError: the model or its optimizer cannot be built.
     """
 
@@ -81,20 +68,45 @@ def build(
         module = model()
         if not isinstance(module, nn.Module):
             raise ModelError(f"model builds a {type(module).__name__}; it must return an nn.Module")
+        if has_lazy_parameters(module):
+            raise LazyModelError(module)
         return module
+
+    def checked_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        built = optimizer(parameters)
+        if not hasattr(built, "param_groups"):
+            raise ModelError(
+                f"optimizer builds a {type(built).__name__}; it must return one "
+                f"torch.optim.Optimizer. {SEVERAL_OPTIMIZERS}"
+            )
+        return built
 
     try:
         return build_replica(
-            checked_model, optimizer, loss, seed, features_as_kwargs=features_as_kwargs
+            checked_model, checked_optimizer, loss, seed, features_as_kwargs=features_as_kwargs
         )
     except ModelError:
         raise
     except Exception as error:  # the user's constructors may raise anything
-        lazy = "uninitialized parameter" in str(error)
-        fix = ". Have the function given as model call it on a batch of zeros first" if lazy else ""
+        # Of an instance, for torch cannot copy all of those.
+        fix = f". {SHOW_ZEROS}" if "uninitialized parameter" in str(error) else ""
         raise ModelError(
             f"the model or its optimizer cannot be built: {type(error).__name__}: {error}{fix}"
         ) from error
+
+
+class LazyModelError(ModelError):
+    """A model has lazy layers that have not seen a batch.
+
+    Attributes:
+        module: the model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(
+            f"the model has lazy layers that no forward pass has initialized. {SHOW_ZEROS}"
+        )
+        self.module = module
 
 
 def probe(
@@ -193,7 +205,8 @@ def _outputs(
         _fail(
             f"the model fails{mode} on a batch with features of {given}",
             error,
-            how_called(replica, batch, error, with_labels=with_labels),
+            which_param_helps(error, schema.features, facts)
+            or how_called(replica, batch, error, with_labels=with_labels),
         )
 
 

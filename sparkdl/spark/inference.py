@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import cloudpickle
 import pyarrow as pa
@@ -15,6 +16,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql.pandas.functions import arrow_udf
 from torch import Tensor, nn
 
+from sparkdl.checkpoint.portable import pickled_module
 from sparkdl.feed.decode import tensors_of
 from sparkdl.feed.packed import unpacked
 from sparkdl.outputs import OutputKey, pick
@@ -57,7 +59,7 @@ class SharedModel:
 
     Attributes:
         key: names it in the executors' Python processes: the hash of what was pickled.
-        pickled: the nn.Module.
+        pickled: the nn.Module; see ``checkpoint.portable``.
     """
 
     key: str
@@ -70,14 +72,18 @@ class ModelSharing:
     def __init__(self) -> None:
         self._last: tuple[SparkContext, SharedModel] | None = None
 
-    def share(self, module: nn.Module, context: SparkContext) -> SharedModel:
+    def share(self, module: nn.Module, builder: Any, context: SparkContext) -> SharedModel:
         """Send a model as it is now, unless this application's executors have it.
 
         Args:
             module: it may have been trained further, or be another one than before.
+            builder: what has built it.
             context: of the application, which may be another one than before.
+
+        Raises:
+            ModelError: it cannot be pickled.
         """
-        pickled = cloudpickle.dumps(module)
+        pickled = pickled_module(module, builder)
         key = hashlib.sha256(pickled).hexdigest()
         if self._last is not None:
             known, shared = self._last
@@ -139,7 +145,8 @@ def prediction_columns(
         assert context is not None
         torch.set_num_threads(context.cpus())
         device = choose_device("auto", first_gpu(context), context.partitionId())
-        module = _load(model, device)
+        with settings.hold():  # it may have to be built again
+            module = _load(model, device)
         with settings.hold(), torch.inference_mode():
             for batch in batches:
                 # Spark hands over a bare array if there is but one column.

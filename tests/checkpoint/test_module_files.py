@@ -186,3 +186,16 @@ def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
     write(Net(), partial(Net, width=5), tmp_path)
     with pytest.raises(SparkDLError, match="size mismatch"):
         load_module(tmp_path, trust=["models"])
+
+
+def test_a_model_built_with_lazy_layers_comes_back_with_its_values(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 3))
+
+    module = build()
+    module(torch.randn(5, 4))
+    write(module.eval(), build, tmp_path)
+    found = read_module(tmp_path, trust=True).module
+    assert same_state(found, module)
+    features = torch.randn(2, 4)
+    assert torch.equal(found(features), module(features))

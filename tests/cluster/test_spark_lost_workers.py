@@ -50,7 +50,10 @@ def test_a_worker_that_dies_again_and_again_ends_the_fit(
 @pytest.mark.parametrize(
     ("executor", "message"),
     [
-        (False, r"rank 1 on .*Python process died without an error.*spark.executor.memoryOverhead"),
+        (
+            False,
+            r"rank 1 on .*Python process ended without an error.*spark.executor.memoryOverhead",
+        ),
         (True, r"rank 1 on .*exited with code 137.*killed.*spark.executor.memoryOverhead"),
     ],
     ids=["process", "executor"],

@@ -221,10 +221,25 @@ def test_an_optimizer_that_cannot_be_pickled_is_refused_by_its_argument(
     )
 
 
-def test_a_lazy_model_is_refused_with_what_makes_it_whole(
+def test_lazy_layers_that_no_forward_pass_reaches_are_refused(
     spark: SparkSession, refuse: Refuse
 ) -> None:
-    def model() -> nn.Module:
-        return nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    class Unused(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.LazyLinear(4)
 
-    refuse(frame(spark), ModelError, "LazyModule", "call it on a batch of zeros", model=model)
+    refuse(frame(spark), ModelError, "lazy layers", "calls it on a batch of zeros", model=Unused)
+
+
+def test_a_schedule_that_ends_before_the_training_is_refused(
+    spark: SparkSession, refuse: Refuse
+) -> None:
+    refuse(
+        frame(spark),
+        ModelError,
+        "OneCycleLR ends after total_steps=5, but this training takes 6 of its steps",
+        scheduler=partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=5),
+        schedulerEvery="step",
+        epochs=2,
+    )

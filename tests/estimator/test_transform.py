@@ -405,3 +405,36 @@ def test_columns_may_have_any_name(rows: DataFrame) -> None:
     model = estimator(outputType="raw", **names).fit(given)
     found = model.transform(given).orderBy("id").select("`a.b`").collect()
     assert close(np.array([row[0].toArray() for row in found]), outputs_of(model))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+@pytest.mark.parametrize("kind", ["parametrized", "scripted"])
+def test_a_model_that_cannot_be_pickled_predicts_if_a_function_builds_it(
+    rows: DataFrame, tmp_path: Path, kind: str
+) -> None:
+    def build() -> nn.Module:
+        layer = nn.Linear(4, 3)
+        if kind == "parametrized":
+            return nn.Sequential(nn.utils.parametrizations.weight_norm(layer), nn.Identity())
+        scripted: nn.Module = torch.jit.script(nn.Sequential(layer, nn.Identity()))
+        return scripted
+
+    first, second = (estimator(model=build, outputType="raw").fit(rows) for _ in range(2))
+    assert close(column_of(first.transform(rows)), outputs_of(first))
+    assert np.array_equal(column_of(second.transform(rows)), column_of(first.transform(rows)))
+    first.write().save(str(tmp_path / "model"))
+    loaded = TorchModel.load(str(tmp_path / "model"), trust=True)
+    assert np.array_equal(column_of(loaded.transform(rows)), column_of(first.transform(rows)))
+
+
+def test_lazy_layers_take_their_shapes_from_the_rows(rows: DataFrame, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 3))
+
+    first, second = (estimator(model=build, outputType="raw").fit(rows) for _ in range(2))
+    assert first.module[0].weight.shape == (8, 4)
+    assert close(column_of(first.transform(rows)), outputs_of(first))
+    assert np.array_equal(column_of(second.transform(rows)), column_of(first.transform(rows)))
+    first.write().save(str(tmp_path / "model"))
+    loaded = TorchModel.load(str(tmp_path / "model"), trust=True)
+    assert np.array_equal(column_of(loaded.transform(rows)), column_of(first.transform(rows)))

@@ -17,6 +17,10 @@ _HEAP = re.compile(r"java\.lang\.OutOfMemoryError|(?:code|status):? 52\b", re.IG
 _KILLED = re.compile(
     r"(?:code|status):? 137\b|OOM|exceeding (?:physical |virtual )?memory limits", re.IGNORECASE
 )
+_AS_FOR_MEMORY = (
+    "as the system does with one that takes too much memory (its log, dmesg, then says so): raise "
+    "spark.executor.memoryOverhead, or lower batchSize or memoryBudget"
+)
 
 
 @dataclass(frozen=True)
@@ -32,13 +36,13 @@ def is_loss(text: str) -> bool:
 
 
 def memory_advice(text: str) -> str:
-    """What to do if a process died for want of memory.
+    """What to do if a process died, perhaps for want of memory.
 
     Args:
         text: Spark's words for its end.
 
     Returns:
-        One sentence; empty if it ended otherwise.
+        One sentence; empty if it certainly ended otherwise.
     """
     if _HEAP.search(text):
         return "The executor's JVM ran out of memory: raise spark.executor.memory"
@@ -48,11 +52,12 @@ def memory_advice(text: str) -> str:
             "too much memory: raise spark.executor.memoryOverhead, from which Python and torch "
             "live, or lower batchSize or memoryBudget"
         )
-    if _PYTHON_DIED in text or "was ended by SIGKILL" in text:
+    if "was ended by SIGKILL" in text:
+        return f"The Python process was killed, {_AS_FOR_MEMORY}"
+    if _PYTHON_DIED in text:
         return (
-            "The Python process died without an error, as one does that the system kills for "
-            "memory (its log, dmesg, then says so): raise spark.executor.memoryOverhead, or lower "
-            "batchSize or memoryBudget"
+            "The Python process ended without an error: its code left it (os._exit), native code "
+            f"crashed (the executor's stderr then says so), or it was killed, {_AS_FOR_MEMORY}"
         )
     return ""
 

@@ -9,7 +9,6 @@ import os
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from sparkdl.spark.functions.script import Script, run_script
 from sparkdl.spark.functions.worker import FedRows, FunctionWorker, working_as
 from sparkdl.spark.launch.assignment import Assignment
 from sparkdl.spark.rows.scratch import row_directory
+from sparkdl.tracebacks import MODULES_TRAVEL, traceback_of
 
 logger = logging.getLogger(__name__)
 
@@ -203,8 +203,10 @@ def _report_errors(board: BoardClient, rank: int, body: Callable[[], bytes]) -> 
         if of_exchange:
             # Whoever broke the exchange speaks first, if it can: its error says more.
             time.sleep(ROLL_CALL_S)
-        text = "".join(traceback.format_exception(error)).rstrip()
+        text = traceback_of(error)
         what = f"rank {rank} on {socket.gethostname()}: {type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError):
+            what = f"{what}\n{MODULES_TRAVEL}"
         if isinstance(error, DataError):
             board.report_failure(str(error), text, of_data=True)
         else:

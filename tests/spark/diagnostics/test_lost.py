@@ -47,6 +47,12 @@ def test_other_ends_are_not_blamed_on_memory(reason: str) -> None:
     assert memory_advice(reason) == ""
 
 
+def test_a_process_that_may_have_left_by_itself_is_not_blamed_on_memory_alone() -> None:
+    told = memory_advice("Python worker exited unexpectedly (crashed)")
+    assert told.index("os._exit") < told.index("memory")
+    assert "os._exit" not in memory_advice("the process 71 of rank 1 on a was ended by SIGKILL")
+
+
 def test_a_job_that_failed_for_a_lost_process_is_a_loss_and_others_are_not() -> None:
     assert isinstance(as_training_error(RuntimeError(LOST + "exit")), WorkerLostError)
     assert type(as_training_error(RuntimeError("UNRESOLVED_COLUMN"))) is TrainingError

@@ -1,12 +1,20 @@
-"""How a model was called, told where it may be that which it could not take."""
+"""What may help when a model fails on a batch."""
 
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Sequence
 
+import torch
+
+from sparkdl.feed.facts import ColumnFacts
 from sparkdl.losses import ModelLoss
-from sparkdl.protocols import Batch
+from sparkdl.protocols import Batch, ColumnSpec
 from sparkdl.replica import Replica
+
+_OF_SHAPE = re.compile(r"\b[2-5]D\b|channels")
+_OF_MASK = re.compile("bool", re.IGNORECASE)
 
 
 def how_called(replica: Replica, batch: Batch, error: Exception, *, with_labels: bool) -> str:
@@ -39,3 +47,30 @@ def how_called(replica: Replica, batch: Batch, error: Exception, *, with_labels:
     except (TypeError, ValueError):  # a callable written in C may not say what it takes
         takes = ""
     return f". It was called as model({', '.join(given)}){takes}{advice}"
+
+
+def which_param_helps(
+    error: Exception, features: Sequence[ColumnSpec], facts: Sequence[ColumnFacts]
+) -> str:
+    """The Param to set if torch misses dimensions or booleans; of other errors nothing.
+
+    Args:
+        error: what the model raised.
+        features: what it was given.
+        facts: what is known of each, and perhaps of further columns.
+    """
+    flat = [spec.name for spec in features if len(spec.row_shape) == 1]
+    if flat and _OF_SHAPE.search(str(error)):
+        return (
+            f". Rows of '{flat[0]}' are flat; to give them a shape, as images have it: "
+            f"columnShapes={{'{flat[0]}': [channels, height, width]}}"
+        )
+    zero_or_one = [
+        spec.name
+        for spec, found in zip(features, facts, strict=False)
+        if spec.dtype == torch.int64 and (found.smallest, found.largest) in ((0, 0), (0, 1), (1, 1))
+    ]
+    if zero_or_one and _OF_MASK.search(str(error)):
+        masks = ", ".join(f"'{name}': 'bool'" for name in zero_or_one)
+        return f". Booleans are fed as int64; to have masks of them: columnDtypes={{{masks}}}"
+    return ""

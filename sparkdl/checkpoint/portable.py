@@ -1,0 +1,86 @@
+"""A module as a pickle for other processes: of itself, or of what builds it beside its state.
+
+Modules with parametrizations (weight_norm, spectral_norm, orthogonal) and TorchScript's refuse to
+be pickled. What has built such a module once builds it again, and is given its values.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import cloudpickle
+from torch import Tensor, nn
+
+from sparkdl.errors import ModelError
+from sparkdl.randomness import borrowed_random_numbers
+
+
+def pickled_module(module: nn.Module, builder: Any) -> bytes:
+    """Pickle a module, such that it is there again when that is loaded.
+
+    Args:
+        module: as it is now.
+        builder: the function that has built it, or the module of which it is a trained copy.
+
+    Raises:
+        ModelError: neither can be pickled.
+    """
+    file = io.BytesIO()
+    _dump(module, builder, cloudpickle.Pickler, file)
+    return file.getvalue()
+
+
+def require_portable(module: nn.Module, builder: Any) -> None:
+    """Check what ``pickled_module`` will do, without the time and memory that the values take.
+
+    Raises:
+        ModelError: neither can be pickled.
+    """
+    _dump(module, builder, _WithoutValues, io.BytesIO())
+
+
+class _WithoutValues(cloudpickle.Pickler):  # type: ignore[misc]
+    """Leaves out the tensors."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        return "tensor" if isinstance(value, Tensor) else None
+
+
+def _dump(
+    module: nn.Module, builder: Any, pickler: type[cloudpickle.Pickler], file: io.BytesIO
+) -> None:
+    try:
+        pickler(file).dump(module)
+    except Exception as error:  # any __reduce__ may raise anything
+        file.seek(0)
+        file.truncate()
+        try:
+            pickler(file).dump(_Built(module, builder))
+        except Exception:
+            raise ModelError(
+                "the model cannot be sent to the executors once it is built, as transform has to: "
+                f"{type(error).__name__}: {error}. Leave out what cannot be pickled with "
+                "__getstate__, or create it on first use"
+            ) from error
+
+
+class _Built:
+    """Unpickled, it is the module itself."""
+
+    def __init__(self, module: nn.Module, builder: Any) -> None:
+        state = module.state_dict()
+        others = {name: each for name, each in module.named_buffers() if name not in state}
+        self._parts = builder, state, others
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _build_again, self._parts
+
+
+def _build_again(builder: Any, state: dict[str, Any], others: dict[str, Tensor]) -> nn.Module:
+    with borrowed_random_numbers():
+        module: nn.Module = builder if isinstance(builder, nn.Module) else builder()
+    module.load_state_dict(state, assign=True)  # in the dtypes that they have now
+    for name, values in others.items():
+        module.get_buffer(name).data = values
+    return module

@@ -1,0 +1,82 @@
+"""Schedules and optimizers, tried before any worker takes a step."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from sparkdl.errors import ConfigError, ModelError, TrainingError
+from sparkdl.protocols import OptimizerBuilder, SchedulerBuilder
+from sparkdl.replica import Replica
+from sparkdl.schedule import Schedule, Unit
+
+logger = logging.getLogger(__name__)
+
+REHEARSED_STEPS = 20
+"""Some milliseconds; optimizers that grow late do so within a few steps."""
+
+
+def require_schedule(
+    optimizer: torch.optim.Optimizer, scheduler: SchedulerBuilder | None, every: Unit
+) -> None:
+    """Check that a scheduler can be built for an optimizer.
+
+    Raises:
+        ModelError: it cannot, or is none.
+    """
+    try:
+        Schedule(optimizer, scheduler, every)
+    except Exception as error:  # the user's function may raise anything
+        own = isinstance(error, ConfigError)
+        kind = "" if own else f"the scheduler cannot be built: {type(error).__name__}: "
+        raise ModelError(f"{kind}{error}") from error
+
+
+def require_steps(
+    optimizer: torch.optim.Optimizer, scheduler: SchedulerBuilder | None, steps: int
+) -> None:
+    """Check that a schedule is as long as the training.
+
+    Args:
+        optimizer: any that the scheduler takes.
+        scheduler: as the user gave it.
+        steps: how many the schedule will take.
+
+    Raises:
+        ModelError: it ends before.
+    """
+    built = None if scheduler is None else scheduler(optimizer)
+    most = getattr(built, "total_steps", None)
+    if isinstance(most, int) and steps > most:
+        raise ModelError(
+            f"{type(built).__name__} ends after total_steps={most}, but this training takes "
+            f"{steps} of its steps, those of the worker with the most rows. Set it to {steps}, or "
+            "see what schedulerEvery counts"
+        )
+
+
+def require_steady_state(optimizer: OptimizerBuilder, scheduler: SchedulerBuilder | None) -> None:
+    """Check on a small stand-in for the model that the optimizer's state does not grow late.
+
+    Replicas exchange the state as it was counted before the first step. What the stand-in does not
+    show, the replicas themselves will say.
+
+    Raises:
+        ModelError: it grows or shrinks in one of the first steps.
+    """
+    try:
+        stand_in = Replica(
+            nn.Linear(2, 2), optimizer, nn.MSELoss(), scheduler=scheduler, scheduler_every="step"
+        )
+        stand_in.count_optimizer_state()
+        for _ in range(REHEARSED_STEPS):
+            for parameter in stand_in.trainable():
+                parameter.grad = torch.ones_like(parameter)
+            stand_in.update()
+            stand_in.layout(with_optimizer=True)
+    except TrainingError as error:
+        raise ModelError(f"tried on a layer of 2 x 2 numbers, {error}") from None
+    except Exception as error:  # it may be made for another model, or a schedule of fewer steps
+        logger.debug("the optimizer was not rehearsed to the end: %s", error)

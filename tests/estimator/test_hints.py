@@ -1,0 +1,83 @@
+"""Where a Param of ours is what helps, the refusal of a model names it, column and all."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparkdl.errors import ModelError
+from sparkdl.estimator.head import Head
+from sparkdl.estimator.probe import build, probe
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.facts import ColumnFacts
+from sparkdl.protocols import ColumnSpec
+
+LABEL = ColumnSpec("label", torch.int64)
+PIXELS = ColumnSpec("pixels", torch.float32, (36,))
+MASK = ColumnSpec("mask", torch.int64)
+
+
+def refusal(model: type[nn.Module], *features: ColumnSpec) -> str:
+    replica = build(model, partial(torch.optim.SGD, lr=0.1), nn.CrossEntropyLoss(), 0)
+    facts = [ColumnFacts(smallest=0, largest=1) for _ in (*features, LABEL)]
+    with pytest.raises(ModelError) as caught:
+        probe(replica, FeedSchema(features, LABEL), facts, Head.LOGITS)
+    return str(caught.value)
+
+
+class Convolves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(1, 3, 6), nn.Flatten())
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.layers(features)
+
+
+class Normalizes(Convolves):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten())
+
+
+class Masks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(36, 3)
+
+    def forward(self, pixels: Tensor, mask: Tensor) -> Tensor:
+        return self.layer(pixels.masked_fill(mask[:, None], 0.0))
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(36, 2)
+
+    def forward(self, pixels: Tensor, mask: Tensor) -> Tensor:
+        sequence = pixels[None]
+        found: Tensor = self.layer(sequence, sequence, sequence, attn_mask=mask[:, None])[0]
+        return found[0]
+
+
+@pytest.mark.parametrize("model", [Convolves, Normalizes])
+def test_a_convolution_of_flat_rows_is_told_of_column_shapes(model: type[nn.Module]) -> None:
+    assert refusal(model, PIXELS).endswith("columnShapes={'pixels': [channels, height, width]}")
+
+
+@pytest.mark.parametrize("model", [Masks, Attends])
+def test_a_mask_of_numbers_is_told_of_column_dtypes(model: type[nn.Module]) -> None:
+    assert refusal(model, PIXELS, MASK).endswith("columnDtypes={'mask': 'bool'}")
+
+
+def test_other_failures_are_told_of_neither() -> None:
+    class Narrow(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(5, 3)
+
+    text = refusal(Narrow, PIXELS)
+    assert "columnShapes" not in text
+    assert "columnDtypes" not in text

@@ -1,0 +1,105 @@
+"""What is found wrong with a model, an optimizer or a schedule by trying them, without Spark."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from sparkdl.errors import ConfigError, ModelError
+from sparkdl.estimator.params import EstimatorParams
+from sparkdl.estimator.probe import LazyModelError, build
+from sparkdl.estimator.rehearsal import require_steady_state, require_steps
+
+
+class GrowsAt(torch.optim.SGD):
+    """Keeps a copy of the parameters from a step on."""
+
+    def __init__(self, parameters: Any, step: int) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.left = step
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.left -= 1
+        for parameter in self.param_groups[0]["params"] if self.left <= 0 else ():
+            self.state[parameter]["slow"] = parameter.detach().clone()
+
+
+class TurnsMomentumOn(lr_scheduler.LambdaLR):
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, lambda step: 1.0)
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        if self.last_epoch == 3:
+            self.optimizer.param_groups[0]["momentum"] = 0.9
+
+
+@pytest.mark.parametrize("step", [2, 6])
+def test_an_optimizer_whose_state_grows_late_is_refused_by_name(step: int) -> None:
+    with pytest.raises(ModelError, match=r"GrowsAt has grown.*'slow'.*average_optimizer_state"):
+        require_steady_state(partial(GrowsAt, step=step), None)
+
+
+def test_a_schedule_that_makes_the_state_grow_is_refused_by_what_grows() -> None:
+    with pytest.raises(ModelError, match=r"SGD has grown.*'momentum_buffer'"):
+        require_steady_state(partial(torch.optim.SGD, lr=0.1), TurnsMomentumOn)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.SGD, lr=0.1),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1),
+        torch.optim.Adam,
+        torch.optim.ASGD,
+        # which only the real model can try out
+        torch.optim.LBFGS,
+        torch.optim.SparseAdam,
+        torch.optim.Muon,
+    ],
+)
+def test_other_optimizers_pass(optimizer: Any) -> None:
+    require_steady_state(optimizer, None)
+    require_steady_state(optimizer, partial(lr_scheduler.StepLR, step_size=3))
+
+
+def test_a_schedule_that_turns_momentum_on_at_once_passes() -> None:
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    require_steady_state(sgd, partial(lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=7))
+    require_steady_state(sgd, partial(lr_scheduler.CyclicLR, base_lr=0.1, max_lr=0.3))
+
+
+def test_a_schedule_shorter_than_the_training_is_refused_with_both_lengths() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    one_cycle = partial(lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=7)
+    with pytest.raises(ModelError, match=r"OneCycleLR ends after total_steps=7.* takes 8 "):
+        require_steps(optimizer, one_cycle, 8)
+    require_steps(optimizer, one_cycle, 7)
+    require_steps(optimizer, partial(lr_scheduler.StepLR, step_size=3), 8)
+    require_steps(optimizer, None, 8)
+
+
+@pytest.mark.parametrize("several", [tuple, list])
+def test_several_optimizers_are_refused_with_where_to_write_such_a_loop(several: Any) -> None:
+    def optimizers(parameters: Any) -> Any:
+        parameters = list(parameters)
+        return several(torch.optim.SGD(half, lr=0.1) for half in (parameters[:1], parameters[1:]))
+
+    with pytest.raises(ModelError, match=rf"builds a {several.__name__};.* sparkdl\.run"):
+        build(lambda: nn.Linear(2, 2), optimizers, nn.MSELoss(), 0)
+    with pytest.raises(ConfigError, match=r"got 2\..* sparkdl\.run"):
+        EstimatorParams.optimizer.typeConverter(several([torch.optim.SGD, torch.optim.Adam]))
+
+
+def test_lazy_layers_are_told_from_other_models() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d())
+
+    with pytest.raises(LazyModelError, match="calls it on a batch of zeros"):
+        build(model, partial(torch.optim.SGD, lr=0.1), nn.MSELoss(), 0)
