@@ -21,7 +21,7 @@ test-all: java $(VENV)/installed-test
 	$(BIN)/python -m pytest $(ARGS)
 
 test-guests: java $(VENV)/installed-guests
-	$(BIN)/python -m pytest tests/guests $(ARGS)
+	$(BIN)/python -m pytest --timeout=600 tests/guests $(ARGS)
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

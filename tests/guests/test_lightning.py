@@ -46,4 +46,4 @@ def test_a_task_of_torch_distributor_is_a_node_of_one_device(
 
 def test_what_does_not_fit_is_lightnings_own_error(spark: SparkSession, project: Path) -> None:
     with pytest.raises(WorkerError, match=r"does not match the world size \(2\)"):
-        sparkdl.run(PROGRAM, *arguments(devices=1, nodes=1), num_workers=2)
+        sparkdl.run(PROGRAM, *arguments(devices=2, nodes=2), num_workers=2)
