@@ -1,6 +1,7 @@
 # make quickstart   train on every 2013 flight from New York, on a Spark cluster of two processes
 # make test         the tests, but for the long ones
 # make test-all     all of them
+# make test-guests  programs written for Lightning, accelerate and Transformers, which it installs
 # make lint         ruff and mypy
 
 PYTHON ?= python3.11
@@ -8,16 +9,19 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 MASTER ?= local-cluster[2,1,2048]
 
-.PHONY: quickstart test test-all lint java clean
+.PHONY: quickstart test test-all test-guests lint java clean
 
 quickstart: java $(VENV)/installed-jobs
 	$(BIN)/python jobs/train.py --config conf/flights.yaml --session.master '$(MASTER)'
 
 test: java $(VENV)/installed-test
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not guests" $(ARGS)
 
 test-all: java $(VENV)/installed-test
 	$(BIN)/python -m pytest $(ARGS)
+
+test-guests: java $(VENV)/installed-guests
+	$(BIN)/python -m pytest --timeout=600 tests/guests $(ARGS)
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
@@ -39,10 +43,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed-%: setup.cfg conf/constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -c conf/constraints.txt -e ".[jobs$(if $(filter test,$*),$(comma)test)]"
+	$(BIN)/python -m pip install --quiet -c conf/constraints.txt -e ".[$(extras-$*)]"
 	@touch $@
 
-comma := ,
+extras-jobs := jobs
+extras-test := jobs,test
+extras-guests := jobs,test,guests
 
 clean:
 	rm -rf $(VENV) output build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -232,6 +232,9 @@ def _surroundings(
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(assigned.cores)),
         **interface_settings(torch.device(device), met.address),
     }
+    if device == "cpu":
+        # As accelerate's own launcher does: without it each rank would silently train alone.
+        settings["ACCELERATE_USE_CPU"] = os.environ.get("ACCELERATE_USE_CPU", "true")
     worker = FunctionWorker(met, device, board, rows, gpu=assigned.gpu)
     os.environ.update(settings)
     with working_as(worker):

@@ -125,6 +125,15 @@ def test_the_environment_is_torchruns_and_is_gone_afterwards(spark: SparkSession
     assert left == [[], [], []]
 
 
+def test_accelerate_is_told_that_a_worker_has_no_gpu(spark: SparkSession) -> None:
+    """It would take each rank for the only one, and train alone."""
+
+    def look() -> str | None:
+        return os.environ.get("ACCELERATE_USE_CPU")
+
+    assert sparkdl.run(look, num_workers=2, device="cpu") == ["true", "true"]
+
+
 def test_a_script_with_arguments_runs_and_its_output_is_shown(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
