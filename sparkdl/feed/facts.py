@@ -7,7 +7,7 @@ over all workers, before anybody trains; the rows are read once for that and for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from sparkdl.errors import DataError
+from sparkdl.errors import DataError, TrainingError
 from sparkdl.feed.decode import Decoded
 from sparkdl.feed.fingerprint import MODULUS
 from sparkdl.feed.lists import numpy_of
@@ -374,7 +374,7 @@ class _Parents:
         return int(self.rows()[element])
 
 
-def check_facts(facts: DataFacts, columns: Iterable[ColumnSpec]) -> None:
+def check_facts(facts: DataFacts, columns: Sequence[ColumnSpec]) -> None:
     """Refuse data that cannot be trained on.
 
     Args:
@@ -384,9 +384,15 @@ def check_facts(facts: DataFacts, columns: Iterable[ColumnSpec]) -> None:
     Raises:
         DataError: nulls, or arrays of unequal length; of rows that are complete also none, or fewer
             than workers.
+        TrainingError: the workers have looked at another number of columns.
     """
     if facts.rows == 0 and facts.complete:
         raise DataError(NO_ROWS)
+    if len(facts.columns) != len(columns):
+        raise TrainingError(
+            f"the workers tell of {len(facts.columns)} columns, but the training has "
+            f"{len(columns)}; all must run the same version of sparkdl"
+        )
     for found, spec in zip(facts.columns, columns, strict=True):
         _check_column(found, spec.name, facts.rows)
         _check_range(found, spec, facts.rows)

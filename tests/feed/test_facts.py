@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.errors import DataError
+from sparkdl.errors import DataError, TrainingError
 from sparkdl.feed.decode import Decoded
 from sparkdl.feed.facts import (
     ColumnFacts,
@@ -323,6 +323,12 @@ GOOD = ColumnFacts(smallest=0, largest=1)
 def test_no_rows_at_all_are_refused_as_an_empty_dataframe(shard_rows: tuple[int, ...]) -> None:
     with pytest.raises(DataError, match="the DataFrame is empty"):
         check(ColumnFacts(), shard_rows=shard_rows)
+
+
+@pytest.mark.parametrize("told", [0, 1, 3])
+def test_workers_that_tell_of_other_columns_are_refused_with_both_numbers(told: int) -> None:
+    with pytest.raises(TrainingError, match=f"tell of {told} columns, but the training has 2"):
+        check_facts(DataFacts((9,), (GOOD,) * told), [WHOLE, REAL])
 
 
 def test_fewer_rows_than_workers_are_refused_with_both_numbers() -> None:
