@@ -9,6 +9,7 @@ from torch import nn
 
 from sparkdl.errors import ConfigError, ModelError, TrainingError
 from sparkdl.protocols import OptimizerBuilder, SchedulerBuilder
+from sparkdl.randomness import borrowed_random_numbers
 from sparkdl.replica import Replica
 from sparkdl.schedule import Schedule, Unit
 
@@ -67,16 +68,21 @@ def require_steady_state(optimizer: OptimizerBuilder, scheduler: SchedulerBuilde
         ModelError: it grows or shrinks in one of the first steps.
     """
     try:
-        stand_in = Replica(
-            nn.Linear(2, 2), optimizer, nn.MSELoss(), scheduler=scheduler, scheduler_every="step"
-        )
-        stand_in.count_optimizer_state()
-        for _ in range(REHEARSED_STEPS):
-            for parameter in stand_in.trainable():
-                parameter.grad = torch.ones_like(parameter)
-            stand_in.update()
-            stand_in.layout(with_optimizer=True)
+        with borrowed_random_numbers():
+            _rehearse(optimizer, scheduler)
     except TrainingError as error:
         raise ModelError(f"tried on a layer of 2 x 2 numbers, {error}") from None
     except Exception as error:  # it may be made for another model, or a schedule of fewer steps
         logger.debug("the optimizer was not rehearsed to the end: %s", error)
+
+
+def _rehearse(optimizer: OptimizerBuilder, scheduler: SchedulerBuilder | None) -> None:
+    stand_in = Replica(
+        nn.Linear(2, 2), optimizer, nn.MSELoss(), scheduler=scheduler, scheduler_every="step"
+    )
+    stand_in.count_optimizer_state()
+    for _ in range(REHEARSED_STEPS):
+        for parameter in stand_in.trainable():
+            parameter.grad = torch.ones_like(parameter)
+        stand_in.update()
+        stand_in.layout(with_optimizer=True)
