@@ -33,7 +33,7 @@ def test_a_worker_that_is_killed_is_started_again_and_no_row_is_lost(
     died = tmp_path / "died"
     model = DiesOnce(str(died), executor=executor)
     fitted = estimator(
-        model=model, strategy=strategy, numWorkers=3, epochs=4, batchSize=5, timeout=60.0
+        model=model, strategy=strategy, numWorkers=3, epochs=4, batchSize=5, timeout=120.0
     ).fit(frame(spark, rows=90))
     assert len(lines(died)) == 1
     assert [epoch.examples for epoch in fitted.history] == [90] * 4
