@@ -377,7 +377,7 @@ for session in range(2):
 @pytest.mark.slow
 def test_a_model_outlives_the_session_in_which_it_first_predicted() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", OUTLIVES], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", OUTLIVES], capture_output=True, text=True, timeout=170
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["21.0", "22.0"]

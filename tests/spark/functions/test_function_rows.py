@@ -297,10 +297,10 @@ def test_rows_that_take_longer_than_workers_to_start_are_waited_for(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slowly(batches: Any) -> Any:
-        time.sleep(6)
+        time.sleep(16)
         yield from batches
 
-    monkeypatch.setattr(function_run, "JOIN_S", 5.0)
+    monkeypatch.setattr(function_run, "JOIN_S", 15.0)
     rows = frame(spark, rows=12, partitions=3).select("id").mapInArrow(slowly, "id bigint")
 
     def count() -> int:
