@@ -22,6 +22,11 @@ Widths = Mapping[OutputKey | None, int | None]
 the only one."""
 
 
+def names_output(key: object) -> bool:
+    """Whether something may be an ``OutputKey``, which has to survive JSON."""
+    return isinstance(key, str) or (type(key) is int and key >= 0)
+
+
 def parts_of(outputs: Any) -> dict[OutputKey, Any]:
     """Several outputs by their names, those of a tuple or list by position; without any None.
 
@@ -103,7 +108,7 @@ def widths_of(outputs: Any, rows: int) -> Widths:
         outputs: what a model has returned.
         rows: of the minibatch.
     """
-    keys = [key for key in parts_of(outputs) if isinstance(key, (str, int))]
+    keys = [key for key in parts_of(outputs) if names_output(key)]
     widths: dict[OutputKey | None, int | None] = {}
     for key in (None, *keys):
         with suppress(ModelError):

@@ -85,3 +85,9 @@ def test_what_cannot_be_picked_is_answered_with_what_there_is(
 def test_outputs_within_outputs_are_described_by_their_kind() -> None:
     outputs = {"logits": LOGITS, "layers": (HIDDEN, HIDDEN), 7: 0.5}
     assert described(outputs) == "a dict of 'logits' float32 (5, 3), 'layers' (tuple), 7 (float)"
+
+
+def test_only_keys_that_a_saved_model_can_name_are_outputs_to_choose() -> None:
+    tensor = torch.zeros(5, 3)
+    odd: dict[Any, Any] = {"a": tensor, 0: tensor, -1: tensor, True: tensor, (1, 2): tensor}
+    assert set(widths_of(odd, 5)) == {"a", 0}

@@ -24,7 +24,7 @@ from sparkdl.checkpoint.recipe import MODEL, load_recipe, save_recipe
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
-from sparkdl.outputs import OutputKey, Widths
+from sparkdl.outputs import OutputKey, Widths, names_output
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Encoding
 from sparkdl.randomness import borrowed_random_numbers
 
@@ -194,7 +194,7 @@ def _epoch(**fields: Any) -> EpochSummary:
 
 
 def _output(key: Any, width: Any) -> tuple[OutputKey | None, int | None]:
-    if not (key is None or isinstance(key, str) or _is_count(key)):
+    if key is not None and not names_output(key):
         raise ValueError(f"{key!r} names no output")
     if not (width is None or _is_count(width)):
         raise ValueError(f"output {key!r} cannot have width {width!r}")

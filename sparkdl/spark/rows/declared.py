@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sparkdl.errors import ConfigError
-from sparkdl.outputs import OutputKey
+from sparkdl.outputs import OutputKey, names_output
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.rows.columns import InputColumn
 
@@ -90,11 +90,7 @@ def outputs(value: Any) -> dict[str, OutputKey] | None:
     """
     if value is None:
         return None
-
-    def sound(key: Any) -> bool:
-        return isinstance(key, str) or (type(key) is int and key >= 0)
-
-    if not isinstance(value, dict) or not value or not all(map(sound, value.values())):
+    if not isinstance(value, dict) or not value or not all(map(names_output, value.values())):
         raise ConfigError(
             "outputCols must say for each column the name of the model's output or its position "
             f"in a tuple, for example {{'prediction': 'logits', 'embedding': 1}}; got {value!r}"
