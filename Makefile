@@ -2,6 +2,7 @@
 # make test         the tests, but for the long ones
 # make test-all     all of them
 # make test-guests  programs written for Lightning, accelerate and Transformers, which it installs
+# make models-table write the tables of docs/models.md anew, by fitting every row
 # make lint         ruff and mypy
 
 PYTHON ?= python3.11
@@ -9,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 MASTER ?= local-cluster[2,1,2048]
 
-.PHONY: quickstart test test-all test-guests lint java clean
+.PHONY: quickstart test test-all test-guests models-table lint java clean
 
 quickstart: java $(VENV)/installed-jobs
 	$(BIN)/python jobs/train.py --config conf/flights.yaml --session.master '$(MASTER)'
@@ -22,6 +23,9 @@ test-all: java $(VENV)/installed-test
 
 test-guests: java $(VENV)/installed-guests
 	$(BIN)/python -m pytest --timeout=600 tests/guests $(ARGS)
+
+models-table: java $(VENV)/installed-test
+	REWRITE_MODELS_TABLE=1 $(BIN)/python -m pytest tests/estimator/test_table.py $(ARGS)
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

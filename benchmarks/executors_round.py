@@ -18,7 +18,7 @@ from round_processes import RoundProcesses
 
 from sparkdl.collective import join_collective
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.together import Together
+from sparkdl.strategies.worker_group import WorkerGroup
 
 WORKERS = 2
 NUMEL = 25_000_000
@@ -71,7 +71,7 @@ def _member(rank: int, folder: Path) -> tuple[Callable[[], None], torch.Tensor]:
     collective = joining.__enter__()
     run = Run(rank, cast(Any, None), cast(Any, averager), rows=64, collective=collective)
     vector = torch.empty(NUMEL)
-    together = Together(run, 64)
+    together = WorkerGroup(run, 64)
     take_part = partial(together.average, [vector], [64] * WORKERS, run.window())
     take_part.joining = joining  # type: ignore[attr-defined] # keeps the group alive
     return take_part, vector

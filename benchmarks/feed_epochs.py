@@ -32,8 +32,9 @@ from sparkdl.feed.packed import unpacked
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.spark.cluster.network import network_of
-from sparkdl.spark.launch.launcher import Workers, worker_frame
+from sparkdl.spark.launch.worker_rows import Workers, worker_frame
 from sparkdl.spark.rows.columns import input_column
+from sparkdl.spark.rows.delivery import Delivery
 from sparkdl.spark.rows.record_batches import small_record_batches
 
 WORKERS = 2
@@ -148,7 +149,7 @@ def first_epochs(
             frame=frame,
             columns=columns,
             num_workers=WORKERS,
-            repartition=False,
+            delivery=Delivery(),
             device="cpu",
             description="benchmark",
             network=network_of(spark),

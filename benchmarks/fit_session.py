@@ -44,17 +44,19 @@ class StampedSGD(torch.optim.SGD):
 
 
 def first_step_of_all(stamps: Path) -> float:
-    """Returns when the last worker took its first step, as seconds since the epoch.
+    """Returns when the last worker took its first step on rows, as seconds since the epoch.
 
-    The driver's own process is left out: it may try a step before it launches anything.
+    A process may have tried an optimizer before, to see what state it has; the driver's own only
+    did that.
     """
-    drivers = f"{os.getpid()}-"
-    times = [
-        float(stamp.read_text()) for stamp in stamps.iterdir() if not stamp.name.startswith(drivers)
-    ]
-    if len(times) != digits.WORKERS:
-        raise RuntimeError(f"{len(times)} first steps noted in {stamps}, not {digits.WORKERS}")
-    return max(times)
+    steps: dict[str, float] = {}
+    for stamp in stamps.iterdir():
+        process = stamp.name.split("-")[0]
+        steps[process] = max(steps.get(process, 0.0), float(stamp.read_text()))
+    steps.pop(str(os.getpid()), None)
+    if len(steps) != digits.WORKERS:
+        raise RuntimeError(f"{len(steps)} workers noted first steps, not {digits.WORKERS}")
+    return max(steps.values())
 
 
 def plain_session() -> SparkSession:

@@ -27,8 +27,9 @@ from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator, Torch
 from sparkdl.driver import Outcome, run
 from sparkdl.feed.packed import unpacked
 from sparkdl.spark.cluster.network import network_of
-from sparkdl.spark.launch.launcher import Workers, worker_frame
+from sparkdl.spark.launch.worker_rows import Workers, worker_frame
 from sparkdl.spark.rows.columns import input_column
+from sparkdl.spark.rows.delivery import Delivery
 from sparkdl.strategies import Strategy
 from sparkdl.testing.chaos import Deed, Storm
 from sparkdl.testing.replay import recorded_commits, replay
@@ -178,7 +179,7 @@ def shards(frame: DataFrame, seed: int) -> list[list[pa.RecordBatch]]:
         frame=frame,
         columns=tuple(input_column(frame, name, "featuresCols") for name in frame.columns),
         num_workers=WORKERS,
-        repartition=False,
+        delivery=Delivery(),
         device="cpu",
         description="the rows of a storm",
         network=network_of(frame.sparkSession),

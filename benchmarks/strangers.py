@@ -34,9 +34,9 @@ from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing.flood import Flood
 from sparkdl.testing.world import _processes
 from sparkdl.transport import local
+from sparkdl.transport.connecting import introduced, reach
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.port import Port
-from sparkdl.transport.reaching import introduced, reach
 
 STRANGERS = 1_000
 HOST, TOKEN = "127.0.0.1", "the job's secret"

@@ -21,13 +21,24 @@ if TYPE_CHECKING:
     from sparkdl.spark.functions.torch_distributor import TorchDistributor
     from sparkdl.spark.functions.worker import FunctionWorker, current_worker, load_checkpoint
     from sparkdl.spark.session.session import create_session
-    from sparkdl.strategies import GradientAllReduce, ParameterAveraging
+    from sparkdl.strategies import (
+        AsynchronousSGD,
+        ElasticAveraging,
+        GradientAllReduce,
+        OuterOptimizer,
+        OuterSGD,
+        ParameterAveraging,
+    )
 
 __all__ = [
+    "AsynchronousSGD",
     "Batch",
+    "ElasticAveraging",
     "EpochSummary",
     "FunctionWorker",
     "GradientAllReduce",
+    "OuterOptimizer",
+    "OuterSGD",
     "ParameterAveraging",
     "TorchDistributor",
     "TorchEstimator",
@@ -43,10 +54,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsynchronousSGD": "sparkdl.strategies",
     "Batch": "sparkdl.protocols",
+    "ElasticAveraging": "sparkdl.strategies",
     "EpochSummary": "sparkdl.events",
     "FunctionWorker": "sparkdl.spark.functions.worker",
     "GradientAllReduce": "sparkdl.strategies",
+    "OuterOptimizer": "sparkdl.strategies",
+    "OuterSGD": "sparkdl.strategies",
     "ParameterAveraging": "sparkdl.strategies",
     "TorchDistributor": "sparkdl.spark.functions.torch_distributor",
     "TorchEstimator": "sparkdl.estimator",

@@ -11,20 +11,21 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from sparkdl.averager.center_update import Memory
-from sparkdl.averager.events import NewRows
+from sparkdl.averager.events import EpochValidated, NewRows
 from sparkdl.averager.events import RunEvent as Event
 from sparkdl.averager.kept import KeptState
 from sparkdl.averager.membership import Tolerance, too_many_losses
 from sparkdl.averager.progress import Progress
 from sparkdl.averager.saving import CheckpointPlan, Resumed
 from sparkdl.averager.server import Averager
+from sparkdl.callbacks.base import Callback, Calls, Training
 from sparkdl.checkpoint.policy import CheckpointPolicy, require_same
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import (
@@ -68,10 +69,12 @@ class Outcome:
     Attributes:
         module: the model with the last center's parameters and buffers, on the CPU.
         history: one summary an epoch.
+        stopped: why a callback has stopped the training, if one has.
     """
 
     module: nn.Module
     history: list[EpochSummary]
+    stopped: str | None = None
 
 
 def as_builder(model: nn.Module | ModelBuilder) -> ModelBuilder:
@@ -144,6 +147,7 @@ def run(
     checkpoints: CheckpointPolicy | None = None,
     check: Callable[[DataFacts], None] = lambda facts: None,
     on_event: Callable[[Event], None] = lambda event: None,
+    callbacks: Sequence[Callback] = (),
 ) -> Outcome:
     """Serve the rounds of one run from the initial center to the trained module.
 
@@ -157,6 +161,7 @@ def run(
         check: called with what the workers found in their rows, before any of them trains on
             those; what it raises ends the run.
         on_event: called in this thread for the data's facts and each window and epoch reported.
+        callbacks: called in this thread too, and may end the training.
 
     Raises:
         ConfigError: the newest checkpoint is of another training or of other rows, another process
@@ -165,6 +170,7 @@ def run(
         ModelError: the optimizer cannot take a step, a worker has built other frozen parameters
             than the driver, or as ``first_replica`` does.
         DataError: the rows cannot be trained on.
+        CallbackError: a callback failed.
         TrainingError: the run could not be finished; see ``errors``.
         SystemExit: the process was told to end by SIGTERM, and a checkpoint has been written.
     """
@@ -174,10 +180,9 @@ def run(
             replica, with_optimizer=job.strategy.needs.exchanges_optimizer_state
         )
     except Exception as error:  # the user's optimizer may raise anything
-        fix = ". It has to be one that steps without a closure, such as SGD or Adam"
         raise ModelError(
             f"the optimizer's step fails on zero gradients: {type(error).__name__}: {error}"
-            f"{fix if 'closure' in str(error) else ''}"
+            f"{_which_optimizer(error, replica.module)}"
         ) from error
     plan, resumed = None, None
     with ExitStack() as held:
@@ -218,35 +223,53 @@ def run(
                 tolerance=Tolerance(job.survivable_losses, job.min_workers),
                 tls=job.tls,
                 frozen=replica.frozen.fingerprint,
+                followed=bool(callbacks),
             )
 
-        examine = _Examiner(job, check, resumed)
-        averager = open_averager(center, memory, None if resumed is None else resumed.progress, {})
+        progress = None if resumed is None else resumed.progress
+        serve = _Serving(_Examiner(job, check, resumed), on_event, callbacks, job.epochs, progress)
+        averager = open_averager(center, memory, progress, {})
         losses: list[str] = []
-        while not _finished(averager, launch, plan, examine, on_event, losses, job.resubmissions):
-            averager = open_averager(
-                averager.center, averager.memory, averager.progress, averager.kept
-            )
+        try:
+            while not _finished(averager, launch, plan, serve, losses, job.resubmissions):
+                averager = open_averager(
+                    averager.center, averager.memory, averager.progress, averager.kept
+                )
+            serve.settle(averager)
+        except BaseException as error:
+            serve.calls.end(error)
+            raise
+        serve.calls.end(None)
         for values, tensor in zip(
             replica.segments(with_optimizer=False), averager.center, strict=False
         ):
             values.copy_(tensor)
-        return Outcome(replica.release(), averager.history)
+        return Outcome(replica.release(), averager.history, serve.calls.training.stopped)
+
+
+def _which_optimizer(error: Exception, module: nn.Module) -> str:
+    if "closure" in str(error):
+        return ". It has to be one that steps without a closure, such as SGD or Adam"
+    if any(getattr(layer, "sparse", False) for layer in module.modules()):
+        return (
+            ". One for sparse gradients alone has to leave each replica its own state, of which "
+            "then no zero is needed: ParameterAveraging(average_optimizer_state=False)"
+        )
+    return ""
 
 
 def _finished(
     averager: Averager,
     launch: Launch,
     plan: CheckpointPlan | None,
-    examine: _Examiner,
-    on_event: Callable[[Event], None],
+    serve: _Serving,
     losses: list[str],
     resubmissions: int,
 ) -> bool:
     """Serve the workers to the end; returns False if one was lost and all are to start again."""
     try:
         with _saved_on_sigterm(averager, plan), averager, launch(averager):
-            _serve(averager, examine, on_event)
+            serve(averager)
         return True
     except (WorkerLostError, CollectiveError) as error:
         if not resubmissions:
@@ -273,28 +296,78 @@ def _finished(
     return False
 
 
-def _serve(
-    averager: Averager,
-    examine: _Examiner,
-    on_event: Callable[[Event], None],
-) -> None:
-    """Let the workers train when their rows are found good, and pass on what they report."""
-    for event in averager.events():
-        try:
-            if isinstance(event, NewRows):
-                examine(DataFacts.of([replace(event.shard, complete=False)]))
-                averager.approve(event.rank)
-                continue
-            if isinstance(event, DataFacts):
-                is_news = examine(event)
-                averager.start()
-                if not is_news:
-                    continue
-        except SparkDLError as error:
-            # Workers wait for the answer; the launch waits for them to leave.
-            averager.fail(error)
-            raise
-        on_event(event)
+class _Serving:
+    """Looks at what the workers report, lets them train, and passes it on.
+
+    Args:
+        examine: looks at their rows.
+        on_event: told of what is reported.
+        callbacks: told of what concerns them.
+        epochs: how many are wanted.
+        progress: how far the training had come when it began.
+
+    Attributes:
+        calls: to the callbacks.
+    """
+
+    def __init__(
+        self,
+        examine: _Examiner,
+        on_event: Callable[[Event], None],
+        callbacks: Sequence[Callback],
+        epochs: int,
+        progress: Progress | None,
+    ) -> None:
+        self._examine = examine
+        self._on_event = on_event
+        self._kept: list[Tensor] | None = None
+        history = () if progress is None else progress.history
+        # Of an epoch behind which nothing was committed the workers validate once more.
+        known = len(history) if progress is None or progress.rounds else len(history) - 1
+        self.calls = Calls(callbacks, Training(epochs, history[: max(known, 0)]))
+
+    def __call__(self, averager: Averager) -> None:
+        """Serve the workers of an averager to the end."""
+        for event in averager.events():
+            try:
+                self._note(averager, event)
+            except SparkDLError as error:
+                # Workers wait for the answer; the launch waits for them to leave.
+                averager.fail(error)
+                raise
+
+    def settle(self, averager: Averager) -> None:
+        """After the end, make the center the model that is to be returned, and its checkpoint."""
+        training = self.calls.training
+        if training.stopped is not None:
+            logger.info("the training was stopped: %s", training.stopped)
+        progress = averager.progress
+        is_last = training.kept_epoch == progress.epoch - 1 and not progress.rounds
+        if self._kept is not None and not is_last:
+            averager.put_back(self._kept)
+            logger.info("the model of epoch %d is returned", training.kept_epoch)
+            averager.save_center(anew=True)
+        elif training.stopped is not None:
+            averager.save_center()
+
+    def _note(self, averager: Averager, event: Event) -> None:
+        if isinstance(event, NewRows):
+            self._examine(DataFacts.of([replace(event.shard, complete=False)]))
+            averager.approve(event.rank)
+            return
+        is_news = not isinstance(event, DataFacts) or self._examine(event)
+        if is_news:
+            self._on_event(event)
+            self.calls(event)
+        training = self.calls.training
+        if isinstance(event, EpochValidated) and training.kept_epoch == event.summary.epoch:
+            self._kept = [segment.clone() for segment in averager.center]
+        if training.stopped is not None:
+            averager.stop(training.stopped)
+        elif isinstance(event, DataFacts):
+            averager.start()
+        elif isinstance(event, EpochValidated):
+            averager.approve_epoch(event.summary.epoch)
 
 
 class _Examiner:

@@ -5,6 +5,7 @@ SparkDLError
   DataError          the DataFrame's columns or values do not fit               (also ValueError)
   ModelError         the model, loss or optimizer fails before training starts
   CheckpointError    a checkpoint or saved model cannot be written or read
+  CallbackError      a callback failed, and with it the fit
   SetupError         Java, Python packages or versions are missing or differ
   TrainingError      training started and could not be finished
     WorkerError      the user's code raised on a worker; carries its traceback
@@ -38,6 +39,10 @@ class ModelError(SparkDLError):
 
 class CheckpointError(SparkDLError):
     """A checkpoint or saved model cannot be written or read; the message says which and why."""
+
+
+class CallbackError(SparkDLError):
+    """A callback failed, and with it the fit; the message has its name and the method's."""
 
 
 class SetupError(SparkDLError):

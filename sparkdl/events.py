@@ -26,7 +26,10 @@ class WindowReport:
     """The worker's optimizer steps since the start of the epoch."""
     stands_for: int | None = None
     """Rows of the workers that have formed this contribution together; 0 for those of them that do
-    not send it, None where each sends its own."""
+    not send it, 1 where all contributions count alike, None where each counts by its own rows."""
+    staleness: int = 0
+    """How often the center was updated since the worker had received the one that it began with.
+    The averager counts; always 0 where every round has everyone."""
 
     @property
     def weight(self) -> int:
@@ -68,6 +71,10 @@ class EpochSummary:
     """Mean loss over the held-out rows with the epoch's final parameters; None without such."""
     validation_examples: int = 0
     """Held-out rows of all workers together."""
+    mean_staleness: float = 0.0
+    """Mean over the epoch's contributions of how often others had updated the center meanwhile."""
+    max_staleness: int = 0
+    """The largest of these; both are 0 where every round has everyone."""
 
     @property
     def examples_per_second(self) -> float:
@@ -90,12 +97,15 @@ def summarize_epoch(
     ordered = sorted(windows, key=lambda window: (window.rank, window.step))
     examples = sum(window.examples for window in ordered)
     loss_sum = sum(window.loss_sum for window in ordered)
+    staleness = [window.staleness for window in ordered if window.weight]
     return EpochSummary(
         epoch=epoch,
         loss=loss_sum / examples if examples else float("nan"),
         examples=examples,
         rounds=rounds,
         seconds=seconds,
+        mean_staleness=sum(staleness) / len(staleness) if staleness else 0.0,
+        max_staleness=max(staleness, default=0),
     )
 
 

@@ -67,6 +67,11 @@ def pick(outputs: Any, key: OutputKey | None, rows: int) -> Tensor:
             f"the model returns {described(found)}{name}, which is no tensor and so cannot become "
             "a column"
         )
+    if found.is_complex():
+        raise ModelError(
+            f"the model returns {described(found)}{name}, and columns hold real numbers. Return "
+            "its absolute value, or torch.view_as_real of it"
+        )
     if found.dim() == 0 or len(found) != rows:
         raise ModelError(
             f"the model returns shape {tuple(found.shape)}{name} for {rows} rows; the first "

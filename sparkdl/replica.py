@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sparkdl.eager import defer_compiler
 from sparkdl.errors import ModelError, TrainingError
 from sparkdl.frozen import FrozenParameters
+from sparkdl.lazy_compiler import defer_compiler
 from sparkdl.losses import ModelLoss, loss_of_rows, weighted_mean
 from sparkdl.protocols import (
     Batch,
@@ -122,6 +122,7 @@ class Replica:
             )
         self.take_as_frozen()
         self._module_groups = flatten(module)
+        self._homes = [parameter.data for parameter in self._trainable]
         self._optimizer_groups: list[FlatGroup] = []
         defer_compiler()
         self._build_optimizer = optimizer
@@ -161,6 +162,15 @@ class Replica:
         """
         self.optimizer = build(self._build_optimizer, self.trainable())
         self.schedule = self._build_schedule(self.optimizer)
+        self._forget_optimizer_state()
+
+    def reset_optimizer_state(self) -> None:
+        """Have the optimizer go on as if it had taken no step, at the learning rate that it has.
+
+        What it keeps elsewhere than in its ``state`` stays.
+        """
+        # Some have state before their first step, which only they know how to make.
+        self.optimizer.state = self._build_optimizer(self.trainable()).state
         self._forget_optimizer_state()
 
     def step(self, batch: Batch) -> Tensor:
@@ -236,7 +246,7 @@ class Replica:
         total = weight = torch.zeros((), dtype=torch.float64, device=self.device)
         training = self.module.training
         self.module.eval()
-        with torch.inference_mode():
+        with torch.no_grad():  # as in transform
             for batch in batches:
                 batch = batch.to(self.device)
                 loss = self.forward(batch)
@@ -256,6 +266,7 @@ class Replica:
             TrainingError: something that is no part of it has changed, or is about to.
         """
         self.frozen.glance()
+        self._reclaim_parameters()
         for group in self._module_groups:
             if group.kind == "buffers":
                 _reclaim_buffers(self.module, group)
@@ -276,10 +287,10 @@ class Replica:
     def count_optimizer_state(self) -> None:
         """Find out what ``segments`` will hold of the optimizer, for one that has taken no step."""
         self._flatten_optimizer_state()
-        counted, self._optimizer_groups = self._counted, []
+        counted, stateless, self._optimizer_groups = self._counted, self._stateless, []
         # Anew, for some count the steps themselves, also one on zero gradients.
         self.rebuild_optimizer()
-        self._counted = counted
+        self._counted, self._stateless = counted, stateless
 
     def release(self) -> nn.Module:
         """Give the module away: on the CPU, in evaluation mode, each tensor in memory of its own.
@@ -294,6 +305,13 @@ class Replica:
             parameter.data = parameter.data.clone()
             parameter.grad = None
         return self.module.cpu().eval()
+
+    def _reclaim_parameters(self) -> None:
+        """Copy back parameters that were given other memory (``parameter.data = ...``)."""
+        for parameter, home in zip(self._trainable, self._homes, strict=True):
+            if parameter.data_ptr() != home.data_ptr():
+                home.copy_(parameter.data)
+                parameter.data = home
 
     def _take_over_state(self) -> None:
         """Give the optimizer state that the segments hold of parameters which it has not stepped.

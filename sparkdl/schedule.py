@@ -2,13 +2,15 @@
 
 Where a schedule stands follows from where the training stands, and from nothing else: so a worker
 that comes back, or goes on from a checkpoint, takes it to that place step by step, and every worker
-has the same learning rate at the start of an epoch, whatever the number of its rows.
+has the same learning rate at the start of an epoch, whatever the number of its rows. To a schedule
+that follows the losses of the epochs before, those of all workers together are part of the place.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -29,7 +31,8 @@ class Schedule:
         every: after what it takes a step of its own.
 
     Raises:
-        ConfigError: what ``build`` makes is no scheduler, or one that wants to be told a metric.
+        ConfigError: what ``build`` makes is no scheduler, or is to follow the losses of epochs by
+            the step.
     """
 
     def __init__(
@@ -40,21 +43,29 @@ class Schedule:
         self._every = every
         self._initial = copy.deepcopy([_hyperparameters(g) for g in optimizer.param_groups])
         self._steps = 0
-        self._scheduler = None if build is None else _checked(build(optimizer))
+        self._losses: Sequence[float] = ()
+        self._scheduler = None if build is None else _checked(build(optimizer), every)
+
+    @property
+    def follows_epoch_losses(self) -> bool:
+        """Whether its steps depend on what the epochs before came to."""
+        return isinstance(self._scheduler, ReduceLROnPlateau)
 
     @property
     def steps(self) -> int:
         """How many it has taken."""
         return self._steps
 
-    def start_at(self, epoch: int, steps: int) -> None:
+    def start_at(self, epoch: int, steps: int, losses: Sequence[float] = ()) -> None:
         """Set the hyperparameters that belong to a place of the training.
 
         Args:
             epoch: counted from 1.
             steps: optimizer steps since the start of the training: in the epochs before, those of
                 the worker with the most rows.
+            losses: of each epoch before, if it follows those.
         """
+        self._losses = losses
         self._go_to(steps if self._every == "step" else epoch - 1)
 
     def go_back(self, steps: int) -> None:
@@ -73,8 +84,7 @@ class Schedule:
     def after_step(self) -> None:
         """Take note of an optimizer step."""
         if self._scheduler is not None and self._every == "step":
-            self._scheduler.step()
-            self._steps += 1
+            self._step()
 
     def describe(self) -> list[Any] | None:
         """What tells it from another one, as JSON; None if there is none."""
@@ -98,24 +108,30 @@ class Schedule:
                 group.update(copy.deepcopy(initial))
             self._scheduler = self._build(self._optimizer)
             self._steps = 0
-        assert self._scheduler is not None
         with warnings.catch_warnings():
             # A worker that has no rows, or has just started, may not have stepped its optimizer.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             while self._steps < steps:
-                self._scheduler.step()
-                self._steps += 1
+                self._step()
+
+    def _step(self) -> None:
+        assert self._scheduler is not None
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(self._losses[self._steps])
+        else:
+            self._scheduler.step()
+        self._steps += 1
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _checked(scheduler: object) -> LRScheduler:
-    if isinstance(scheduler, ReduceLROnPlateau):
+def _checked(scheduler: object, every: Unit) -> LRScheduler:
+    if isinstance(scheduler, ReduceLROnPlateau) and every == "step":
         raise ConfigError(
-            "ReduceLROnPlateau wants to be told a metric at each of its steps. Give a scheduler "
-            "that follows from the number of steps, for example CosineAnnealingLR"
+            "ReduceLROnPlateau follows the loss of whole epochs, so it cannot take a step after "
+            "each of the optimizer's. Set schedulerEvery='epoch'"
         )
     if not isinstance(scheduler, LRScheduler):
         raise ConfigError(

@@ -72,6 +72,7 @@ def identity(job: Job, world_size: int, replica: Replica, layout: Layout) -> dic
         "batch transform": describe(job.feed.transform),
         "batch size": job.batch_size,
         "drop last": job.feed.drop_last,
+        "exchange of rows": "before the first epoch" if job.feed.exchange_rows else None,
         "reshuffle every": job.feed.reshuffle_every,
         "clip norm": job.clip_norm,
         "precision": job.precision,

@@ -6,7 +6,7 @@ of Spark. The algorithm, as a textbook has it:
     read the worker's rows, once; or begin the first epoch with those that are there
     replica <- initial center
     for each epoch:
-        if it is time to, the workers deal their rows anew
+        if it is time to, the workers exchange their rows
         the strategy steps on each minibatch of the worker's rows and makes the replicas agree
         the loss on held-out rows, if there are any
 """
@@ -29,6 +29,7 @@ from sparkdl.averager.client import AveragerClient, report_start_failure
 from sparkdl.averager.progress import Position
 from sparkdl.checkpoint.own_state import pack_own_state, unpack_own_state
 from sparkdl.collective import Collective, Network, join_collective
+from sparkdl.collective.network import local_address
 from sparkdl.errors import (
     CheckpointError,
     CollectiveError,
@@ -46,7 +47,8 @@ from sparkdl.feed.feed import Feed, FeedOptions
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder, SchedulerBuilder
 from sparkdl.randomness import borrowed_random_numbers, seed_worker
 from sparkdl.replica import Precision, Replica
-from sparkdl.reshuffle import Reshuffle
+from sparkdl.reshuffle import RowExchange, RowServer
+from sparkdl.reshuffle.exchange import Everyone
 from sparkdl.schedule import Unit
 from sparkdl.strategies.base import Run, Strategy
 from sparkdl.strategies.on_worker import OnWorker
@@ -98,11 +100,13 @@ class Job:
     def survivable_losses(self) -> int:
         """How often workers may be lost and come back.
 
-        Never if all have to run at once, nor if they deal their rows anew: what a lost worker had
-        came from all others, who have given it away.
+        Never if all have to run at once, nor if what a lost worker had came from others who do not
+        have it any more.
         """
-        irreplaceable = not self.strategy.needs.resumes_alone or self.feed.reshuffle_every
-        return 0 if irreplaceable else self.max_failures
+        feed = self.feed
+        given_away = feed.reshuffle_every or (feed.exchange_rows and not feed.keep_exchanged)
+        alone = self.strategy.needs.resumes_alone and not given_away
+        return self.max_failures if alone else 0
 
     @property
     def resubmissions(self) -> int:
@@ -120,8 +124,7 @@ class Job:
             epoch: counted from 1.
             shard_rows: rows of each worker as they were read.
         """
-        every = self.feed.reshuffle_every
-        as_read = min(epoch - 1, every) if every else epoch - 1
+        as_read = int(min(epoch - 1, self.feed.epochs_as_read))
         evenly = math.ceil(sum(shard_rows) / len(shard_rows))
         return as_read * self._steps(max(shard_rows)) + (epoch - 1 - as_read) * self._steps(evenly)
 
@@ -258,22 +261,28 @@ def _train(
 ) -> None:
     replica = run.replica
     replica.module.train()
-    with Feed(
-        job.schema,
-        batch_size=job.batch_size,
-        seed=job.seed,
-        rank=place.rank,
-        directory=place.directory,
-        device=place.device,
-        options=job.feed,
-    ) as feed:
+    with (
+        Feed(
+            job.schema,
+            batch_size=job.batch_size,
+            seed=job.seed,
+            rank=place.rank,
+            directory=place.directory,
+            device=place.device,
+            options=job.feed,
+        ) as feed,
+        _row_server(job, place, token) as row_server,
+    ):
+        exchange = None
+        if row_server is not None:
+            exchange = _row_exchange(job, place, averager, token, row_server)
         shard = feed.read_first(batches, averager.report_reading)
         run.batch_size = job.batch_size
         # Replicas start equal but must not draw equal dropout masks.
         seed_worker(job.seed + 1 + place.rank)
         while True:
             try:
-                position = _take_center(job, shard, run, strategy, averager)
+                position = _take_center(job, shard, run, strategy, averager, row_server)
                 if position is None:
                     shard = feed.read_rest()
                     continue
@@ -281,9 +290,8 @@ def _train(
                 if averager.epoch_ended and job.schema.validation is not None:
                     # All may have been interrupted before they had reported it.
                     averager.report_validation(_validate(run, feed, position.epoch - 1))
-                deal = _dealer(job, place, averager, token)
                 with _collective(job, place, averager) as run.collective:
-                    _train_from(position, job, run, strategy, averager, feed, deal)
+                    _train_from(position, job, run, strategy, averager, feed, exchange)
                 averager.finish()
                 return
             except DisconnectedError as error:
@@ -301,24 +309,26 @@ def _train_from(
     on_worker: OnWorker[Any],
     averager: AveragerClient,
     feed: Feed,
-    deal: Reshuffle,
+    exchange: RowExchange | None,
 ) -> None:
     """Train from a position to the end of the last epoch."""
     strategy = job.strategy
     run.start_at(position)
-    for earlier in range(1, position.epoch):
-        # With a checkpoint: the rows that each worker had then come from every exchange before.
-        if job.feed.reshuffles(earlier):
-            feed.reshuffle(earlier, deal)
+    if exchange is not None and position.epoch <= job.epochs:
+        # The rows that this worker had then come from every exchange before.
+        for earlier in filter(job.feed.reshuffles, range(1, position.epoch + 1)):
+            feed.reshuffle(earlier, exchange)
     run.rows = feed.used_rows
+    run.world_size = len(averager.shard_rows)
     with on_worker.started(run) as state:
         for epoch in range(position.epoch, job.epochs + 1):
             first_step = position.step_of_epoch if epoch == position.epoch else 0
             run.start_epoch(epoch, first_step)
-            before = job.steps_before(epoch, averager.shard_rows)
-            run.replica.schedule.start_at(epoch, before + first_step)
-            if job.feed.reshuffles(epoch):
-                feed.reshuffle(epoch, deal)
+            if averager.asks_leave:
+                averager.epoch_losses(epoch - 1)
+            _start_schedule(job, run.replica, averager, epoch, first_step)
+            if exchange is not None and job.feed.reshuffles(epoch) and epoch > position.epoch:
+                feed.reshuffle(epoch, exchange)
                 run.rows = feed.used_rows
                 strategy.rows_changed(run, state)
             first_minibatch = first_step * strategy.needs.minibatches_a_step
@@ -376,6 +386,7 @@ def _take_center(
     run: Run,
     on_worker: OnWorker[Any],
     averager: AveragerClient,
+    row_server: RowServer | None,
 ) -> Position | None:
     """Make the replica equal to the center, and with a checkpoint to the worker of that time.
 
@@ -383,7 +394,10 @@ def _take_center(
     """
     strategy, replica = job.strategy, run.replica
     position = averager.start(
-        shard, replica.segments(with_optimizer=False), replica.layout(with_optimizer=False)
+        shard,
+        replica.segments(with_optimizer=False),
+        replica.layout(with_optimizer=False),
+        None if row_server is None else row_server.address,
     )
     if position is None:
         return None
@@ -393,20 +407,29 @@ def _take_center(
     whole = strategy.needs.exchanges_optimizer_state
     if whole and not averager.resumes:
         replica.count_optimizer_state()
-    before = job.steps_before(position.epoch, averager.shard_rows)
-    replica.schedule.start_at(position.epoch, before + position.step_of_epoch)
+    octets = b""
+    if averager.resumes:
+        octets = averager.resume(
+            replica.segments(with_optimizer=whole), replica.layout(with_optimizer=whole)
+        )
+    # What the last epoch came to is known when all have validated; until then it stands before it.
+    not_known = replica.schedule.follows_epoch_losses and averager.epoch_ended
+    _start_schedule(job, replica, averager, position.epoch - not_known, position.step_of_epoch)
     on_worker.restored = {}
-    if not averager.resumes:
-        return position
-    octets = averager.resume(
-        replica.segments(with_optimizer=whole), replica.layout(with_optimizer=whole)
-    )
     if octets:
         # Where an epoch has ended, the schedule goes on from there when the next one starts.
         on_worker.restored = unpack_own_state(
             octets, replica.optimizer, replica.device, replica.schedule.go_back
         )
     return position
+
+
+def _start_schedule(
+    job: Job, replica: Replica, averager: AveragerClient, epoch: int, step_of_epoch: int
+) -> None:
+    losses = averager.epoch_losses(epoch - 1) if replica.schedule.follows_epoch_losses else ()
+    before = job.steps_before(epoch, averager.shard_rows)
+    replica.schedule.start_at(epoch, before + step_of_epoch, losses)
 
 
 def _collective(
@@ -424,15 +447,30 @@ def _collective(
     )
 
 
-def _dealer(job: Job, place: Place, averager: AveragerClient, token: str) -> Reshuffle:
-    return Reshuffle(
+def _row_server(job: Job, place: Place, token: str) -> AbstractContextManager[RowServer | None]:
+    """Where other workers fetch rows from this one, if they ever do."""
+    if not (job.feed.exchange_rows or job.feed.reshuffle_every):
+        return nullcontext()
+    return RowServer(local_address(place.network), token, job.deadline_s, tls=job.tls)
+
+
+def _row_exchange(
+    job: Job, place: Place, averager: AveragerClient, token: str, row_server: RowServer
+) -> RowExchange:
+    def everyone() -> Everyone:
+        averager.ask_for_rows()
+        return Everyone(averager.shard_rows, averager.row_servers)
+
+    return RowExchange(
         rank=place.rank,
-        network=place.network,
+        server=row_server,
         token=token,
-        gather=averager.gather,
+        everyone=everyone,
         specs=job.schema.stored,
         seed=job.seed,
         deadline_s=job.deadline_s,
+        survives=job.survivable_losses > 0,
+        on_rows=averager.report_reading,
         tls=job.tls,
     )
 

@@ -9,12 +9,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 from pyspark.sql import SparkSession
 from toys import sparkdl_threads
 
 from sparkdl import create_session
 
 torch.set_num_threads(1)
+# A busy machine must not fail a test.
+settings.register_profile("sparkdl", deadline=None)
+settings.load_profile("sparkdl")
 
 
 @pytest.fixture(scope="session")

@@ -260,3 +260,12 @@ def test_an_optimizer_of_sparse_gradients_is_refused_in_torchs_words_alone() -> 
     job = make_job(mlp(), optimizer=torch.optim.SparseAdam)
     with pytest.raises(ModelError, match=r"please consider Adam instead$"):
         run_world(job, classification([8]).shards())
+
+
+def test_an_optimizer_of_sparse_gradients_for_a_model_that_has_them_is_told_what_to_set() -> None:
+    class Sparse(nn.Linear):
+        sparse = True  # as torch's embeddings say it
+
+    job = make_job(nn.Sequential(Sparse(6, 3)).double(), optimizer=torch.optim.SparseAdam)
+    with pytest.raises(ModelError, match=r"instead\. One for .*average_optimizer_state=False\)$"):
+        run_world(job, classification([8]).shards())

@@ -24,6 +24,7 @@ from toys import classification, make_job, mlp
 from sparkdl.averager import Averager, membership
 from sparkdl.driver import Outcome, run
 from sparkdl.errors import DeadlineError, WorkerError, WorkerLostError
+from sparkdl.feed.feed import FeedOptions
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
 from sparkdl.testing.faults import Proxy
@@ -101,8 +102,9 @@ def run_with_breaks(
 @pytest.mark.parametrize(
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))]
 )
+@pytest.mark.parametrize("exchange_rows", [False, True])
 def test_connections_reset_at_any_byte_cost_no_row(
-    tmp_path: Path, seed: int, optimizer: Any, wire_dtype: Any
+    tmp_path: Path, seed: int, optimizer: Any, wire_dtype: Any, exchange_rows: bool
 ) -> None:
     """Ten connections break, somewhere between the first byte and the last of the run."""
     generator = random.Random(seed)
@@ -113,6 +115,7 @@ def test_connections_reset_at_any_byte_cost_no_row(
         strategy=ParameterAveraging(period=2, wire_dtype=wire_dtype),
         epochs=8,
         max_failures=40,
+        feed=FeedOptions(exchange_rows=exchange_rows),
     )
     outcome, proxy = run_with_breaks(
         job,

@@ -284,6 +284,40 @@ def test_a_new_optimizer_has_nothing_of_the_one_before() -> None:
     )
 
 
+@pytest.mark.parametrize("flatten_first", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_without_its_state_steps_like_a_new_one_where_its_schedule_stands(
+    name: str, flatten_first: bool
+) -> None:
+    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    replica = Replica(
+        mlp(),
+        OPTIMIZERS[name],
+        nn.CrossEntropyLoss(),
+        scheduler=schedule,
+        scheduler_every="step",
+    )
+    for seed in range(3):
+        replica.step(batch(seed))
+    if flatten_first:
+        replica.segments(with_optimizer=True)
+    oracle = copy.deepcopy(replica.module)
+
+    replica.reset_optimizer_state()
+    for seed in range(3, 5):
+        replica.step(batch(seed))
+
+    optimizer = OPTIMIZERS[name](oracle.parameters())
+    optimizer.param_groups[0]["lr"] *= 0.5**3
+    plain = Replica(oracle, lambda parameters: optimizer, nn.CrossEntropyLoss())
+    for seed in range(3, 5):
+        plain.step(batch(seed))
+        optimizer.param_groups[0]["lr"] *= 0.5
+    for mine, other in zip(replica.module.parameters(), oracle.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    assert replica.schedule.steps == 5
+
+
 def test_writing_to_the_segments_moves_the_model() -> None:
     replica = replica_of(batch_norm_net(), OPTIMIZERS["adam"])
     replica.step(batch())
@@ -325,6 +359,31 @@ def test_a_buffer_that_the_model_assigns_anew_is_taken_back_into_the_flat_buffer
         assert module.seen.item() == 5 * rounds
         assert segments[1].tolist() == [5.0 * rounds, *module.mean.tolist()]
         assert views_of([module.seen, module.mean], segments)
+
+
+class GivesOtherMemory(torch.optim.SGD):
+    """Steps as many a tutorial does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.data = parameter.data - 0.1 * parameter.grad
+
+
+def test_parameters_that_were_given_other_memory_are_taken_back_into_the_flat_buffer() -> None:
+    replica = replica_of(mlp(6), partial(GivesOtherMemory, lr=0.1))
+    plain = mlp(6)
+    for seed in range(3):
+        replica.step(batch(seed))
+        (flat,) = replica.segments(with_optimizer=False)
+        plain.zero_grad()
+        nn.functional.cross_entropy(plain(batch(seed).features[0]), batch(seed).targets).backward()
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter -= 0.1 * parameter.grad
+        assert torch.equal(flat, nn.utils.parameters_to_vector(plain.parameters()))
+        assert views_of([*replica.module.parameters()], [flat])
 
 
 class Tied(nn.Module):
@@ -651,3 +710,41 @@ def test_counting_the_state_is_no_step_for_an_optimizer_that_counts_them_itself(
     replica = replica_of(mlp(), partial(GrowsLate, grows_at=9))
     replica.count_optimizer_state()
     assert replica.optimizer.param_groups[0]["steps"] == 0
+
+
+class OneStateForAll(torch.optim.SGD):
+    """Keeps a sum over its steps with the first parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = self.param_groups[0]["params"]
+        state = self.state[parameters[0]]
+        if any(parameter.grad is not None for parameter in parameters):
+            state["steps"] = state.get("steps", torch.zeros(())) + 1
+
+
+def test_state_that_lies_with_one_parameter_takes_no_steps_for_the_others() -> None:
+    replica = replica_of(mlp(6), partial(OneStateForAll, lr=0.1))
+    replica.count_optimizer_state()
+    for steps in (1, 2):
+        replica.step(batch())
+        assert [each.item() for each in replica.segments(with_optimizer=True)[1:]] == [steps]
+
+
+def test_a_model_may_differentiate_itself_where_it_is_evaluated() -> None:
+    class Slope(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = mlp(6)
+
+        def forward(self, features: Tensor) -> Tensor:
+            with torch.enable_grad():
+                places = features.requires_grad_()
+                (slope,) = torch.autograd.grad(self.layer(places).sum(), places)
+            return slope[:, :3]
+
+    loss, weight = replica_of(Slope()).evaluate([batch()])
+    places = batch().features[0].requires_grad_()
+    (slope,) = torch.autograd.grad(mlp(6)(places).sum(), places)
+    expected = nn.functional.cross_entropy(slope[:, :3], batch().targets)
+    assert loss / weight == pytest.approx(expected.item())

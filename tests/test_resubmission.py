@@ -208,16 +208,20 @@ def assert_told_once(events: list[object], data: Data, epochs: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [ParameterAveraging(2), GradientAllReduce(commit_every=3)],
-    ids=["averaging", "all-reduce"],
+    ("strategy", "options"),
+    [
+        (ParameterAveraging(2), FeedOptions(reshuffle_every=1)),
+        (GradientAllReduce(commit_every=3), FeedOptions(reshuffle_every=1)),
+        (GradientAllReduce(commit_every=3), FeedOptions(exchange_rows=True)),
+        (ParameterAveraging(2), FeedOptions(exchange_rows=True, keep_exchanged=False)),
+    ],
+    ids=["averaging", "all-reduce", "all-reduce-once", "averaging-once"],
 )
-def test_rows_that_are_dealt_anew_are_dealt_again_and_counted_once(
-    tmp_path: Path, strategy: Strategy
+def test_rows_that_are_exchanged_are_exchanged_again_and_counted_once(
+    tmp_path: Path, strategy: Strategy, options: FeedOptions
 ) -> None:
     """Without a collective too; workers who gave their rows away cannot be replaced one by one."""
     data, events = classification(SIZES), list[object]()
-    options = FeedOptions(reshuffle_every=1)
     calm = misbehaving(tmp_path / "calm", strategy, times=0, feed=options)
     whole = run_world(calm, data.shards(), ranks_as="processes")
     job = misbehaving(tmp_path / "wild", strategy, after=13, feed=options)

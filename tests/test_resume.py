@@ -352,8 +352,18 @@ def test_a_training_that_has_ended_gives_its_model_again(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("stop", [die_after, save_and_stop])
-def test_rows_that_were_dealt_anew_are_dealt_the_same_way_again(tmp_path: Path, stop: Any) -> None:
-    options = FeedOptions(reshuffle_every=1)
+@pytest.mark.parametrize(
+    "options",
+    [
+        FeedOptions(reshuffle_every=1),
+        FeedOptions(exchange_rows=True),
+        FeedOptions(exchange_rows=True, stream_first_epoch=True),
+    ],
+    ids=["again and again", "once", "once, after a streamed epoch"],
+)
+def test_rows_that_were_exchanged_are_exchanged_the_same_way_again(
+    tmp_path: Path, stop: Any, options: FeedOptions
+) -> None:
     job, data = make_job(mlp(), epochs=4, feed=options), classification(SIZES)
     whole = run_world(job, data.shards())
     assert stop(job, data, tmp_path / "c", 14)

@@ -11,20 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import nn
 from torch.optim import lr_scheduler
-from toys import batches_by_hand, classification, make_job, mlp
+from toys import batches_by_hand, classification, make_job, mlp, schema
 
+from sparkdl import worker
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.errors import ConfigError, WorkerError
+from sparkdl.errors import ConfigError, DisconnectedError, WorkerError
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.feed.shuffle import exchange_plan
+from sparkdl.protocols import ColumnSpec
 from sparkdl.schedule import Schedule
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging
 from sparkdl.testing import run_world
+from sparkdl.worker import Job
 
 
 def warmup_then_cosine(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
@@ -234,9 +239,116 @@ def test_the_steps_before_an_epoch_are_those_of_the_worker_with_the_most_rows(
         steps += math.ceil(max(minibatches) / 2)
 
 
-def test_a_schedule_that_wants_a_metric_is_refused() -> None:
-    with pytest.raises(ConfigError, match="ReduceLROnPlateau wants to be told a metric"):
-        Schedule(momentum(), lr_scheduler.ReduceLROnPlateau, "epoch")  # type: ignore[arg-type]
+# Every epoch that is not better by three tenths halves the rate, so that some are and some are not.
+PLATEAU: Any = partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0, threshold=0.3)
+
+
+def rates_by_torch(losses: list[float], lr: float) -> list[float]:
+    """The learning rate of each epoch, if these are the losses of the epochs."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+    scheduler, rates = PLATEAU(optimizer), []
+    for loss in losses:
+        rates.append(round(optimizer.param_groups[0]["lr"], 9))
+        scheduler.step(loss)
+    assert len(set(rates)) > 1, f"{rates} would not tell one schedule from another"
+    return rates
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "strategy",
+    [ParameterAveraging(1), GradientAllReduce(), GradientAllReduce(shard_optimizer=True)],
+    ids=["averaging", "all-reduce", "sharded"],
+)
+def test_one_worker_follows_the_training_loss_as_plain_torch_would(strategy: Any) -> None:
+    data, oracle = classification([22]), mlp()
+    optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9)
+    scheduler, losses = PLATEAU(optimizer), []
+    for epoch in range(1, 11):
+        total = 0.0
+        for features, targets in batches_by_hand(data, 0, epoch, 4):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(
+                oracle(torch.from_numpy(features)), torch.from_numpy(targets)
+            )
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(targets)
+        losses.append(total / 22)
+        scheduler.step(losses[-1])
+    rates_by_torch(losses, 0.1)
+    job = make_job(
+        mlp(),
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        strategy=strategy,
+        scheduler=PLATEAU,
+        epochs=10,
+    )
+    trained = run_world(job, data.shards()).module
+    for mine, other in zip(trained.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+def validating(sizes: list[int], **changes: Any) -> tuple[Job, list[Any]]:
+    """A job whose workers hold every third of their rows out, and its rows."""
+    shards = []
+    for ids, batches in zip(ids_of(sizes), classification(sizes).shards(), strict=True):
+        held = pa.array(ids % 3 == 0)
+        rows = pa.Table.from_batches(batches).append_column("held", held)
+        shards.append(rows.to_batches(max_chunksize=10))
+    held_out = ColumnSpec("held", torch.bool)
+    columns = replace(schema(), validation=held_out)
+    return make_job(mlp(), schema=columns, scheduler=PLATEAU, **changes), shards
+
+
+def ids_of(sizes: list[int]) -> list[Any]:
+    return [np.arange(size) for size in sizes]
+
+
+def test_all_workers_follow_the_loss_on_all_held_out_rows_through_lost_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rates: dict[str, list[float]] = {}
+    job, shards = validating(
+        [24, 12],
+        optimizer=partial(Recording, rates=rates, lr=1.0),
+        epochs=6,
+        max_failures=5,
+    )
+    validate, lost = worker._validate, []
+
+    def lose_connection(run: Any, feed: Any, epoch: int) -> Any:
+        if run.rank == 1 and epoch in (2, 5) and epoch not in lost:
+            lost.append(epoch)
+            raise DisconnectedError("the test says so")
+        return validate(run, feed, epoch)
+
+    monkeypatch.setattr(worker, "_validate", lose_connection)
+    history = run_world(job, shards).history
+    assert lost == [2, 5]
+    assert [epoch.validation_examples for epoch in history] == [12] * 6
+    by_epoch = rates_by_torch([epoch.validation_loss or 0.0 for epoch in history], 1.0)
+    assert rates["sparkdl-rank-0"] == [rate for rate in by_epoch for _ in range(4)]
+    assert rates["sparkdl-rank-1"] == [rate for rate in by_epoch for _ in range(2)]
+
+
+@pytest.mark.parametrize("epochs", [1, 4])
+def test_a_schedule_that_follows_losses_can_be_resumed(epochs: int, tmp_path: Path) -> None:
+    job, shards = validating(
+        [24, 12], optimizer=partial(torch.optim.SGD, lr=1.0, momentum=0.9), epochs=6
+    )
+    straight = run_world(job, shards)
+    rates_by_torch([epoch.validation_loss or 0.0 for epoch in straight.history], 1.0)
+    checkpoints = CheckpointPolicy(path=str(tmp_path))
+    run_world(replace(job, epochs=epochs), shards, checkpoints=checkpoints)
+    resumed = run_world(job, shards, checkpoints=checkpoints)
+    for mine, other in zip(resumed.module.parameters(), straight.module.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_schedule_that_follows_losses_takes_no_step_after_each_of_the_optimizers() -> None:
+    with pytest.raises(ConfigError, match="schedulerEvery='epoch'"):
+        Schedule(momentum(), PLATEAU, "step")
 
 
 def test_what_is_no_scheduler_is_named() -> None:

@@ -361,7 +361,7 @@ class NoAverager:
         pass
 
     resumes = False
-    epoch_ended = False
+    epoch_ended = asks_leave = False
     mean_weight = 1.0
     shard_rows = (1,)
     gather = None

@@ -17,6 +17,7 @@ import torch
 from fuzzing.calling import Call, Message, Place, Said, any_way, dialogue
 from fuzzing.loop import Fault, Target, require_threads_gone
 from sparkdl.averager.events import NewRows
+from sparkdl.averager.headers import window_header
 from sparkdl.averager.membership import Tolerance
 from sparkdl.averager.saving import CheckpointPlan
 from sparkdl.averager.server import Averager
@@ -235,11 +236,7 @@ def _contribution(steps: dict[str, Any], report: WindowReport, wire_format: str)
     """A window, behind which the outcome is waited for."""
     kept = bytes(STATE_BYTES) if steps["keeps"] else b""
     messages: list[Message] = [
-        {
-            "window": asdict(report),
-            "takes_reply": steps["takes_reply"],
-            "own_state": len(kept),
-        },
+        window_header(report, takes_reply=steps["takes_reply"], own_state=len(kept)),
         *([kept] if kept else []),
         *(_values(wire_format) if report.weight else []),
     ]

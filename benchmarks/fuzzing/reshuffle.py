@@ -1,13 +1,14 @@
-"""Rows that another worker sends, and what it has told about itself before."""
+"""Rows that are fetched from a liar, rows that a liar fetches, and what was told before."""
 
 from __future__ import annotations
 
-import queue
 import random
 import secrets
 import shutil
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,35 @@ from fuzzing.averager import _memory
 from fuzzing.calling import Call, Message, Place, any_way, conversation
 from fuzzing.loop import Fault, Target, require_threads_gone
 from fuzzing.mutation import mutated
-from sparkdl.collective import Network
 from sparkdl.errors import SparkDLError
 from sparkdl.feed.shuffle import exchange_plan
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
-from sparkdl.reshuffle import Reshuffle
+from sparkdl.reshuffle import RowExchange, RowServer
+from sparkdl.reshuffle.exchange import Everyone
+from sparkdl.reshuffle.server import Offer
+from sparkdl.transport.connection import Connection
+from sparkdl.transport.port import Port
 
-SPECS = (ColumnSpec("wide", torch.float32, (UNKNOWN,)), ColumnSpec("id", torch.int64))
 WIDTH = 3
+SPECS = (ColumnSpec("wide", torch.float32, (UNKNOWN,)), ColumnSpec("id", torch.int64))
+KNOWN = tuple(spec.of_length(WIDTH) for spec in SPECS)
+EPOCH = 2
 DEADLINE_S = 1.0
+IMPATIENT_S = 0.05
+"""Of the worker that a liar fetches from: many ask for what never comes."""
 
 
 class ReshuffleTarget(Target):
-    """A worker without rows that is to receive half of another's; it gets them, or an error."""
+    """One of two workers in an exchange; it ends with the other's rows, or with an error."""
 
     name = "reshuffle"
-    reads = ("reshuffle.py", "feed/store.py", "transport/connection.py")
+    reads = (
+        "reshuffle/exchange.py",
+        "reshuffle/server.py",
+        "feed/store.py",
+        "transport/connection.py",
+    )
 
     def __enter__(self) -> ReshuffleTarget:
         self._pool = ThreadPoolExecutor(1)
@@ -47,74 +60,104 @@ class ReshuffleTarget(Target):
 
     def attempt(self, draw: random.Random) -> bool:
         """One exchange."""
-        rows, tls = draw.choice([2, 7, 40]), draw.random() < 0.1
-        told: dict[str, Any] = {
-            "host": "127.0.0.1",
-            "port": 1,
-            "fingerprint": "0" * 64 if tls else None,
-            "rows": rows,
-            "shapes": [[WIDTH], []],
-        }
+        tls, token = draw.random() < 0.1, secrets.token_urlsafe(16)
+        try:
+            if draw.random() < 0.5:
+                return self._fetch_from_liar(draw, token, tls)
+            return self._serve_liar(draw, token, tls)
+        finally:
+            require_threads_gone()
+
+    def _fetch_from_liar(self, draw: random.Random, token: str, tls: bool) -> bool:
+        """Rank 0, which has no rows, fetches half of rank 1's."""
+        rows, seed = draw.choice([2, 7, 40]), draw.randrange(4)
+        count = int(exchange_plan([0, rows], seed=seed, epoch=EPOCH)[1, 0])
+        messages: list[Message] = [
+            {"rows": count, "shapes": [[WIDTH], []]},
+            np.zeros((count, WIDTH), np.float32).tobytes(),
+            _ids(count).numpy().tobytes(),
+        ]
+        octets, wrong = conversation(draw, messages)
+        over = threading.Event()
+
+        def answer(connection: Connection) -> None:
+            connection._send(octets)
+            if draw.random() < 0.98:
+                connection.end_sending()
+            over.wait(DEADLINE_S + 5)
+
+        liar = Port("127.0.0.1", token, answer, encrypted=tls)
+        told: Any = ["127.0.0.1", liar.number, liar.fingerprint]
         lies = draw.random() < 0.2
         said = mutated(draw, told) if lies else told
-        listening: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-
-        def gather(mine: dict[str, Any]) -> list[Any]:
-            listening.put(mine)
-            return [mine, said]
-
-        token = secrets.token_urlsafe(16)
         received = PartitionStore(self._folder)
-        exchange = Reshuffle(
-            rank=0,
-            network=Network(host="127.0.0.1"),
-            token=token,
-            gather=gather,
-            specs=SPECS,
-            seed=draw.randrange(4),
-            deadline_s=DEADLINE_S,
-            tls=tls,
-        )
-        done = self._pool.submit(
-            exchange, PartitionStore(self._folder), torch.arange(0), received, epoch=2
-        )
-        mine = listening.get(timeout=10)
-        assert mine is not None
-        place = Place(mine["host"], mine["port"], token, mine["fingerprint"])
         try:
-            wrong = self._send(draw, place, rows, exchange.seed)
-            done.result(timeout=15)
+            with RowServer("127.0.0.1", token, DEADLINE_S, tls=tls) as server:
+                exchange = self._part(server, token, tls, seed, [0, rows], [server.address, said])
+                done = self._pool.submit(
+                    exchange, PartitionStore(self._folder), None, received, EPOCH
+                )
+                done.result(timeout=15)
             kept = received.slice(0, received.rows)
-            if not lies and not wrong and not torch.equal(kept[1], _ids(received.rows)):
+            if not lies and not wrong and not torch.equal(kept[1], _ids(count)):
                 raise Fault("rows were taken in that are not those that were sent")
         except SparkDLError as error:
             if not wrong and not lies:
                 raise Fault("an exchange in which nothing was wrong failed") from error
             raise
         finally:
+            over.set()
+            liar.close()
             received.close()
-            require_threads_gone()
         return True
 
     @staticmethod
-    def _send(draw: random.Random, place: Place, rows: int, seed: int) -> bool:
-        """Send what is due, made wrong; returns whether it was."""
-        count = int(exchange_plan([0, rows], seed=seed, epoch=2)[1, 0])
-        messages: list[Message] = [{"rows_of": 1}]
-        messages += [np.zeros((count, WIDTH), np.float32).tobytes(), _ids(count).numpy().tobytes()]
-        stranger = draw.random() < 0.1
-        octets, wrong = conversation(draw, messages)
-        try:
-            if stranger:
-                with Call(place, any_way(draw)) as line:
-                    line.send(line.proof(line.hello(), "wrong") + octets)
-                    line.answer()
+    def _part(
+        server: RowServer, token: str, tls: bool, seed: int, rows: list[int], told: list[Any]
+    ) -> RowExchange:
+        return RowExchange(
+            rank=0,
+            server=server,
+            token=token,
+            everyone=lambda: Everyone(rows, told),
+            specs=SPECS,
+            seed=seed,
+            deadline_s=DEADLINE_S,
+            tls=tls,
+        )
+
+    def _serve_liar(self, draw: random.Random, token: str, tls: bool) -> bool:
+        """Rank 0 serves its rows; whatever was said before, rank 1 can fetch its own."""
+        rows, stranger = draw.choice([2, 7, 40]), draw.random() < 0.1
+        octets, wrong = conversation(draw, [{"rows_for": 1, "epoch": EPOCH}, {"taken": True}])
+        store = PartitionStore(self._folder)
+        store.append(KNOWN, [torch.zeros(rows, WIDTH), _ids(rows)])
+        counts = [rows - rows // 2, rows // 2]
+        with RowServer("127.0.0.1", token, IMPATIENT_S, tls=tls) as server:
+            server.offer(EPOCH, Offer(store, None, counts, (1, EPOCH, 0), keep=True))
+            host, port, fingerprint = server.address
+            place = Place(host, port, token, fingerprint)
             with Call(place, any_way(draw)) as line:
-                line.send(line.proof(line.hello()) + octets)
-                line.answer()
-        except OSError:
-            return True  # what it was told had made it leave before
-        return wrong
+                line.send(line.proof(line.hello(), "wrong" if stranger else None) + octets)
+                answer = line.answer()
+            if stranger and answer not in (b"", bytes(32)):
+                raise Fault("who does not know the token was answered")
+            got = PartitionStore(self._folder)
+            with closing(got), RowServer("127.0.0.1", token, DEADLINE_S, tls=tls) as other:
+                fetched = RowExchange(
+                    rank=1,
+                    server=other,
+                    token=token,
+                    everyone=lambda: Everyone([rows, 0], [server.address, other.address]),
+                    specs=SPECS,
+                    seed=1,
+                    deadline_s=DEADLINE_S,
+                    tls=tls,
+                )
+                fetched(PartitionStore(self._folder), None, got, EPOCH)
+                if got.rows != counts[1]:
+                    raise Fault(f"{got.rows} rows were fetched of {counts[1]}")
+        return not wrong
 
 
 def _ids(count: int) -> torch.Tensor:

@@ -75,18 +75,21 @@ class Accumulator:
         self._order = RankOrder(ranks, len(chunks))
         self._last = ranks[-1]
         self._examples: dict[int, int] = {}
+        self._scales: dict[int, float] = {}
         self._first: int | None = None
         self._weights: float | None = None
 
-    def declare(self, rank: int, examples: int) -> None:
+    def declare(self, rank: int, examples: int, scale: float = 1.0) -> None:
         """Say what a contribution weighs, before its first chunk.
 
         Args:
             rank: whose.
             examples: of its window; without any it has no chunks.
+            scale: by what its values are multiplied, > 0, while the weights stay what they are.
         """
         if examples:
             self._examples[rank] = examples
+            self._scales[rank] = scale
         else:
             self._order.skip(rank)
 
@@ -138,12 +141,18 @@ class Accumulator:
         return self.turn(index) == rank
 
     def _weight(self, rank: int) -> float:
+        return self._scales[rank] * self._examples[rank] / self._unit
+
+    @property
+    def _unit(self) -> float:
+        """What the first contribution counts, which is added as it is."""
         assert self._first is not None
-        return self._examples[rank] / self._examples[self._first]
+        return self._scales[self._first] * self._examples[self._first]
 
     def _normalize(self, total: Tensor) -> None:
         if self._weights is None:
-            self._weights = sum(self._weight(rank) for rank in sorted(self._examples))
+            weights = (self._examples[rank] / self._unit for rank in sorted(self._examples))
+            self._weights = sum(weights)
         if self._weights != 1.0:
             np.divide(total.numpy(), self._weights, out=total.numpy())
 

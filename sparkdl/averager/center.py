@@ -90,6 +90,14 @@ class Center:
         """Element type in which a chunk is contributed."""
         return self._wire_dtypes[chunk.segment]
 
+    def scale(self, staleness: int) -> float:
+        """By what a contribution is multiplied before the mean is formed.
+
+        Args:
+            staleness: how often the center was updated since its worker has received it.
+        """
+        return self._update.scale(staleness) if self._wire_format.sends_changes else 1.0
+
     def open_sum(self, ranks: Sequence[int]) -> Accumulator:
         """Begin a sum, in the order of ``ranks``; one that was not committed is forgotten."""
         self.sum = Accumulator(self.layout, self._wire_dtypes, self.chunks, self._spare, ranks)

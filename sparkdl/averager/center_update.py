@@ -26,7 +26,7 @@ class Contributions:
     """What a round's mean is of.
 
     Attributes:
-        weights: rows behind each contribution that has any, by rank.
+        weights: rows behind each contribution that has any, by rank; 1 each where all count alike.
         world_size: workers of the run.
         staleness: how often the center was updated since a contributor has received it; of several
             contributors the longest ago.
@@ -40,8 +40,10 @@ class Contributions:
 class CenterUpdate(ABC):
     """What contributions do to the center; a value, what it remembers is handed to it."""
 
-    keeps: tuple[str, ...] = ()
-    """Names of what is kept for each element that is updated; all zero at first."""
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """Names of what is kept for each element that is updated; all zero at first."""
+        return ()
 
     def updates(self, segment: Segment) -> bool:
         """Whether ``step`` is asked how a segment moves; others become the workers' mean.
@@ -49,6 +51,17 @@ class CenterUpdate(ABC):
         Never asked of integers and booleans, which become the first contributor's.
         """
         return segment.kind == "parameters"
+
+    def scale(self, staleness: int) -> float:
+        """By what a change is multiplied, > 0, before the mean with others is formed.
+
+        The weights of that mean stay what they are. Not asked where workers send values, not
+        changes.
+
+        Args:
+            staleness: how often the center was updated since the worker has received it.
+        """
+        return 1.0
 
     @abstractmethod
     def step(

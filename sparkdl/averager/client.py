@@ -32,7 +32,7 @@ from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.facts import ShardFacts
 from sparkdl.protocols import Layout, Segment
 from sparkdl.transport.address import AveragerAddress
-from sparkdl.transport.reaching import reach
+from sparkdl.transport.connecting import reach
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,7 @@ class AveragerClient:
         self._checkpoint_due = False
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._reported_reading = time.monotonic()
+        self._epoch_losses: list[float] = []
         self._address = address
         self._deadline_s = deadline_s
         self._hello = join_header(rank, attempt, task, frozen)
@@ -140,7 +141,11 @@ class AveragerClient:
             self._line.send_header({"reading": rows})
 
     def start(
-        self, shard: ShardFacts, segments: Sequence[Tensor], layout: Layout
+        self,
+        shard: ShardFacts,
+        segments: Sequence[Tensor],
+        layout: Layout,
+        row_server: Sequence[Any] | None = None,
     ) -> Position | None:
         """Wait until every worker is ready, then overwrite the replica with the center.
 
@@ -149,6 +154,7 @@ class AveragerClient:
                 look at.
             segments: parameters and buffers of the replica, written in place.
             layout: their kinds and sizes.
+            row_server: where other workers fetch rows from this one; None if they do not.
 
         Returns:
             Where this worker's training begins; ``resume`` has to follow if ``resumes`` is set.
@@ -157,7 +163,7 @@ class AveragerClient:
         """
         state = list(segments)
         self._extend_base(state, layout)
-        self._line.send_header(shard_header(shard))
+        self._line.send_header({**shard_header(shard), "row_server": row_server})
         header = self._line.receive_header()
         if "read_on" in header:
             return None
@@ -165,6 +171,7 @@ class AveragerClient:
         self._scratch = torch.empty(self._chunk_bytes, dtype=torch.uint8)
         self._own_state_bytes = header["own_state"]
         self.epoch_ended = bool(header["epoch_ended"])
+        self.asks_leave = bool(header["asks_leave"])
         self._note_rows(header)
         self._receive_center(state, layout, plan_chunks(layout, self._chunk_bytes))
         return Position(**header["position"])
@@ -182,9 +189,10 @@ class AveragerClient:
         self._line.receive_header()
 
     def ask_for_rows(self) -> None:
-        """Learn ``mean_weight`` and ``shard_rows`` anew, now that all workers have read their rows.
+        """Learn anew what ``start`` told of all workers' rows and of who serves them.
 
-        They have when the first epoch has ended; ``start`` told of those that were there.
+        All have read theirs when the first epoch has ended; who was lost and is back serves
+        his elsewhere.
         """
         self._line.send_header({"rows": True})
         self._note_rows(self._line.receive_header())
@@ -192,6 +200,7 @@ class AveragerClient:
     def _note_rows(self, header: dict[str, Any]) -> None:
         self.mean_weight = float(header["mean_weight"])
         self.shard_rows = [int(rows) for rows in header["shard_rows"]]
+        self.row_servers: list[Any] = header["row_servers"]
 
     @property
     def resumes(self) -> bool:
@@ -265,6 +274,20 @@ class AveragerClient:
     def report_validation(self, report: ValidationReport) -> None:
         """Tell the driver what this worker found on its held-out rows."""
         self._line.send_header(validation_header(report))
+
+    def epoch_losses(self, epochs: int) -> Sequence[float]:
+        """What the first epochs came to, each: on held-out rows if there are any, else in training.
+
+        Waits until every worker has reported what it found on its held-out rows, and with
+        ``asks_leave`` until the driver has approved the last of these epochs.
+
+        Args:
+            epochs: how many; they have ended.
+        """
+        if len(self._epoch_losses) < epochs:
+            self._line.send_header({"epoch_losses": epochs, "known": len(self._epoch_losses)})
+            self._epoch_losses += self._line.receive_header()["epoch_losses"]
+        return self._epoch_losses[:epochs]
 
     def finish(self) -> None:
         """Leave the run after the last epoch.

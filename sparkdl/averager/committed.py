@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from sparkdl.averager.kept import KeptState
 from sparkdl.averager.progress import Position, Progress
@@ -93,6 +93,32 @@ class CommittedProgress:
         """Add to an epoch's summary what a rank found on its held-out rows."""
         self._validations.setdefault(report.epoch, {})[report.rank] = report
         self._not_counted.add(report.epoch)
+
+    @property
+    def validated_by(self) -> Set[int]:
+        """Which ranks have told what they found on their held-out rows after the last epoch."""
+        return self._validations.get(self.epoch - 1, {}).keys()
+
+    def epochs_with_known_loss(self, *, validates: bool) -> int:
+        """Of how many epochs it is known for good what they came to.
+
+        Args:
+            validates: whether that is the loss on held-out rows, of which each rank has to tell.
+        """
+        told = len(self.validated_by) == len(self.positions) or not self.at_end_of_epoch
+        return self.epoch - 1 if told or not validates else self.epoch - 2
+
+    def epoch_losses(self, first: int, last: int) -> tuple[float, ...]:
+        """What epochs came to: on held-out rows if there are any, else while they were trained.
+
+        Args:
+            first: epoch counted from 1.
+            last: as ``first``; included.
+        """
+        return tuple(
+            summary.loss if summary.validation_loss is None else summary.validation_loss
+            for summary in self.history[first - 1 : last]
+        )
 
     @property
     def history(self) -> tuple[EpochSummary, ...]:

@@ -8,15 +8,20 @@ One worker is one connection (``framing.py`` has its form):
      "task": ..., "frozen":
      fingerprint}                ------>
     {"reading": rows so far}     ------> now and then, while its rows arrive
-    {"shard": what they are}     ------> wait for all ranks, and for the driver to look at it
+    {"shard": what they are,
+     "row_server": where others fetch
+     them, or null}              ------> wait for all ranks, and for the driver to look at it
                                  <------ or {"read_on": true}, to one that has not read all of
                                          them and does not begin its training, or goes on from a
                                          checkpoint, which may be of other rows: the same again
                                  <------ {"waiting": true}, now and then
                                  <------ {"chunk_bytes": size of the largest message of values,
                                           "position": where to go on,
+                                          "epoch_ended": whether all stand behind an epoch's end,
+                                          "asks_leave": whether to ask for leave to begin one,
                                           "own_state": bytes of it, or null at the very start,
-                                          "mean_weight": of a row, "shard_rows": by rank}
+                                          "mean_weight": of a row, "shard_rows": by rank,
+                                          "row_servers": by rank}
                                  <------ the center's parameters and buffers, chunk by chunk
                                  <------ unless at the very start: the rest of the center, and the
                                          worker's own state from the checkpoint, or from the
@@ -26,16 +31,24 @@ One worker is one connection (``framing.py`` has its form):
     {"reading": rows so far},
     {"shard": what they are}     ------> while rows arrive that are trained on: wait for the driver
                                  <------ {"go_on": true}
-    {"rows": true}               ------> when all rows were read by all
-                                 <------ {"mean_weight": of a row, "shard_rows": by rank}
+    {"rows": true}               ------> when all rows were read by all, or one is served elsewhere
+                                 <------ {"mean_weight": of a row, "shard_rows": by rank,
+                                          "row_servers": by rank}
     {"validation": report}       ------> after an epoch, from who has held-out rows
+    {"epoch_losses": epochs,
+     "known": of how many already} ---> from who follows them, or asks for leave: wait until all
+                                         have validated, and for the driver to look at that
+                                 <------ {"waiting": true}, now and then
+                                 <------ {"epoch_losses": of those not known}
     {"window": report,
      "takes_reply": whether,
      "own_state": bytes}, bytes,
     chunks                       ------> add in rank order, wait for the round
-                                 <------ {"waiting": true}, now and then after a last window
+                                 <------ {"waiting": true}, now and then after a last window,
+                                         and where the round policy has it wait for others
                                  <------ {"checkpoint": true}, if this commit becomes one; with
-                                         "now" after a last window: send your own state at once
+                                         "now" where it waits as above: send your own state at
+                                         once
                                  <------ the reply, chunk by chunk, or {"committed": true}
     {"own_state": bytes}, bytes  ------> only if it becomes a checkpoint
                                  <------ or {"again": true}: a member of the round was lost;
@@ -69,9 +82,11 @@ from sparkdl.averager.coordinator import Coordinator
 from sparkdl.averager.events import Member
 from sparkdl.averager.finite import require_finite
 from sparkdl.averager.headers import (
+    read_epoch_losses,
     read_gather,
     read_join,
     read_own_state,
+    read_row_server,
     read_shard,
     read_validation,
     read_window,
@@ -153,6 +168,7 @@ class Worker:
                 "position": dataclasses.asdict(position),
                 "own_state": own_state_bytes,
                 "epoch_ended": committed.at_end_of_epoch,
+                "asks_leave": edge.coordinator.followed,
                 **self._all_rows(),
             }
         )
@@ -182,9 +198,9 @@ class Worker:
         self._owes_own_state = True
         self.channel.send_header({"checkpoint": True, **({"now": True} if now else {})})
 
-    def receive(self, total: Accumulator, weight: int) -> None:
+    def receive(self, total: Accumulator, weight: int, scale: float) -> None:
         """Add the worker's contribution to a sum."""
-        total.declare(self._member().rank, weight)
+        total.declare(self._member().rank, weight, scale)
         self.channel.wake(total)
 
     def start_over(self) -> None:
@@ -230,11 +246,14 @@ class Worker:
                 value = read_gather(header, member.rank, edge.coordinator.members.world_size)
                 edge.tell(on.Gave(member, value))
             elif "shard" in header:
-                edge.tell(on.RowsFound(member, read_shard(header, member.rank)))
+                shard = read_shard(header, member.rank)
+                edge.tell(on.RowsFound(member, shard, read_row_server(header, member.rank)))
             elif "rows" in header and edge.coordinator.shards.known:
                 self.channel.send_header(self._all_rows())
             elif "validation" in header:
                 edge.tell(on.Validated(member, read_validation(header, member.rank)))
+            elif "epoch_losses" in header:
+                edge.tell(on.EpochLossesWanted(member, *read_epoch_losses(header, member.rank)))
             elif header.get("finish"):
                 edge.tell(on.Finished(member))
                 return
@@ -294,8 +313,12 @@ class Worker:
         return self.member
 
     def _all_rows(self) -> dict[str, object]:
-        facts = self._edge.coordinator.shards.facts
-        return {"mean_weight": facts.mean_weight, "shard_rows": list(facts.shard_rows)}
+        shards = self._edge.coordinator.shards
+        return {
+            "mean_weight": shards.facts.mean_weight,
+            "shard_rows": list(shards.facts.shard_rows),
+            "row_servers": shards.row_servers,
+        }
 
     def _blocks(self, size: int) -> Iterator[memoryview]:
         """Where to receive so many bytes; each block is overwritten by the one after it."""

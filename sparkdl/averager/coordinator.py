@@ -21,7 +21,8 @@ the epoch's end.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -39,6 +40,7 @@ from sparkdl.averager.round import Loss, Round
 from sparkdl.averager.round_policy import All, RoundPolicy
 from sparkdl.averager.shards import Shards
 from sparkdl.errors import DeadlineError, ModelError, SparkDLError, TrainingError
+from sparkdl.events import WindowReport
 from sparkdl.feed.facts import ShardFacts
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,8 @@ class Coordinator:
         resumed: whether the training goes on from a checkpoint, which may be of other rows.
         frozen: the fingerprint that the frozen parameters of every worker are to have.
         policy: who is waited for in rounds; by default everyone.
+        followed: whether callbacks follow the run: the driver is told of rounds, losses of workers
+            and checkpoints too, and workers begin an epoch when it has approved the one before.
 
     Attributes:
         members: who is in the run.
@@ -70,7 +74,9 @@ class Coordinator:
         round: who takes part in the round that is under way.
         committed: how far the training has come.
         checkpoints: the one that is being put together, and when the next is due.
+        followed: as given.
         failure: what has ended the run, if it failed.
+        stopped: why it was stopped before its end, if it was.
         ended: whether the run is over.
     """
 
@@ -87,6 +93,7 @@ class Coordinator:
         resumed: bool = False,
         frozen: str = "",
         policy: RoundPolicy | None = None,
+        followed: bool = False,
     ) -> None:
         self.members = Membership(world_size, deadline_s, tolerance or Tolerance(), now)
         self.shards = Shards(world_size)
@@ -97,13 +104,26 @@ class Coordinator:
         policy.begin(self.committed.positions)
         self.round = Round(self.members.everyone, policy)
         self.checkpoints = Checkpointing(checkpoints, self.committed)
+        self.followed = followed
         self.failure: SparkDLError | None = None
+        self.stopped: str | None = None
+        self._stop_wanted: on.StopWanted | None = None
         self._world_size = world_size
         self._deadline_s = deadline_s
         self._frozen = frozen
         self._gathers = Gathers(world_size)
+        # Of how many epochs the driver was told what they came to, and has approved them.
+        self._told = self._approved_epochs = self.committed.epochs_with_known_loss(validates=True)
+        # Who waits for what the last epoch came to.
+        self._wanting: dict[int, on.EpochLossesWanted] = {}
         self._lateness = Lateness(
-            self.members, self.shards, self._gathers, self.round, self.committed, self.checkpoints
+            self.members,
+            self.shards,
+            self._gathers,
+            self.round,
+            self.committed,
+            self.checkpoints,
+            self._wanting,
         )
         self._started = False
         # Who has read its rows and waits to be let in; who of those has come back to a run.
@@ -132,10 +152,13 @@ class Coordinator:
             on.Taken: self._taken,
             on.OwnStateWritten: lambda event: self._do_without_own_state(event.member.rank),
             on.Validated: self._validated,
+            on.EpochLossesWanted: self._epoch_losses_wanted,
             on.Finished: self._finish,
             on.Failed: lambda event: self._fail(event.error),
             on.Started: self._start,
             on.Approved: self._approved,
+            on.EpochApproved: self._epoch_approved,
+            on.StopWanted: self._stop,
             on.Preempted: lambda event: self.checkpoints.preempt(event.reason),
             on.WorkersExpected: self._workers_expected,
             on.CheckpointWritten: self._checkpoint_written,
@@ -182,12 +205,17 @@ class Coordinator:
     @property
     def ended(self) -> bool:
         """Whether the run is over."""
-        return self.failure is not None or len(self._finished) == self._world_size
+        done = len(self._finished) == self._world_size
+        return self.failure is not None or self.stopped is not None or done
+
+    @property
+    def farewell(self) -> str:
+        """Why the run is over, in words."""
+        return f"the run ended: {self.failure or self.stopped or 'all workers have finished'}"
 
     def _after_the_end(self, event: Event) -> None:
         if isinstance(event, on.Joined):
-            reason = "all workers have finished" if self.failure is None else str(self.failure)
-            self._refuse(event.member, f"the run ended: {reason}")
+            self._refuse(event.member, self.farewell)
         elif isinstance(event, on.CheckpointWritten):
             self.checkpoints.finish()
 
@@ -218,6 +246,7 @@ class Coordinator:
             self._shown[rank] = member
             self._decided.append(on.Report(on.NewRows(rank, shard)))
             return
+        self.shards.row_servers[rank] = event.row_server
         begins = not self._resumed and self.committed.positions[rank] == Position()
         if not shard.complete and not begins:
             self._decided.append(on.ReadOn(member))
@@ -241,8 +270,10 @@ class Coordinator:
             return
         self._started = True
         self.committed.start_epoch(self._now)
-        self._let_in(set(self._ready))
+        self._knocking = set(self._ready)
+        self._admit()
         self.members.expect_anew(self._now)
+        self._tell_of_epochs()
 
     def _approved(self, event: on.Approved) -> None:
         member = self._shown.pop(event.rank, None)
@@ -250,16 +281,24 @@ class Coordinator:
             self.members.hear(event.rank, self._now)
             self._decided.append(on.GoOn(member))
 
-    def _admit(self) -> None:
-        """Let those in who came back."""
-        self._let_in(self._knocking)
-        self._knocking = set()
+    def _admit(self, *, saves: bool = False, final: Sequence[on.WindowClosed] = ()) -> None:
+        """Let those in who came back, and those go on who need not wait for others any more.
 
-    def _let_in(self, ranks: set[int]) -> None:
-        """Send ranks the center, before the next round."""
-        self.round.admit(ranks)
-        self.round.readers |= ranks
-        for rank in sorted(ranks):
+        Args:
+            saves: whether the last commit becomes a checkpoint.
+            final: the last windows of those who have waited for the epoch's end.
+        """
+        knocking, self._knocking = sorted(self._knocking), set()
+        self.round.admit(knocking)
+        for is_final, windows in ((False, self.round.release()), (True, final)):
+            for window in windows:
+                self._sent[window.member.rank] = self._updates
+                reply = on.Reply(window.member, is_final, window.takes_reply, saves)
+                self._decided.append(reply)
+        if saves and not final:
+            waiting = chain(self.round.at_barrier.values(), self.round.through.values())
+            self._decided.extend(on.AskOwnState(window.member) for window in waiting)
+        for rank in knocking:
             self.members.hear(rank, self._now)
             self._sent[rank] = self._updates
             self._decided.append(on.Welcome(self._ready.pop(rank)))
@@ -307,7 +346,8 @@ class Coordinator:
                 f"{member} contributed a window of epoch {report.epoch}, but the run is in epoch "
                 f"{self.committed.epoch}. {ONE_LAST_WINDOW}"
             )
-        if rank not in self.round.active or rank in self.round.entered:
+        out_of_turn = rank in self.round.entered or rank in self.round.at_barrier
+        if rank not in self.round.active or out_of_turn:
             raise TrainingError(
                 f"rank {rank} contributed out of turn in epoch {report.epoch}, step {report.step}"
             )
@@ -323,7 +363,9 @@ class Coordinator:
         member, weight = window.member, window.report.weight
         if self.round.enter(window):
             self._decided.append(on.OpenSum(tuple(sorted(self.round.group))))
-        self._decided.append(on.Receive(member, weight) if weight else on.Skip(member.rank))
+        staleness = self._staleness(member.rank)
+        receive = on.Receive(member, weight, staleness)
+        self._decided.append(receive if weight else on.Skip(member.rank))
         if not self.round.policy.in_step:
             self._decided.extend(map(on.Skip, self.round.leave_out()))
         if not weight:
@@ -343,36 +385,36 @@ class Coordinator:
     def _commit(self) -> None:
         """Make the round's sum the new center, and its windows happen."""
         windows = self.round.commit()
-        weights = tuple(window.report.weight for window in windows if window.report.weight)
-        began = (self._sent[window.member.rank] for window in windows if window.report.weight)
-        staleness = self._updates - min(began, default=self._updates)
+        reports = [self._with_staleness(window) for window in windows]
+        weighted = [report for report in reports if report.weight]
+        weights = tuple(report.weight for report in weighted)
+        staleness = max((report.staleness for report in weighted), default=0)
         self._decided.append(on.Commit(Contributions(weights, self._world_size, staleness)))
         self._updates += bool(weights)
         self.committed.commit(
-            [window.report for window in windows],
+            reports,
             {window.member.rank: window.kept for window in windows if window.kept is not None},
         )
-        self._decided.extend(on.Report(window.report) for window in windows)
-        waiting = self.round.through
+        self._decided.extend(map(on.Report, reports))
+        self._tell_callbacks(on.RoundCommitted(self.committed.round, tuple(reports)))
+        waiting = [*self.round.at_barrier.values(), *self.round.through.values()]
         final: list[on.WindowClosed] = []
         if not self.round.pending:
             summary = self.committed.end_epoch(self._now)
             self._decided.append(on.Report(summary))
             self.checkpoints.end_epoch(summary.epoch)
+            self._tell_of_epochs()
             final = self.round.end_epoch()
-        replies = [
-            window for window in windows if not window.report.last and not window.member.gone
-        ]
-        saves = self._save_if_due(chain(replies, waiting.values()))
-        for is_final, windows in ((False, replies), (True, final)):
-            for window in windows:
-                self._sent[window.member.rank] = self._updates
-                reply = on.Reply(window.member, is_final, window.takes_reply, saves)
-                self._decided.append(reply)
-        if saves and not final:
-            self._decided.extend(on.AskOwnState(window.member) for window in waiting.values())
-        self._admit()
+        self._admit(saves=self._save_if_due(waiting), final=final)
         self.members.expect_anew(self._now)
+
+    def _with_staleness(self, window: on.WindowClosed) -> WindowReport:
+        """A window's report, with how often the center was updated while it was trained."""
+        staleness = self._staleness(window.member.rank) if window.report.weight else 0
+        return replace(window.report, staleness=staleness) if staleness else window.report
+
+    def _staleness(self, rank: int) -> int:
+        return self._updates - self._sent[rank]
 
     def _taken(self, event: on.Taken) -> None:
         readers = self.round.readers
@@ -384,6 +426,40 @@ class Coordinator:
     def _validated(self, event: on.Validated) -> None:
         self._require_admitted(event.member)
         self.committed.validated(event.report)
+        self._tell_of_epochs()
+
+    def _tell_of_epochs(self) -> None:
+        """Tell driver and workers of epochs of which it is known now what they came to."""
+        validates = bool(self.shards.facts.held_out)
+        known = self.committed.epochs_with_known_loss(validates=validates)
+        for summary in self.committed.history[self._told : known] if known > self._told else ():
+            self._told = summary.epoch
+            self._tell_callbacks(on.EpochValidated(summary))
+        self._tell_epoch_losses()
+
+    def _epoch_approved(self, event: on.EpochApproved) -> None:
+        self._approved_epochs = max(self._approved_epochs, event.epoch)
+        self._tell_epoch_losses()
+
+    def _epoch_losses_wanted(self, event: on.EpochLossesWanted) -> None:
+        member, ended = event.member, self.committed.epoch - 1
+        self._require_admitted(member)
+        if event.epochs > ended:
+            raise TrainingError(
+                f"{member} wants to know what {event.epochs} epochs came to, and {ended} have ended"
+            )
+        self._wanting[member.rank] = event
+        self._tell_epoch_losses()
+
+    def _tell_epoch_losses(self) -> None:
+        known = min(self._told, self._approved_epochs) if self.followed else self._told
+        told = [event for event in self._wanting.values() if event.epochs <= known]
+        for event in told:
+            del self._wanting[event.member.rank]
+            losses = self.committed.epoch_losses(event.known + 1, event.epochs)
+            self._decided.append(on.TellEpochLosses(event.member, losses))
+        if told:
+            self.members.expect_anew(self._now)
 
     # Checkpoints.
 
@@ -407,9 +483,13 @@ class Coordinator:
             self._decided.append(on.WriteCheckpoint())
 
     def _checkpoint_written(self, event: on.CheckpointWritten) -> None:
+        self._tell_callbacks(on.CheckpointSaved())
         told_to_end = self.checkpoints.finish()
         if told_to_end is not None:
             self._fail(told_to_end)
+            return
+        if self._stop_wanted is not None:
+            self._stop(self._stop_wanted)
             return
         for rank in self.round.held:
             self.members.hear(rank, self._now)
@@ -417,6 +497,10 @@ class Coordinator:
         for member in leaving.values():
             self._dismiss(member)
         self.round.requeue()
+
+    def _tell_callbacks(self, event: on.RunEvent) -> None:
+        if self.followed:
+            self._decided.append(on.Report(event))
 
     # Losing, leaving, failing.
 
@@ -431,16 +515,18 @@ class Coordinator:
             self._fail(error)
             return
         logger.warning("%s; going on with the others until it comes back", self.members.losses[-1])
-        for waiting in (self._ready, self._shown, self._giving):
+        self._tell_callbacks(on.WorkerLost(rank, why))
+        for waiting in (self._ready, self._shown, self._giving, self._wanting):
             waiting.pop(rank, None)
         self._gathers.withdraw(rank)
         self._knocking.discard(rank)
         loss = self.round.lose(rank)
         if loss is Loss.BROKEN:
             self._decided.append(on.StartOver(self.round.start_over()))
-            self._admit()
         elif loss is Loss.SKIPPED:
             self._decided.extend(map(on.Skip, [rank, *self.round.leave_out()]))
+        if not self.round.is_open:
+            self._admit()
         self._do_without_own_state(rank)
         # Who waited for the lost one could not be heard of.
         self.members.expect_anew(self._now)
@@ -500,6 +586,13 @@ class Coordinator:
         if len(self._finished) == self._world_size:
             self._decided.append(on.End(None))
 
+    def _stop(self, event: on.StopWanted) -> None:
+        """End the run as it is; with a checkpoint that is being written, once it is there."""
+        self._stop_wanted = event
+        if not self.checkpoints.under_way:
+            self.stopped = event.reason
+            self._decided.append(on.End(None, event.reason))
+
     def _fail(self, error: SparkDLError) -> None:
         # Who was told to end may see the workers end too.
         self.failure = self.checkpoints.told_to_end or error
@@ -554,7 +647,9 @@ class Coordinator:
 
     def _say_waiting(self) -> None:
         self._said_waiting = self._now
-        through = {rank: window.member for rank, window in self.round.through.items()}
-        waiting = self._ready | self._shown | self._giving | self._leaving | through
+        windows = self.round.at_barrier | self.round.through
+        through = {rank: window.member for rank, window in windows.items()}
+        wanting = {rank: event.member for rank, event in self._wanting.items()}
+        waiting = self._ready | self._shown | self._giving | self._leaving | through | wanting
         if waiting:
             self._decided.append(on.SayWaiting(tuple(waiting.values())))

@@ -64,10 +64,17 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class RowsFound:
-    """A worker says what it has found in its rows, or in those that have arrived."""
+    """A worker says what it has found in its rows, or in those that have arrived.
+
+    Attributes:
+        member: the worker.
+        shard: what it has found.
+        row_server: where others fetch rows from it, which is theirs to read; None if they do not.
+    """
 
     member: Member
     shard: ShardFacts
+    row_server: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +132,21 @@ class Validated:
 
 
 @dataclass(frozen=True, slots=True)
+class EpochLossesWanted:
+    """A worker waits for what epochs came to.
+
+    Attributes:
+        member: the worker.
+        known: of how many epochs it knows that.
+        epochs: of how many it wants to.
+    """
+
+    member: Member
+    known: int
+    epochs: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """A worker has trained its last epoch."""
 
@@ -151,6 +173,24 @@ class Approved:
     """The driver has looked at rows that arrived while a rank trains."""
 
     rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class EpochApproved:
+    """The driver has looked at an epoch: workers that ask for leave may begin the next one."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopWanted:
+    """The training is to end here, as if it had come to its end.
+
+    Attributes:
+        reason: why, for logs.
+    """
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +225,13 @@ Event = (
     | Taken
     | OwnStateWritten
     | Validated
+    | EpochLossesWanted
     | Finished
     | Failed
     | Started
     | Approved
+    | EpochApproved
+    | StopWanted
     | Preempted
     | WorkersExpected
     | CheckpointWritten
@@ -229,11 +272,26 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
+class TellEpochLosses:
+    """Send a worker what the epochs that it does not know of came to."""
+
+    member: Member
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Receive:
-    """Add a worker's contribution to the sum; ``Contributed`` has to follow."""
+    """Add a worker's contribution to the sum; ``Contributed`` has to follow.
+
+    Attributes:
+        member: the worker.
+        weight: rows behind it.
+        staleness: how often the center was updated since the worker has received it.
+    """
 
     member: Member
     weight: int
+    staleness: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +417,57 @@ class NewRows:
     shard: ShardFacts
 
 
-RunEvent = DataFacts | NewRows | WindowReport | EpochSummary
+@dataclass(frozen=True, slots=True)
+class RoundCommitted:
+    """A round has become the center.
+
+    Attributes:
+        round: counted from 1 in this run.
+        reports: what each contributor had trained on.
+    """
+
+    round: int
+    reports: tuple[WindowReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EpochValidated:
+    """What an epoch came to is known for good, on held-out rows too if there are any.
+
+    Where workers ask for leave they wait for ``EpochApproved``.
+    """
+
+    summary: EpochSummary
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """A worker was lost, and the run goes on.
+
+    Attributes:
+        rank: the worker's.
+        why: in words; follows its name.
+    """
+
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved:
+    """The checkpoint that was under way has been written, or was given up with a warning."""
+
+
+RunEvent = (
+    DataFacts
+    | NewRows
+    | WindowReport
+    | EpochSummary
+    | RoundCommitted
+    | EpochValidated
+    | WorkerLost
+    | CheckpointSaved
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,9 +483,11 @@ class End:
 
     Attributes:
         failure: why it failed; every worker is told. None if all have finished.
+        stopped: why it was stopped, if it was; every worker is told.
     """
 
     failure: SparkDLError | None
+    stopped: str | None = None
 
 
 Decision = (
@@ -385,6 +495,7 @@ Decision = (
     | Welcome
     | GoOn
     | Tell
+    | TellEpochLosses
     | Receive
     | StartOver
     | Reply

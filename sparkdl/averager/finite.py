@@ -70,7 +70,7 @@ def require_finite(values: Tensor, window: WindowReport) -> None:
     bad = count_non_finite(values)
     if bad:
         who = f"rank {window.rank}"
-        if window.stands_for is not None:
+        if window.weight > window.examples:
             who += ", which speaks for all who have formed a mean together,"
         raise NonFiniteError(
             f"{who} has {bad} NaN or infinite values among its parameters, "

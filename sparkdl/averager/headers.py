@@ -56,6 +56,8 @@ _COLUMN_TYPES: _Types = {
 _PLACE_TYPES = [int, int]
 _INTEGERS = range(-(1 << 63), 1 << 64)
 """Those that 64 bits hold. JSON has larger ones, which no float does: adding them up would fail."""
+ADDRESS_BYTES = 512
+"""The longest that anybody is known by: a host's name has 253 at most."""
 SAFE_COLUMNS = 1000
 """Facts about so many fit into a header, whatever they are."""
 _FAILURE_TYPES: _Types = {
@@ -94,7 +96,7 @@ def window_header(
         takes_reply: whether it wants to know what came out.
         own_state: bytes that follow, which the averager is to keep of the worker.
     """
-    fields = dataclasses.asdict(window)
+    fields = {name: getattr(window, name) for name in _WINDOW_TYPES}
     return {"window": fields, "takes_reply": takes_reply, "own_state": own_state}
 
 
@@ -177,6 +179,18 @@ def read_shard(header: dict[str, Any], rank: int | None) -> ShardFacts:
     return ShardFacts(**fields)
 
 
+def read_row_server(header: dict[str, Any], rank: int) -> object:
+    """Where other workers fetch a worker's rows, for them to read; None if they do not.
+
+    Raises:
+        TrainingError: it is more than an address takes, and all workers are told.
+    """
+    address = header.get("row_server")
+    if address is not None and len(json.dumps(address)) > ADDRESS_BYTES:
+        raise TrainingError(f"rank {rank} says that it serves its rows at {_quoted(address)}")
+    return address
+
+
 def read_gather(header: dict[str, Any], rank: int, world_size: int) -> Any:
     """What a worker wants all others to know.
 
@@ -234,6 +248,18 @@ def read_validation(header: dict[str, Any], rank: int) -> ValidationReport:
     if fields["examples"] < 0 or fields["rank"] != rank:
         raise TrainingError(f"rank {rank} sent a validation that cannot be its own: {fields}")
     return ValidationReport(**fields)
+
+
+def read_epoch_losses(header: dict[str, Any], rank: int) -> tuple[int, int]:
+    """Of how many epochs a worker knows what they came to, and of how many it wants to.
+
+    Raises:
+        TrainingError: the header does not say.
+    """
+    known, epochs = header.get("known"), header.get("epoch_losses")
+    if type(known) is not int or type(epochs) is not int or not 0 <= known < epochs:
+        raise TrainingError(f"rank {rank} wants to know the losses of {_quoted(header)}")
+    return known, epochs
 
 
 def raise_reported_failure(header: dict[str, Any]) -> None:

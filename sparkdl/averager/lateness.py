@@ -5,6 +5,8 @@ Only the look at the clock asks, once a second or so; it may cost what all worke
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from sparkdl.averager.checkpointing import Checkpointing
 from sparkdl.averager.committed import CommittedProgress
 from sparkdl.averager.gathers import Gathers
@@ -23,6 +25,7 @@ class Lateness:
         round: who takes part in the round that is under way.
         committed: how far the training has come.
         checkpoints: the one that is being put together.
+        wanting: who waits for what the last epoch came to, by rank.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class Lateness:
         round: Round,
         committed: CommittedProgress,
         checkpoints: Checkpointing,
+        wanting: Mapping[int, object],
     ) -> None:
         self._members = members
         self._shards = shards
@@ -40,6 +44,7 @@ class Lateness:
         self._round = round
         self._committed = committed
         self._checkpoints = checkpoints
+        self._wanting = wanting
 
     def overdue(self, now: float, *, started: bool, done: set[int]) -> set[int]:
         """Who is waited for, and was silent for longer than it is granted.
@@ -55,13 +60,16 @@ class Lateness:
         present = self._gathers.present
         if present is not None:
             return overdue(everyone - present, now)
+        if self._wanting:
+            return overdue(everyone - self._committed.validated_by, now)
         return self._overdue_in_round(now, done) - done
 
     def hold_up(self, silent: set[int]) -> bool:
         """Whether anyone who is not silent itself has to wait for those who are."""
         this = self._round
         waiting = this.entered.keys() | this.held.keys() | this.through.keys()
-        return bool((waiting | (self._gathers.present or set())) - silent)
+        waiting |= this.at_barrier.keys() | self._wanting.keys() | (self._gathers.present or set())
+        return bool(waiting - silent)
 
     def what_is_missing(self, ranks: set[int], *, started: bool) -> str:
         """What ranks are waited for; follows their names."""
@@ -80,6 +88,8 @@ class Lateness:
         if self._gathers.present is not None:
             return "did not take part in what the workers exchange among themselves"
         epoch, rounds = self._committed.epoch, self._committed.round
+        if self._wanting:
+            return f"did not report the loss on its held-out rows after epoch {epoch - 1}"
         if self._round.readers:
             return f"did not take the center of round {rounds}"
         if self._checkpoints.awaited:
@@ -93,7 +103,7 @@ class Lateness:
         if self._checkpoints.awaited:
             return overdue(self._checkpoints.awaited, now)
         awaited = this.group if this.is_open else this.active
-        late = awaited - this.entered.keys() - this.held.keys() - done
+        late = awaited - this.entered.keys() - this.held.keys() - this.at_barrier.keys() - done
         adding = this.entered.keys() - this.complete
         # Who adds waits for its turn: only the first can always go on, if it is not late itself,
         # nor held until a checkpoint is written.

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sparkdl.errors import DeadlineError, DisconnectedError, StoppedError
 from sparkdl.transport.address import AveragerAddress
+from sparkdl.transport.connecting import introduced
 from sparkdl.transport.connection import ConnectionLostError, SilenceError
-from sparkdl.transport.reaching import introduced
 
 
 class Line:

@@ -294,8 +294,7 @@ class Loop:
         channel.begin(worker.conversation())
         self._touched.add(channel)
         if self.coordinator.ended:  # nothing that it could say would change that
-            why = self.coordinator.failure or "all workers have finished"
-            self._part(channel, {"stopped": f"the run ended: {why}"})
+            self._part(channel, {"stopped": self.coordinator.farewell})
 
     def _register(self, channel: Channel) -> None:
         mask = selectors.EVENT_READ if channel.listens else 0
@@ -349,10 +348,10 @@ class Loop:
 
     def _carry_out(self, decision: on.Decision) -> None:
         match decision:
-            case on.Receive(member, weight):
-                total = self.center.sum
+            case on.Receive(member, weight, staleness):
+                total, scale = self.center.sum, self.center.scale(staleness)
                 assert total is not None
-                self._do(member, lambda worker: worker.receive(total, weight))
+                self._do(member, lambda worker: worker.receive(total, weight, scale))
             case on.Reply(member):
                 self._do(member, lambda worker: worker.reply(decision))
             case on.Skip(rank):
@@ -373,6 +372,8 @@ class Loop:
                 self._do(member, lambda worker: worker.ask_own_state(now=True))
             case on.Tell(members, gathered):
                 self._send_all(members, {"gathered": list(gathered)})
+            case on.TellEpochLosses(member, losses):
+                self._send_all((member,), {"epoch_losses": losses})
             case on.SayWaiting(members):
                 self._send_all(members, {"waiting": True})
             case on.StartOver(members):
@@ -387,8 +388,8 @@ class Loop:
                 self._begin_checkpoint(decision)
             case on.WriteCheckpoint():
                 self._write_checkpoint()
-            case on.End(failure):
-                self._end(failure)
+            case on.End():
+                self._end(decision)
 
     def _do(self, member: Member, act: Callable[[Worker], None]) -> None:
         worker = self._by_member.get(member)
@@ -435,10 +436,10 @@ class Loop:
         self._writer = threading.Thread(target=write, name="sparkdl-saving", daemon=True)
         self._writer.start()
 
-    def _end(self, failure: SparkDLError | None) -> None:
-        if failure is not None:
+    def _end(self, decision: on.End) -> None:
+        if decision.failure is not None or decision.stopped is not None:
             self._await_turn.clear()
-            farewell = {"stopped": f"the run ended: {failure}"}
+            farewell = {"stopped": self.coordinator.farewell}
             for channel in list(self._workers):
                 self._part(channel, farewell)
         self.reports.put(None)

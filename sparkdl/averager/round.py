@@ -8,6 +8,8 @@
                 when each of them has contributed
     entered     contributing, or done with it
     complete    done with it
+    at_barrier  done with a window, and waiting for the center until the policy lets them go on
+    newcomers   let in, and not yet let contribute by the policy
     through     waiting for the epoch's final center, after a last window
     readers     being sent a center, which the next sum must not overwrite
     queue       those held whom nothing but the sum keeps waiting, and some who were lost since
@@ -55,6 +57,8 @@ class Round:
         self.group: set[int] = set()
         self.entered: dict[int, WindowClosed] = {}
         self.complete: set[int] = set()
+        self.at_barrier: dict[int, WindowClosed] = {}
+        self.newcomers: set[int] = set()
         self.through: dict[int, WindowClosed] = {}
         self.readers: set[int] = set()
         self.is_open = False
@@ -63,7 +67,9 @@ class Round:
         self._missing: set[int] = set()
         self._awaited: set[int] = set()
         self.queue: deque[WindowClosed] = deque()
-        self._refused = False
+        # About whom the policy has to be asked, of those who wait for it.
+        self._to_ask: list[int] = []
+        self._ask_about_all = False
 
     def admit(self, ranks: Iterable[int]) -> None:
         """Let ranks in, between two sums; who was through with the epoch says so once more."""
@@ -72,18 +78,21 @@ class Round:
             self.admitted.add(rank)
             self.pending.add(rank)
             self.active.add(rank)
-        self._ask_again()
+            self.newcomers.add(rank)
+            self.readers.add(rank)
+            self._ask_about_all = True
 
     def lose(self, rank: int) -> Loss:
         """Take a rank out."""
         takes_part = rank in self._missing
-        for ranks in (self.readers, self.admitted, self.active, self.group):
+        for ranks in (self.readers, self.newcomers, self.admitted, self.active, self.group):
             ranks.discard(rank)
         self._missing.discard(rank)
         self._awaited.discard(rank)
         self.held.pop(rank, None)
+        self.at_barrier.pop(rank, None)
         self.through.pop(rank, None)
-        self._ask_again()
+        self._ask_about_all = True
         if not takes_part:
             return Loss.NOTHING
         return Loss.BROKEN if rank in self.entered else Loss.SKIPPED
@@ -102,19 +111,19 @@ class Round:
             if is_held and self.is_open and rank not in self.group:
                 break
             self.queue.popleft()
-            if is_held and self.policy.admits(rank, self.active):
+            if is_held and self._may_enter(rank):
                 return window
-            self._refused |= is_held
         return None
+
+    def _may_enter(self, rank: int) -> bool:
+        if rank in self.newcomers and not self.policy.goes_on(rank, self.active):
+            return False
+        self.newcomers.discard(rank)
+        return True
 
     def requeue(self) -> None:
         """Have ``next`` name all who are held once more: what they waited for may have come."""
-        self.queue, self._refused = deque(self.held.values()), False
-
-    def _ask_again(self) -> None:
-        """Those whom the policy has refused may be admitted now."""
-        if self._refused:
-            self.requeue()
+        self.queue = deque(self.held.values())
 
     def enter(self, window: WindowClosed) -> bool:
         """Let a rank contribute; returns whether it is the first, so that a sum has to begin."""
@@ -158,7 +167,7 @@ class Round:
         """End the round; returns the windows of its contributions, by rank.
 
         Those that were the last of their ranks' epochs are ``through`` from here on, the others'
-        ranks are readers of the outcome.
+        ranks are ``at_barrier``.
         """
         windows = [self.entered[rank] for rank in sorted(self.complete)]
         for window in windows:
@@ -169,11 +178,31 @@ class Round:
                 if not window.member.gone:
                     self.through[rank] = window
             elif not window.member.gone:
-                self.readers.add(rank)
+                self.at_barrier[rank] = window
+                self._to_ask.append(rank)
         self._begin_next()
-        if self.policy.committed(window.report for window in windows):
-            self._ask_again()
+        self._to_ask += self.policy.committed((w.report for w in windows), self.active)
         return windows
+
+    def release(self) -> list[WindowClosed]:
+        """Let go on whom the policy lets, between two sums; they are readers from here on.
+
+        Returns:
+            What each of them has contributed last.
+        """
+        assert not self.is_open
+        ranks = [*self.at_barrier, *self.newcomers] if self._ask_about_all else self._to_ask
+        self._to_ask, self._ask_about_all = [], False
+        # The queue asks about newcomers, when they have trained.
+        asked = [rank for rank in ranks if rank in self.newcomers and rank in self.held]
+        self.queue.extend(self.held[rank] for rank in asked)
+        released = [
+            self.at_barrier.pop(rank)
+            for rank in ranks
+            if rank in self.at_barrier and self.policy.goes_on(rank, self.active)
+        ]
+        self.readers |= {window.member.rank for window in released}
+        return released
 
     def end_epoch(self) -> list[WindowClosed]:
         """Make everyone active again; returns the windows of those who wait for the center."""
@@ -181,7 +210,6 @@ class Round:
         self.readers |= {window.member.rank for window in waiting}
         self.pending = set(self._everyone)
         self.active = set(self.admitted)
-        self._ask_again()
         return waiting
 
     def _begin_next(self) -> None:

@@ -45,17 +45,18 @@ class RoundPolicy(ABC):
         """
         return entered == group
 
-    def admits(self, rank: int, active: Set[int]) -> bool:
-        """Whether a rank may contribute already; it waits otherwise.
+    def goes_on(self, rank: int, active: Set[int]) -> bool:
+        """Whether a rank that has contributed may go on; it waits for the center otherwise.
 
-        It is asked about once more when ``committed`` says so, and when a rank leaves ``active``
-        or comes back to it.
+        Never asked behind a last window of an epoch. One that has just come in trains at once: then
+        it is asked whether it may contribute what it has trained. About one that waits it is asked
+        once more when ``committed`` names it, and when another leaves ``active`` or comes to it.
         """
         return True
 
-    def committed(self, windows: Iterable[WindowReport]) -> bool:
-        """Take note of a commit; returns whether to ask anew about whom it has not admitted."""
-        return False
+    def committed(self, windows: Iterable[WindowReport], active: Set[int]) -> Iterable[int]:
+        """Take note of a commit; returns whom to ask about anew, of those who may not go on."""
+        return ()
 
 
 class All(RoundPolicy):

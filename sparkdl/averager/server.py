@@ -55,6 +55,8 @@ class Averager:
         tls: whether connections are encrypted.
         frozen: the fingerprint of the parameters that are no part of the center; a worker that has
             built others ends the run.
+        followed: whether callbacks follow the run: ``events`` has more for them, and workers begin
+            an epoch when ``approve_epoch`` was called for the one before.
 
     Raises:
         ConfigError: the wire format is for workers that stay in step, and the policy lets them
@@ -81,6 +83,7 @@ class Averager:
         tolerance: Tolerance | None = None,
         tls: bool = False,
         frozen: str = "",
+        followed: bool = False,
     ) -> None:
         self._coordinator = Coordinator(
             world_size,
@@ -93,6 +96,7 @@ class Averager:
             resumed=resumed is not None,
             frozen=frozen,
             policy=policy,
+            followed=followed,
         )
         if wire_format.replies_changes and policy is not None and not policy.in_step:
             raise ConfigError(
@@ -183,20 +187,42 @@ class Averager:
         """Let a worker train on rows that arrived while it trains; the answer to ``NewRows``."""
         self._loop.post(on.Approved(rank))
 
+    def approve_epoch(self, epoch: int) -> None:
+        """Let workers that ask for leave begin the epoch after this one."""
+        self._loop.post(on.EpochApproved(epoch))
+
+    def stop(self, reason: str) -> None:
+        """End the run as if it had come to its end; ``center`` is that of the last commit."""
+        self._loop.post(on.StopWanted(reason))
+
     def save_and_fail(self, reason: SparkDLError) -> None:
         """End the run with ``reason`` as soon as a commit has become a checkpoint."""
         self._loop.post(on.Preempted(reason))
 
-    def save_center(self) -> None:
-        """After a failure, write a checkpoint of the last commit if that is not one yet.
+    def put_back(self, center: Sequence[Tensor]) -> None:
+        """After the end, have the center be what it was before.
+
+        Args:
+            center: a copy of ``center``, of some time.
+        """
+        for values, before in zip(self._center.values, center, strict=True):
+            values.copy_(before)
+
+    def save_center(self, *, anew: bool = False) -> None:
+        """After the end, write a checkpoint of the last commit if that is not one yet.
 
         Without the workers' own states. Nothing if nothing was committed.
+
+        Args:
+            anew: whether to write one even so, for the center is not what was committed.
         """
         self._loop.join_writer()
         with self._loop.lock:
-            # Nothing is committed after a failure, so the center stays as it is.
-            assert self._coordinator.failure is not None
-            if self._plan is None or self._coordinator.checkpoints.has_last_commit:
+            # Nothing is committed any more, so the center stays as it is.
+            assert self._coordinator.ended
+            if self._plan is None:
+                return
+            if self._coordinator.checkpoints.has_last_commit and not anew:
                 return
             data = self._coordinator.shards.facts.lasting()
             progress = self._coordinator.committed.progress()
@@ -208,7 +234,7 @@ class Averager:
         self._loop.post(on.Failed(error))
 
     def events(self) -> Iterator[RunEvent]:
-        """Yield what is reported: the data's facts, then windows and epochs until all finished.
+        """Yield what is reported: the data's facts, then what happens until all have finished.
 
         The workers train only after ``start``, which has to follow the facts.
 

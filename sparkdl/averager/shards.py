@@ -11,10 +11,14 @@ class Shards:
 
     Args:
         world_size: number of ranks.
+
+    Attributes:
+        row_servers: where others fetch the rows of each rank, as it has told; None if they do not.
     """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
+        self.row_servers: list[object] = [None] * world_size
         self._found: dict[int, ShardFacts] = {}
         self._unread = set(range(world_size))
         self._columns: int | None = None

@@ -110,4 +110,4 @@ WIRE_FORMATS: dict[str, type[FullPrecision] | type[BFloat16Changes]] = {
     "float32": FullPrecision,
     "bfloat16": BFloat16Changes,
 }
-"""Formats by the name that ``ParameterAveraging`` gives as ``wire_dtype``."""
+"""Formats by the name that strategies give as ``wire_dtype``."""

@@ -30,7 +30,7 @@ from sparkdl.randomness import borrowed_random_numbers
 
 DESCRIPTION = "module.json"
 WEIGHTS = "module.safetensors"
-FORMAT = 2
+FORMAT = 3
 """Version of the files' format; a reader refuses a newer one."""
 _ENCODINGS = get_args(Encoding)
 _EPOCH_TYPES = get_type_hints(EpochSummary)

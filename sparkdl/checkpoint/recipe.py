@@ -17,7 +17,7 @@ import importlib
 import inspect
 import reprlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Place:
         maker: whether it may be a subclass of ``base``, or a function that the user trusts, that is
             called for an instance.
         function: whether it may be a function, called for something else.
+        several: whether it is a list of what the rest says.
         harmless: what needs no trust there besides torch's own, by import path.
     """
 
@@ -53,10 +54,14 @@ class Place:
     instance: bool = False
     maker: bool = False
     function: bool = False
+    several: bool = False
     harmless: Mapping[str, Any] = field(default_factory=dict)
 
     def takes(self, value: Any, trust: Trust) -> bool:
         """Whether an object belongs there."""
+        if self.several:
+            one = replace(self, several=False)
+            return isinstance(value, list) and all(one.takes(each, trust) for each in value)
         if isinstance(value, self.base):
             return self.instance
         called = value.func if isinstance(value, functools.partial) else value

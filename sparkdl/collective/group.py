@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.collective.network import Network
 from sparkdl.collective.rendezvous import Gather, Meeting, interface_settings, meet
-from sparkdl.eager import defer_compiler
 from sparkdl.errors import CollectiveError
+from sparkdl.lazy_compiler import defer_compiler
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ class Network:
 
 
 def local_address(network: Network) -> str:
-    """The IPv4 address of this host on the chosen interface.
+    """The address of this host on the chosen interface: IPv4, unless the driver has none.
 
     Raises:
         ConfigError: this host has no such interface, or no route to the driver.
@@ -121,10 +121,13 @@ def listen(address: str, ports: tuple[int, int] | None) -> socket.socket:
 
 def _address_towards(host: str) -> str:
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing: it only looks up the route
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        # IPv4 where there is both: interfaces are chosen by that.
+        family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing: it only looks up the route
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ConfigError(
-            f"{socket.gethostname()} has no IPv4 route to the driver at {host}: {error}"
+            f"{socket.gethostname()} has no route to the driver at {host}: {error}"
         ) from error

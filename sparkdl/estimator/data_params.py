@@ -15,8 +15,9 @@ from pyspark.ml.param.shared import (
 
 from sparkdl.errors import ConfigError
 from sparkdl.outputs import OutputKey
+from sparkdl.spark.rows.column_overrides import dtypes, names, outputs, shapes
 from sparkdl.spark.rows.converters import one_of, optional_function, optional_whole, whole
-from sparkdl.spark.rows.declared import dtypes, names, outputs, shapes
+from sparkdl.spark.rows.delivery import SHUFFLES
 from sparkdl.spark.rows.scratch import STORE_PLACES
 
 OUTPUT_TYPES = ("auto", "class", "probability", "raw")
@@ -183,10 +184,17 @@ class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, HasValidationIndi
         "whether a worker leaves out the last minibatch of an epoch if it is short",
         typeConverter=TypeConverters.toBoolean,
     )
+    shuffleRows: Param[str] = Param(
+        Params._dummy(),
+        "shuffleRows",
+        "how the rows are spread over the workers: 'exchange' (they deal them out among "
+        "themselves), 'spark' (by its shuffle) or 'none' (they stay where they are read)",
+        typeConverter=one_of("shuffleRows", SHUFFLES),
+    )
     reshuffleEvery: Param[int] = Param(
         Params._dummy(),
         "reshuffleEvery",
-        "epochs after which the workers deal their rows anew among themselves (>= 0); 0 for never",
+        "epochs after which the workers exchange their rows once more (>= 0); 0 for never",
         typeConverter=whole("reshuffleEvery", 0),
     )
     batchTransform: Param[Any] = Param(
@@ -282,6 +290,15 @@ class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, HasValidationIndi
     def setDropLast(self, value: bool) -> Self:
         """Sets the value of dropLast."""
         self._set(dropLast=value)
+        return self
+
+    def getShuffleRows(self) -> str:
+        """Gets the value of shuffleRows or its default value."""
+        return self.getOrDefault(self.shuffleRows)
+
+    def setShuffleRows(self, value: str) -> Self:
+        """Sets the value of shuffleRows."""
+        self._set(shuffleRows=value)
         return self
 
     def getReshuffleEvery(self) -> int:

@@ -14,6 +14,7 @@ from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame
 from torch import nn
 
+from sparkdl.callbacks import Callback
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.driver import run
 from sparkdl.errors import ConfigError
@@ -25,7 +26,7 @@ from sparkdl.estimator.progress import ProgressBar
 from sparkdl.feed.columns import BatchTransform
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder, SchedulerBuilder
 from sparkdl.spark.cluster.gpus import gpu_profile
-from sparkdl.spark.cluster.turns import in_turn
+from sparkdl.spark.cluster.slot_queue import in_turn
 from sparkdl.spark.diagnostics.console import driver_hosts
 from sparkdl.spark.launch.launcher import launch
 from sparkdl.strategies import ParameterAveraging, Strategy
@@ -87,10 +88,14 @@ class TorchEstimator(
         optimizer: parameters -> Optimizer, for example ``partial(torch.optim.SGD, lr=0.1)``.
         scheduler: optimizer -> torch's LRScheduler, for example ``partial(CosineAnnealingLR,
             T_max=10)``; None for a learning rate that stays. It has to follow from the number of
-            its steps alone.
+            its steps alone, but for ``ReduceLROnPlateau``, which follows the loss of each epoch: on
+            the held-out rows (``validationIndicatorCol``), or without those while it was trained.
         schedulerEvery: after what the scheduler takes a step: ``epoch``, or ``step`` for every step
             of the optimizer. Steps are then those of the worker with the most rows: workers that
             have fewer catch up at the end of the epoch.
+        callbacks: called in the driver after rounds, epochs and more; see ``sparkdl.callbacks``.
+            ``EarlyStopping`` and ``TimeBudget`` end the training, with the model of the best epoch
+            or with the model so far.
         strategy: how the replicas agree; ``ParameterAveraging(period=5)`` by default.
         featuresCol: the features column: a number, an array of numbers or a vector a row. The model
             receives shape (rows,) for numbers and (rows, k) for arrays and vectors.
@@ -121,9 +126,12 @@ class TorchEstimator(
         epochs: passes over the data.
         batchSize: rows a minibatch on each worker.
         dropLast: whether a worker leaves out the last minibatch of an epoch if it is short.
-        reshuffleEvery: epochs after which the workers deal their rows anew among themselves, at
-            random and evenly; 0 for never, each keeps its rows. A lost worker then makes all
-            start again from the last round.
+        shuffleRows: how the rows are spread over the workers. ``exchange``: each reads whole
+            partitions, then they exchange all rows among themselves, at random and evenly;
+            ``spark``: by Spark's shuffle, unless there are as many partitions as workers and about
+            equal; ``none``: they stay where they are read, also where that is one class a worker.
+        reshuffleEvery: epochs after which the workers exchange their rows once more; 0 for never,
+            each keeps its rows. A lost worker then makes all start again from the last round.
         batchTransform: Batch -> Batch, called on each minibatch to train on, for example to augment
             images; torch's random numbers are seeded by epoch, rank and minibatch around it.
         memoryBudget: MiB of its stored rows that a worker keeps mapped; None for no limit.
@@ -182,6 +190,7 @@ class TorchEstimator(
         optimizer: OptimizerBuilder,
         scheduler: SchedulerBuilder | None = None,
         schedulerEvery: str = "epoch",
+        callbacks: list[Callback] | None = None,
         # Without its argument: what reads job configurations looks for the subclasses of a class.
         strategy: Strategy | None = None,  # type: ignore[type-arg]
         featuresCol: str = "features",
@@ -202,6 +211,7 @@ class TorchEstimator(
         epochs: int = 1,
         batchSize: int = 32,
         dropLast: bool = False,
+        shuffleRows: str = "exchange",
         reshuffleEvery: int = 0,
         batchTransform: BatchTransform | None = None,
         memoryBudget: int | None = None,
@@ -263,7 +273,7 @@ class TorchEstimator(
         ):
             model = self._try_as_it_is(ready, progress)
             if model is None:
-                ready.spread()
+                ready.read_first()
                 model = self._train(ready, progress)
         return self._copyValues(model)
 
@@ -272,7 +282,7 @@ class TorchEstimator(
             return self._train(ready, progress)
         except UnbalancedError as found:
             # Left before the second attempt, whose errors would carry this one along.
-            logger.info("training starts anew after a shuffle: %s", found)
+            logger.info("training starts anew: %s", found)
             return None
 
     def _train(self, ready: Preflight, progress: ProgressBar) -> TorchModel:
@@ -287,6 +297,7 @@ class TorchEstimator(
             checkpoints=self.checkpoint_policy(spark.sparkContext.applicationId),
             check=ready.check,
             on_event=progress,
+            callbacks=self.getCallbacks() or (),
         )
         return TorchModel(
             outcome.module,

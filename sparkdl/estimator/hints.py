@@ -13,8 +13,30 @@ from sparkdl.losses import ModelLoss
 from sparkdl.protocols import Batch, ColumnSpec
 from sparkdl.replica import Replica
 
+SHOW_ZEROS = "Give a function as model that builds it and calls it on a batch of zeros"
+
 _OF_SHAPE = re.compile(r"\b[2-5]D\b|channels")
 _OF_MASK = re.compile("bool", re.IGNORECASE)
+
+
+def how_to_build(error: Exception) -> str:
+    """What to give as model or optimizer if these cannot be built; of most errors nothing.
+
+    Args:
+        error: what was raised meanwhile.
+    """
+    text = str(error)
+    # Of an instance, for torch cannot copy all of those.
+    if "uninitialized parameter" in text:
+        return f". {SHOW_ZEROS}"
+    if "deepcopy protocol" in text:
+        return ". Give a function as model that builds it, instead of one that is built already"
+    if "process group" in text:
+        return (
+            ". The strategy has the replicas agree: leave DistributedDataParallel and what is like "
+            "it out of the model"
+        )
+    return ""
 
 
 def how_called(replica: Replica, batch: Batch, error: Exception, *, with_labels: bool) -> str:

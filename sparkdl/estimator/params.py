@@ -9,6 +9,7 @@ from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.param.shared import HasSeed
 
 from sparkdl.errors import ConfigError
+from sparkdl.estimator.callback_params import CallbackParams
 from sparkdl.estimator.data_params import DataParams
 from sparkdl.estimator.network_params import NetworkParams
 from sparkdl.estimator.recovery_params import RecoveryParams
@@ -64,7 +65,13 @@ def _strategy(value: Any) -> Strategy[Any]:
 
 
 class EstimatorParams(
-    DataParams, ScheduleParams, RecoveryParams, NetworkParams, SecurityParams, HasSeed
+    DataParams,
+    ScheduleParams,
+    CallbackParams,
+    RecoveryParams,
+    NetworkParams,
+    SecurityParams,
+    HasSeed,
 ):
     """Params of ``TorchEstimator``; its docstring says what each is for."""
 

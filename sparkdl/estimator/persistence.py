@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from sparkdl import strategies
+from sparkdl import callbacks, strategies
 from sparkdl.checkpoint.json_file import read_json_object
 from sparkdl.checkpoint.module_files import SavedModule, read_module, write_module
 from sparkdl.checkpoint.recipe import MODEL, Place, load_recipe, save_recipe
@@ -41,7 +41,18 @@ PLACES = {
         "a strategy",
         strategies.Strategy,
         instance=True,
-        harmless=classes_of(strategies, strategies.Strategy),
+        harmless={
+            **classes_of(strategies, strategies.Strategy),
+            **classes_of(strategies, strategies.Barrier),
+            **classes_of(strategies, strategies.CenterUpdate),
+        },
+    ),
+    "callbacks": Place(
+        "a list of callbacks",
+        callbacks.Callback,
+        instance=True,
+        several=True,
+        harmless=classes_of(callbacks, callbacks.Callback),
     ),
     "batchTransform": Place("a function", nn.Module, instance=True, function=True),
 }

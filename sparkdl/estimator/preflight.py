@@ -19,10 +19,11 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import head_of
 from sparkdl.estimator.params import EstimatorParams
 from sparkdl.estimator.predictions import predicted_columns
-from sparkdl.estimator.probe import PREDICTED_ROWS, LazyModelError, build, probe
+from sparkdl.estimator.probe import PREDICTED_ROWS, LazyModelError, build, probe, require_single_row
 from sparkdl.estimator.rehearsal import require_schedule, require_steady_state, require_steps
 from sparkdl.estimator.schema import fed_columns
 from sparkdl.estimator.shipping import require_picklable
+from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ColumnFacts, DataFacts
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.initial import Initialized, prepare
@@ -33,11 +34,16 @@ from sparkdl.schedule import Unit
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.cluster.slots import choose_num_workers, require_static_allocation
-from sparkdl.spark.launch.launcher import Workers
+from sparkdl.spark.launch.worker_rows import Workers
 from sparkdl.spark.rows.columns import InputColumn
 from sparkdl.spark.rows.converters import in_bytes
+from sparkdl.spark.rows.delivery import Delivery, Way, delivery_of
 from sparkdl.spark.rows.partitions import has_stable_order, known_partitions
-from sparkdl.spark.session.encryption import encrypts_connections, require_trusted_network
+from sparkdl.spark.session.encryption import (
+    encrypts_connections,
+    keeps_rows_in_memory,
+    require_trusted_network,
+)
 from sparkdl.spark.session.session import require_classic_session
 from sparkdl.worker import Job
 
@@ -68,6 +74,7 @@ class Preflight:
 
     def __init__(self, params: EstimatorParams, frame: DataFrame) -> None:
         require_classic_session(frame)
+        self._params = params
         for name in ("model", "loss", "optimizer", "scheduler", "strategy", "batchTransform"):
             require_picklable(name, params.getOrDefault(name))
         builder = as_builder(params.getModel())
@@ -76,9 +83,12 @@ class Preflight:
         builder, self._replica = _build_whole(builder, params, frame)
         require_portable(self._replica.module, builder)
         scheduler_every = cast(Unit, params.getSchedulerEvery())
-        require_schedule(self._replica.optimizer, params.getScheduler(), scheduler_every)
+        scheduler = params.getScheduler()
+        schedule = require_schedule(self._replica.optimizer, scheduler, scheduler_every)
         if params.getStrategy().needs.exchanges_optimizer_state:
-            require_steady_state(params.getOptimizer(), params.getScheduler())
+            # What follows losses changes nothing but the learning rate.
+            steps = None if schedule.follows_epoch_losses else scheduler
+            require_steady_state(params.getOptimizer(), steps)
         fractions = _parameter_dtype(self._replica.module)
         self.head = head_of(loss)
         fed = fed_columns(params, frame, loss, self.head, fractions)
@@ -87,7 +97,7 @@ class Preflight:
             model=builder,
             loss=loss,
             optimizer=params.getOptimizer(),
-            scheduler=params.getScheduler(),
+            scheduler=scheduler,
             scheduler_every=scheduler_every,
             strategy=params.getStrategy(),
             schema=fed.schema,
@@ -126,7 +136,7 @@ class Preflight:
             frame=frame,
             columns=fed.columns,
             num_workers=num_workers,
-            repartition=known_partitions(frame) != num_workers // ranks,
+            delivery=self._delivery(known_partitions(frame), num_workers // ranks, ranks),
             device=params.getDevice(),
             description=_describe(params, num_workers),
             store_in=params.getStoreIn(),
@@ -137,9 +147,13 @@ class Preflight:
             ),
             ranks_a_task=ranks,
         )
+        # In memory there may not be room for all rows twice.
+        self._set_feed(
+            exchange_rows=self.workers.delivery.exchanged,
+            keep_exchanged=keeps_rows_in_memory(spark, params.getStoreIn()) is None,
+        )
         if params.getStreamFirstEpoch():
             self._stream_if_ordered()
-        self._params = params
         self._refuse_not_finite = params.getHandleInvalid() == "error"
 
     def _require_streamable(self) -> None:
@@ -156,11 +170,19 @@ class Preflight:
                 "which is known when all rows were read. Leave one of the two out"
             )
 
+    def _delivery(self, partitions: int | None, tasks: int, ranks: int) -> Delivery:
+        strategy = self.job.strategy
+        at_once = _name(strategy) if strategy.needs.gang_start else None
+        return delivery_of(partitions, tasks, ranks, self._params.getShuffleRows(), at_once)
+
+    def _set_feed(self, **changes: Any) -> None:
+        self.job = replace(self.job, feed=replace(self.job.feed, **changes))
+
     def _stream_if_ordered(self) -> None:
         """Stream the first epoch if the rows come in the same order whenever they are read.
 
-        A shuffle would have read them all before the first arrives, so that partitions that are too
-        many are put together instead.
+        Spark's shuffle would have read them all before the first arrives, so that partitions that
+        are too many are put together, whatever ``shuffleRows`` says.
         """
         frame, tasks = self.workers.frame, self.workers.num_tasks
         partitions = known_partitions(frame)
@@ -171,20 +193,23 @@ class Preflight:
             reason = "they do not come straight from files. Write them to files first"
         elif partitions < tasks:
             reason = (
-                f"the DataFrame has {partitions} partitions for {tasks} workers, so that they are "
-                "shuffled. Lower spark.sql.files.maxPartitionBytes, or write more files"
+                f"the DataFrame has {partitions} partitions for {tasks} workers, so that some "
+                "would begin with none. Lower spark.sql.files.maxPartitionBytes, or write more "
+                "files"
             )
         if reason is not None:
             logger.warning("streamFirstEpoch: the rows are read before the first epoch: %s", reason)
             return
-        self.job = replace(self.job, feed=replace(self.job.feed, stream_first_epoch=True))
-        if partitions != tasks:
-            self.workers = replace(self.workers, frame=frame.coalesce(tasks), repartition=False)
+        self._set_feed(stream_first_epoch=True)
+        if self.workers.delivery.way is Way.SHUFFLED:
+            self.workers = replace(self.workers, delivery=Delivery(Way.GROUPED))
 
-    def spread(self) -> None:
-        """Have the rows spread evenly over the workers by a shuffle, which has to read them all."""
-        self.workers = replace(self.workers, repartition=True)
-        self.job = replace(self.job, feed=replace(self.job.feed, stream_first_epoch=False))
+    def read_first(self) -> None:
+        """Have all rows read before the first epoch, and be spread evenly over the workers."""
+        self._set_feed(stream_first_epoch=False)
+        if not self.workers.delivery.exchanged:
+            spread = Delivery(Way.SHUFFLED, reason="the partitions are too unequal")
+            self.workers = replace(self.workers, delivery=spread)
 
     def _check_values(self, facts: DataFacts) -> None:
         schema, batch_size = self.job.schema, self.job.batch_size
@@ -209,34 +234,42 @@ class Preflight:
                 f"column '{schema.validation.name}' (validationIndicatorCol) is false in all "
                 f"{facts.rows} rows: there is nothing to validate with"
             )
-        if self.job.feed.drop_last and max(facts.shard_rows) < batch_size:
+        feed, most = self.job.feed, max(facts.shard_rows)
+        if any(map(feed.reshuffles, range(1, self.job.epochs + 1))):
+            most = math.ceil(facts.rows / len(facts.shard_rows))
+        if feed.drop_last and most < batch_size:
             raise DataError(
-                f"dropLast leaves nothing: the workers have {max(facts.shard_rows)} rows at most, "
+                f"dropLast leaves nothing: the workers have {most} rows at most, "
                 f"and a minibatch has {batch_size}"
             )
 
-    def _partition_rows(self, facts: DataFacts) -> list[int]:
-        """Rows by task; how its ranks share them, no shuffle changes."""
+    def _task_rows(self, facts: DataFacts) -> list[int]:
+        """Rows by task; how its ranks share them, no shuffle of Spark's changes."""
         rows, ranks = facts.shard_rows, self.workers.ranks_a_task
         return [sum(rows[first : first + ranks]) for first in range(0, len(rows), ranks)]
 
     def _check_balance(self, facts: DataFacts) -> None:
-        if self.workers.repartition:
+        delivery, streams = self.workers.delivery, self.job.feed.stream_first_epoch
+        if delivery.way is Way.SHUFFLED or (delivery.exchanged and not streams):
             return
-        partitions = self._partition_rows(facts)
-        known = [rows for rank, rows in enumerate(partitions) if rank not in facts.pending]
+        read = self._task_rows(facts)
+        known = [rows for rank, rows in enumerate(read) if rank not in facts.pending]
         # Of those that have more rows only one thing is sure: that they have no fewer.
-        if not known or _balanced(partitions if facts.complete else [min(known), max(partitions)]):
+        if not known or _balanced(read if facts.complete else [min(known), max(read)]):
             return
         more = "" if facts.complete else "more than "
-        found = f"a partition has {min(known)} rows, another {more}{max(partitions)}"
-        if not self._has_stepped:
+        found = f"one task has {min(known)} rows, another {more}{max(read)}"
+        stay = self._params.getShuffleRows() == "none"
+        if not (self._has_stepped or stay):
             raise UnbalancedError(found)
         if facts.complete:
             logger.warning(
-                "%s: at the end of each epoch the others wait for the worker with the most. "
-                "Without streamFirstEpoch they would be spread evenly",
+                "%s: at the end of %s the others wait for the worker with the most. %s",
                 found,
+                "the first epoch" if delivery.exchanged else "each epoch",
+                "With shuffleRows='exchange' all would have as many"
+                if stay
+                else "Without streamFirstEpoch they would be spread evenly",
             )
 
     def check(self, facts: DataFacts) -> None:
@@ -247,7 +280,7 @@ class Preflight:
                 all when those are known.
 
         Raises:
-            UnbalancedError: one worker has so many rows that spreading them anew pays.
+            UnbalancedError: one worker has so many rows that starting anew pays.
             DataError: values do not fit the loss or the model.
             ModelError: the model fails on a batch.
         """
@@ -260,6 +293,7 @@ class Preflight:
         self._has_stepped = True
         # With gradients and optimizer state it is several times the center, for the whole fit.
         if facts.complete:
+            self._check_last_minibatch(schema, facts)
             self._check_schedule(facts)
             del self._replica
         else:
@@ -270,6 +304,21 @@ class Preflight:
         widths = widths_of(outputs, len(PREDICTED_ROWS))
         predicted_columns(self._params, self.head, widths)
         self.checked = Checked(schema.features, widths)
+
+    def _shard_rows(self, facts: DataFacts) -> set[int]:
+        """How many rows a worker may have in an epoch."""
+        feed, epochs = self.job.feed, range(1, self.job.epochs + 1)
+        exchanged = any(map(feed.reshuffles, epochs))
+        share, left_over = divmod(facts.rows, len(facts.shard_rows))
+        even = {share, share + 1} if left_over else {share}
+        as_read = set(facts.shard_rows) if feed.epochs_as_read else set()
+        return as_read | even if exchanged else set(facts.shard_rows)
+
+    def _check_last_minibatch(self, schema: FeedSchema, facts: DataFacts) -> None:
+        batch_size = self.job.batch_size
+        lonely = [rows for rows in self._shard_rows(facts) if rows % batch_size == 1]
+        if lonely and batch_size > 1 and not self.job.feed.drop_last:
+            require_single_row(self._replica, schema, facts.columns, lonely[0])
 
     def _check_schedule(self, facts: DataFacts) -> None:
         job = self.job
@@ -292,7 +341,7 @@ class Checked:
 
 
 class UnbalancedError(DataError):
-    """The partitions are as many as the workers, but too unequal; never leaves ``fit``."""
+    """What the tasks read is too unequal to train on as it is; never leaves ``fit``."""
 
 
 def _check_label(label: InputColumn, job: Job, facts: ColumnFacts) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sparkdl.driver import build_replica
 from sparkdl.errors import DataError, ModelError
 from sparkdl.estimator.head import Head
-from sparkdl.estimator.hints import how_called, which_param_helps
+from sparkdl.estimator.hints import SHOW_ZEROS, how_called, how_to_build, which_param_helps
 from sparkdl.estimator.params import SEVERAL_OPTIMIZERS
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ColumnFacts
@@ -38,8 +38,6 @@ from sparkdl.replica import Replica, align_targets
 PREDICTED_ROWS = (0, 1, 0, 1, 0)
 """Rows of the made-up batch to predict for: as many as few models have layers or classes, so that a
 tensor that is not one value a row shows by its length."""
-
-SHOW_ZEROS = "Give a function as model that builds it and calls it on a batch of zeros"
 
 
 def build(
@@ -81,18 +79,28 @@ def build(
             )
         return built
 
+    _require_nothing_to_train(loss)
     try:
-        return build_replica(
+        replica = build_replica(
             checked_model, checked_optimizer, loss, seed, features_as_kwargs=features_as_kwargs
         )
+        replica.module.train()
+        return replica
     except ModelError:
         raise
     except Exception as error:  # the user's constructors may raise anything
-        # Of an instance, for torch cannot copy all of those.
-        fix = f". {SHOW_ZEROS}" if "uninitialized parameter" in str(error) else ""
+        _fail("the model or its optimizer cannot be built", error, how_to_build(error))
+
+
+def _require_nothing_to_train(loss: LossFunction) -> None:
+    own = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    trained = [f"'{name}'" for name, each in own if each.requires_grad]
+    if trained:
         raise ModelError(
-            f"the model or its optimizer cannot be built: {type(error).__name__}: {error}{fix}"
-        ) from error
+            f"the loss {type(loss).__name__} has parameters of its own, {', '.join(trained)}, and "
+            "only the model's are trained. Make the loss a part of the model (loss='model'), or "
+            "set requires_grad=False on them to have them stay as they are"
+        )
 
 
 class LazyModelError(ModelError):
@@ -137,11 +145,13 @@ def probe(
     if schema.weight is not None:
         columns[-1] = torch.ones(2)
     batch = schema.batch(columns, last=True)
+    built = _shapes_of(replica.module)
     with borrowed_random_numbers():
         with torch.set_grad_enabled(steps):
             outputs, loss = _try_out(replica, batch, schema, facts, head)
         predicted = schema.batch([column[[*PREDICTED_ROWS]] for column in columns], last=True)
         predictions = _predict(replica, predicted, schema, facts)
+        _require_as_built(replica.module, built)
         if steps:
             try:
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -150,6 +160,33 @@ def probe(
                 both = _both(outputs, batch)
                 _fail(f"the backward pass or the optimizer's step fails after {both}", error)
     return predictions
+
+
+def require_single_row(
+    replica: Replica, schema: FeedSchema, facts: Sequence[ColumnFacts], rows: int
+) -> None:
+    """Check that a model trains on one row alone, as a worker's last minibatch may be.
+
+    Args:
+        replica: from ``build``.
+        schema: the tensors that it will be fed.
+        facts: what is known of each of its columns.
+        rows: of the worker that has such a minibatch.
+
+    Raises:
+        ModelError: the model or the loss fails on it.
+    """
+    columns = [row[:1] for row in map(_extremes, facts, schema.stored)]
+    batch = schema.batch(columns, last=True)
+    try:
+        with borrowed_random_numbers(), torch.no_grad():
+            replica.forward(batch)
+    except Exception as error:  # the user's forward may raise anything
+        _fail(
+            f"the model fails on a minibatch of one row, which a worker with {rows} rows has last",
+            error,
+            ". Set dropLast=True to leave such minibatches out, or another batchSize",
+        )
 
 
 def _try_out(
@@ -184,6 +221,29 @@ def _predict(
             _loss(replica, outputs, batch, schema.labels)
     replica.module.train()
     return predictions
+
+
+def _shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of what is trained or averaged, by name."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tuple(each.shape) for name, each in tensors}
+
+
+def _require_as_built(module: nn.Module, built: dict[str, tuple[int, ...]]) -> None:
+    """Check that the forward passes have left the model with the tensors that it was built with."""
+    now = _shapes_of(module)
+    changed = [
+        f"'{name}' from {built.get(name, 'nothing')} to {now.get(name, 'nothing')}"
+        for name in built | now
+        if built.get(name) != now.get(name)
+    ]
+    if changed:
+        raise ModelError(
+            f"the model's forward pass changes its parameters or buffers: {', '.join(changed)}. "
+            "The optimizer and the other workers know of those that there are when it is built. "
+            "Make them all in __init__, in their last shapes, or give a function as model that "
+            "builds it and calls it on a batch"
+        )
 
 
 def _outputs(
@@ -296,4 +356,5 @@ def _shapes(tensors: Features | Targets) -> str:
 
 
 def _fail(what: str, error: Exception, advice: str = "") -> NoReturn:
-    raise ModelError(f"{what}: {type(error).__name__}: {error}{advice}") from error
+    text = str(error).removesuffix(".") if advice else error
+    raise ModelError(f"{what}: {type(error).__name__}: {text}{advice}") from error

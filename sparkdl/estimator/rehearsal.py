@@ -21,14 +21,14 @@ REHEARSED_STEPS = 20
 
 def require_schedule(
     optimizer: torch.optim.Optimizer, scheduler: SchedulerBuilder | None, every: Unit
-) -> None:
-    """Check that a scheduler can be built for an optimizer.
+) -> Schedule:
+    """Build a schedule for an optimizer.
 
     Raises:
         ModelError: it cannot, or is none.
     """
     try:
-        Schedule(optimizer, scheduler, every)
+        return Schedule(optimizer, scheduler, every)
     except Exception as error:  # the user's function may raise anything
         own = isinstance(error, ConfigError)
         kind = "" if own else f"the scheduler cannot be built: {type(error).__name__}: "

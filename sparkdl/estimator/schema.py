@@ -14,8 +14,8 @@ from sparkdl.estimator.data_params import DataParams
 from sparkdl.estimator.head import Head
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.protocols import LossFunction
+from sparkdl.spark.rows.column_overrides import ColumnOverrides
 from sparkdl.spark.rows.columns import InputColumn, input_column
-from sparkdl.spark.rows.declared import Declared
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,9 @@ def fed_columns(
         input_column(frame, name, "labelCols" if several else "labelCol")
         for name in params.label_columns()
     ]
-    declared = Declared(params.getColumnShapes(), params.getColumnDtypes(), params.getImageCols())
+    declared = ColumnOverrides(
+        params.getColumnShapes(), params.getColumnDtypes(), params.getImageCols()
+    )
     label_specs = tuple(
         declared.spec(column, _target_dtype(column, loss, head, fractions)) for column in labels
     )

@@ -7,6 +7,7 @@ over all workers, before anybody trains; the rows are read once for that and for
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -93,9 +94,27 @@ class ColumnFacts:
         """Where the row of a count or an extreme is, in words; empty if nobody looked."""
         if name not in self.places:
             return ""
-        partition, row = self.places[name]
-        return f"row {row} of partition {partition}"
+        return _in_words(self.places[name])
 
+
+def names_places(message: str) -> bool:
+    """Whether a message about rows says where they are."""
+    return _IN_WORDS.search(message) is not None
+
+
+def with_places(message: str, translate: Callable[[Place], Place]) -> str:
+    """A message about rows, with each of the places in it translated."""
+    return _IN_WORDS.sub(
+        lambda found: _in_words(translate((int(found[2]), int(found[1])))), message
+    )
+
+
+def _in_words(place: Place) -> str:
+    partition, row = place
+    return f"row {row} of partition {partition}"
+
+
+_IN_WORDS = re.compile(r"\brow (\d+) of partition (\d+)\b")
 
 COUNTS = ("nulls", "null_elements", "fractions", "broken", "not_finite", "out_of_range")
 EXTREMES: dict[str, Callable[..., float]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -30,8 +31,8 @@ Python's part is nothing, small enough for a core's cache."""
 READ_AHEAD = 8
 """Record batches, of 2 MiB each by default, that may wait while others are trained on."""
 
-RowExchange = Callable[[PartitionStore, Tensor, PartitionStore, int], None]
-"""(rows, their order, where the received rows go, the epoch that follows)."""
+RowExchange = Callable[[PartitionStore, Tensor | None, PartitionStore, int], None]
+"""(rows, their order, where the received rows go, the epoch that follows); owns the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,11 @@ class FeedOptions:
 
     Attributes:
         drop_last: whether an epoch's last minibatch is left out if it is short.
-        reshuffle_every: epochs between two exchanges of rows among the workers; 0 for none.
+        exchange_rows: whether the workers exchange all rows before the first epoch for which every
+            row is there, so that their shards are random and equal.
+        keep_exchanged: whether workers keep the rows that they had before that exchange, which
+            takes as much room again: only then can one that is lost come back alone.
+        reshuffle_every: epochs between two more exchanges of rows; 0 for none.
         transform: changes each minibatch to train on.
         resident_bytes: how much of the store may be mapped at a time; None for no limit.
         stream_first_epoch: whether the first epoch trains on rows while others still arrive, each
@@ -48,6 +53,8 @@ class FeedOptions:
     """
 
     drop_last: bool = False
+    exchange_rows: bool = False
+    keep_exchanged: bool = True
     reshuffle_every: int = 0
     transform: BatchTransform | None = None
     resident_bytes: int | None = None
@@ -57,9 +64,18 @@ class FeedOptions:
         """Whether an epoch, counted from 1, trains on rows as they arrive."""
         return self.stream_first_epoch and epoch == 1
 
+    @property
+    def epochs_as_read(self) -> float:
+        """Epochs before the first exchange, in which workers have the rows that they have read."""
+        if self.exchange_rows:
+            return 1 if self.stream_first_epoch else 0
+        return self.reshuffle_every or math.inf
+
     def reshuffles(self, epoch: int) -> bool:
         """Whether rows are exchanged before an epoch, counted from 1."""
         every = self.reshuffle_every
+        if self.exchange_rows and epoch == (2 if self.stream_first_epoch else 1):
+            return True
         return bool(every) and epoch > 1 and (epoch - 1) % every == 0
 
 
@@ -105,7 +121,8 @@ class Feed:
         self._reading = Reading(schema, rank, self._training, self._held_out)
         self._source: Generator[pa.RecordBatch, None, None] | None = None
         self._arrivals: Arrivals | None = None
-        self._orders: dict[PartitionStore, Tensor] = {}
+        self._orders: dict[PartitionStore, Tensor | None] = {}
+        self._exchanged_before = 0
         self._weight_scale = 1.0
 
     def __enter__(self) -> Feed:
@@ -218,21 +235,25 @@ class Feed:
         self._weight_scale = 1 / mean
 
     def reshuffle(self, epoch: int, exchange: RowExchange) -> None:
-        """Deal the rows to the workers anew; held-out rows stay where they are.
+        """Exchange rows with the other workers; held-out rows stay where they are.
+
+        Does nothing if the rows were exchanged before that epoch already, by a worker that was
+        interrupted since.
 
         Args:
             epoch: the epoch that follows, counted from 1.
             exchange: sends and receives rows; all workers call it before the same epochs.
         """
+        if epoch <= self._exchanged_before:
+            return
         old, new = self._training, self._new_store()
         try:
             exchange(old, self._order(old), new, epoch)
         except BaseException:
             new.close()
             raise
-        self._training = new
+        self._training, self._exchanged_before = new, epoch
         del self._orders[old]
-        old.close()
 
     def epoch(self, epoch: int, *, first_step: int = 0) -> Iterator[Batch]:
         """Yield every row to train on once, but for those of the minibatches before ``first_step``.
@@ -269,7 +290,7 @@ class Feed:
 
     def held_out(self) -> Iterator[Batch]:
         """Yield every row to validate with once, always in the same order."""
-        order = self._order(self._held_out)
+        order = self._positions(self._held_out)
         yield from self._batches(self._held_out, order, _sizes(len(order), self._batch_size))
 
     @property
@@ -280,14 +301,16 @@ class Feed:
     def _new_store(self) -> PartitionStore:
         return PartitionStore(self._directory, resident_bytes=self._options.resident_bytes)
 
-    def _order(self, store: PartitionStore) -> Tensor:
-        """Where the rows of the order are in the store, shape (rows,), int64."""
+    def _order(self, store: PartitionStore) -> Tensor | None:
+        """Where the rows of the order are in the store, shape (rows,), int64; None for as is."""
         if store not in self._orders:
             keys = self._reading.keys.pop(store, [])
-            self._orders[store] = (
-                torch.argsort(torch.cat(keys), stable=True) if keys else torch.arange(store.rows)
-            )
+            self._orders[store] = torch.argsort(torch.cat(keys), stable=True) if keys else None
         return self._orders[store]
+
+    def _positions(self, store: PartitionStore) -> Tensor:
+        order = self._order(store)
+        return torch.arange(store.rows) if order is None else order
 
     def _epoch_order(self, epoch: int) -> Tensor:
         order = self._order(self._training)
@@ -296,7 +319,7 @@ class Feed:
             shuffled = block_order(self.rows, block, seed=self._seed, epoch=1, rank=self._rank)
         else:
             shuffled = permutation(self.rows, seed=self._seed, epoch=epoch, rank=self._rank)
-        return order.index_select(0, shuffled)
+        return shuffled if order is None else order.index_select(0, shuffled)
 
     def _batches(
         self, store: PartitionStore, order: Tensor, sizes: Iterable[int]

@@ -94,3 +94,19 @@ def exchange_plan(rows: Sequence[int], *, seed: int, epoch: int) -> np.ndarray:
             places -= dealt
             plan[rank] += size * dealt
     return plan
+
+
+def shares(counts: Sequence[int], *, key: tuple[int, int, int]) -> list[np.ndarray]:
+    """Which of its rows a worker gives to each worker: every choice is equally likely.
+
+    Args:
+        counts: how many go to each rank, by rank.
+        key: (seed, epoch, rank); the rank is that of the worker whose rows they are.
+
+    Returns:
+        For each rank the rows that it gets, shape (count,), int64, ascending.
+    """
+    target = np.repeat(np.arange(len(counts), dtype=np.min_scalar_type(len(counts))), counts)
+    np.random.Generator(np.random.PCG64(stream_seed(*key, 2))).shuffle(target)
+    # A stable sort of so short integers is a radix sort.
+    return np.split(np.argsort(target, kind="stable"), np.cumsum(counts)[:-1])

@@ -147,7 +147,8 @@ def prediction_columns(
         device = choose_device("auto", first_gpu(context), context.partitionId())
         with settings.hold():  # it may have to be built again
             module = _load(model, device)
-        with settings.hold(), torch.inference_mode():
+        # Not in inference mode, in which a model cannot differentiate even within enable_grad.
+        with settings.hold(), torch.no_grad():
             for batch in batches:
                 # Spark hands over a bare array if there is but one column.
                 arrays = batch if isinstance(batch, tuple) else (batch,)

@@ -3,24 +3,39 @@
 from sparkdl.averager.center_update import CenterUpdate, Contributions, ReplaceByMean
 from sparkdl.averager.round_policy import All, Nobody, RoundPolicy
 from sparkdl.averager.wire_format import BFloat16Changes, Changes, FullPrecision, WireFormat
+from sparkdl.strategies.asynchronous_sgd import AsynchronousSGD
+from sparkdl.strategies.barriers import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
 from sparkdl.strategies.base import Needs, Run, Strategy
+from sparkdl.strategies.elastic_averaging import ElasticAveraging
 from sparkdl.strategies.gradient_all_reduce import GradientAllReduce
+from sparkdl.strategies.outer_optimizer import OuterOptimizer, OuterSGD
 from sparkdl.strategies.parameter_averaging import ParameterAveraging
 
 __all__ = [
+    "ASP",
+    "BSP",
+    "PBSP",
+    "PSSP",
+    "SSP",
     "All",
+    "AsynchronousSGD",
     "BFloat16Changes",
+    "Barrier",
     "CenterUpdate",
     "Changes",
     "Contributions",
+    "ElasticAveraging",
     "FullPrecision",
     "GradientAllReduce",
     "Needs",
     "Nobody",
+    "OuterOptimizer",
+    "OuterSGD",
     "ParameterAveraging",
     "ReplaceByMean",
     "RoundPolicy",
     "Run",
+    "Softsync",
     "Strategy",
     "WireFormat",
 ]

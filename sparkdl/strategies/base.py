@@ -28,6 +28,8 @@ class Run:
     rank: int
     replica: Replica
     averager: CenterExchange
+    world_size: int = 1
+    """Workers of the run, known before the strategy starts."""
     rows: int = 0
     """Rows of this worker in an epoch, known once it has read them."""
     batch_size: int = 1
@@ -80,7 +82,8 @@ class Run:
 
         Args:
             last: whether it is the epoch's last window.
-            stands_for: rows of those who have formed the contribution together.
+            stands_for: rows of those who have formed the contribution together, or 1 where all
+                contributions count alike.
 
         Raises:
             TrainingError: with the last one, if frozen parameters have changed.
@@ -199,7 +202,7 @@ class Strategy(ABC, Generic[State]):
         """Called after ``start`` with what ``saved_state`` has returned, if there is any."""
 
     def rows_changed(self, run: Run, state: State) -> None:
-        """Called on every worker at the start of an epoch for which its rows were dealt anew."""
+        """Called on every worker at the start of an epoch before which rows were exchanged."""
 
     def train_epoch(self, run: Run, state: State, batches: Iterable[Batch]) -> None:
         """Train on an epoch's minibatches, making the replicas agree on the way and at the end."""

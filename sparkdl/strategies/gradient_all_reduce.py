@@ -32,7 +32,7 @@ from sparkdl.replica import Replica
 from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
 from sparkdl.strategies.gradients import FiniteGradients, FiniteSum, keep_finite
 from sparkdl.strategies.synchronized_norm import Turn, synchronize
-from sparkdl.strategies.together import Together
+from sparkdl.strategies.worker_group import WorkerGroup
 
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
 
@@ -114,7 +114,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
         """Wrap the replica, and learn how many steps all workers have."""
         if self.shard_optimizer:
             run.replica.rebuild_optimizer(_sharded)
-        together = Together(run, run.batch_size * self.accumulate)
+        together = WorkerGroup(run, run.batch_size * self.accumulate)
         turn = synchronize(run.replica.module) if self.sync_batch_norm else None
         model = _wrap(self, run.replica, turn)
         run.cleanup.callback(release_model, model)  # before the group ends
@@ -170,7 +170,7 @@ class _Reducer:
     def __init__(
         self,
         model: DistributedDataParallel,
-        together: Together,
+        together: WorkerGroup,
         finite: FiniteGradients | FiniteSum,
         batch_size: int,
     ) -> None:

@@ -26,7 +26,7 @@ from sparkdl.averager.wire_format import WIRE_FORMATS, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
 from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
-from sparkdl.strategies.together import Together
+from sparkdl.strategies.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class AmongExecutors(Aggregation):
     """The workers form the mean; who has used up its rows takes part in the rest of an epoch."""
 
     def __init__(self, run: Run, strategy: ParameterAveraging) -> None:
-        self._together = Together(run, run.batch_size)
+        self._together = WorkerGroup(run, run.batch_size)
         self._period = strategy.period
         self._commit_every = strategy.commit_every
 
@@ -205,7 +205,7 @@ class ByHost(Aggregation):
     """Each host forms a mean and contributes it, as often as it has windows."""
 
     def __init__(self, run: Run, strategy: ParameterAveraging) -> None:
-        self._together = Together(run, run.batch_size, within_host=True)
+        self._together = WorkerGroup(run, run.batch_size, within_host=True)
         self._period = strategy.period
 
     def rows_changed(self, run: Run) -> None:

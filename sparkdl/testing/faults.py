@@ -114,6 +114,7 @@ class _Line:
     ) -> None:
         self._sockets = (worker, averager)
         self._left = breaks_after
+        self._broken = False
         self._on_break = on_break
         self._on_bytes = on_bytes
         self._lock = threading.Lock()
@@ -133,8 +134,7 @@ class _Line:
         with self._lock:
             self._left = count
         if not count:
-            self._on_break()
-            self.reset()
+            self._break()
 
     def reset(self) -> None:
         """Close both ends without a farewell."""
@@ -156,12 +156,18 @@ class _Line:
                 allowed = self._take(len(block))
                 target.sendall(block[:allowed])
                 if allowed < len(block):
-                    self._on_break()
-                    self.reset()
+                    self._break()
                     return
             target.shutdown(socket.SHUT_WR)
         except OSError:
             self.reset()
+
+    def _break(self) -> None:
+        with self._lock:
+            first, self._broken = not self._broken, True
+        if first:  # and not the other direction at the same moment
+            self._on_break()
+        self.reset()
 
     def _take(self, count: int) -> int:
         with self._lock:

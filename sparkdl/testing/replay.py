@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from sparkdl.driver import build_replica, initial_center
 from sparkdl.events import WindowReport
 from sparkdl.feed.feed import Feed
 from sparkdl.replica import Replica
+from sparkdl.reshuffle import RowExchange, RowServer
+from sparkdl.reshuffle.exchange import Everyone
 from sparkdl.testing.world import Shard
 from sparkdl.worker import Job
 
@@ -120,7 +123,33 @@ def _feeds(job: Job, shards: Sequence[Shard]) -> Iterator[list[Feed]]:
             )
             feeds.append(stack.enter_context(feed))
             feed.fill(shard)
+        if job.feed.exchange_rows:
+            _exchange_rows(job, feeds)
         yield feeds
+
+
+def _exchange_rows(job: Job, feeds: Sequence[Feed]) -> None:
+    """As the workers do before the first epoch."""
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(RowServer("127.0.0.1", "replay", job.deadline_s)) for _ in feeds
+        ]
+        everyone = Everyone([feed.rows for feed in feeds], [server.address for server in servers])
+
+        def exchange(rank: int) -> None:
+            part = RowExchange(
+                rank=rank,
+                server=servers[rank],
+                token="replay",
+                everyone=lambda: everyone,
+                specs=job.schema.stored,
+                seed=job.seed,
+                deadline_s=job.deadline_s,
+            )
+            feeds[rank].reshuffle(1, part)
+
+        with ThreadPoolExecutor(len(feeds)) as pool:
+            list(pool.map(exchange, range(len(feeds)), timeout=job.deadline_s))
 
 
 def _train(

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from sparkdl.averager.events import RunEvent as Event
 from sparkdl.averager.server import Averager
+from sparkdl.callbacks import Callback
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.collective import Network
 from sparkdl.driver import Launch, Outcome, run
@@ -61,6 +62,7 @@ def run_world(
     hosts: Sequence[str] | None = None,
     checkpoints: CheckpointPolicy | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
+    callbacks: Sequence[Callback] = (),
 ) -> Outcome:
     """Train ``job`` with one worker a shard and return the outcome.
 
@@ -73,6 +75,7 @@ def run_world(
         hosts: what each rank takes for its host; all the same by default.
         checkpoints: where to write checkpoints and whether to go on from one.
         on_event: called for the data's facts and each window and epoch reported.
+        callbacks: as ``driver.run`` takes them.
 
     Raises:
         TrainingError: as ``TorchEstimator.fit`` would.
@@ -85,6 +88,7 @@ def run_world(
             launch(job, shards, Path(directory), devices, hosts),
             checkpoints=checkpoints,
             on_event=on_event,
+            callbacks=callbacks,
         )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -55,13 +56,16 @@ def empty_total() -> list[Tensor]:
 
 
 def accumulate(
-    states: dict[int, list[Tensor]], examples: dict[int, int], order: random.Random | None = None
+    states: dict[int, list[Tensor]],
+    examples: dict[int, int],
+    order: random.Random | None = None,
+    scales: Mapping[int, float] = MappingProxyType({}),
 ) -> list[Tensor]:
     """Add every rank's state; with ``order``, whoever can go on does so at random."""
     total = empty_total()
     accumulator = make_accumulator(total, sorted(examples))
     for rank, weight in examples.items():
-        accumulator.declare(rank, weight)
+        accumulator.declare(rank, weight, scales.get(rank, 1.0))
     at = {rank: 0 for rank, weight in examples.items() if weight}
     while at:
         able = [rank for rank, index in at.items() if accumulator.turn(index) == rank]
@@ -147,6 +151,26 @@ def test_the_bits_are_those_of_a_sum_in_the_order_of_the_ranks(
     examples = dict(enumerate(weights))
     states = {rank: random_state(seed + rank) for rank in examples}
     assert bits_of(accumulate(states, examples, order)) == reference_bits(states, examples)
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=weights_of_ranks, seed=st.integers(0, 1000))
+def test_values_that_are_scaled_count_by_their_whole_weight(weights: list[int], seed: int) -> None:
+    examples = dict(enumerate(weights))
+    scales = {rank: 1 / (1 + (seed + rank) % 4) for rank in examples}
+    states = {rank: random_state(seed + rank) for rank in examples}
+    scaled = {
+        rank: [
+            values * scales[rank] if values.is_floating_point() else values
+            for values in states[rank]
+        ]
+        for rank in states
+    }
+
+    total = accumulate(states, examples, scales=scales)
+
+    for mean, expected in zip(total, mean_by_hand(scaled, examples), strict=True):
+        np.testing.assert_allclose(mean.numpy(), expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("contributor", [0, 1, 2])

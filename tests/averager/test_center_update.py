@@ -95,6 +95,23 @@ def test_what_is_no_parameter_becomes_the_mean(wire_format: WireFormat) -> None:
     assert [values[-1].item() for values in center.values] == [142.0, 3.0, 5.0]
 
 
+class Halves(Told):
+    """What is stale counts half."""
+
+    def scale(self, staleness: int) -> float:
+        return 0.5 if staleness else 1.0
+
+
+@pytest.mark.parametrize(
+    ("wire_format", "scale"), [(Changes(), 0.5), (BFloat16Changes(), 0.5), (FullPrecision(), 1.0)]
+)
+def test_changes_are_scaled_by_their_staleness_and_values_never(
+    wire_format: WireFormat, scale: float
+) -> None:
+    center = Center(layout_of("parameters"), [torch.zeros(SIZE)], 4, wire_format, Halves())
+    assert (center.scale(0), center.scale(3)) == (1.0, scale)
+
+
 def test_a_round_without_weight_leaves_center_and_memory_alone() -> None:
     center = Center(layout_of("parameters"), [torch.zeros(SIZE)], 4, FullPrecision(), Momentum())
     contribute(center, FullPrecision(), 1.0)

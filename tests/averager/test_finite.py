@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,8 @@ def test_what_one_has_is_told_from_what_all_have_agreed_on() -> None:
     values = torch.tensor([1.0, math.nan])
     with pytest.raises(NonFiniteError, match=r"^rank 3 has 1 NaN .* epoch 2, step 7 .*: 2\)"):
         require_finite(values, WINDOW)
+    with pytest.raises(NonFiniteError, match=r"^rank 3 has 1 NaN"):
+        require_finite(values, replace(WINDOW, stands_for=1))
     agreed = WindowReport(
         rank=0, epoch=2, step=7, examples=4, loss_sum=8.0, last=True, stands_for=12
     )

@@ -15,7 +15,7 @@ from crew import LAYOUT, WAIT_S, Crew, crew, eventually, window
 from sparkdl.averager import Averager
 from sparkdl.averager.wire_format import FullPrecision
 from sparkdl.errors import DeadlineError, StoppedError, TrainingError
-from sparkdl.transport.reaching import dial
+from sparkdl.transport.connecting import dial
 
 Deed = Callable[[Crew], "Future[Any] | None"]
 

@@ -11,8 +11,10 @@ from sparkdl.averager.round import Loss, Round
 
 
 def admitted(world_size: int) -> Round:
+    """Everyone was let in, and has taken the center."""
     this = Round(range(world_size))
     this.admit(range(world_size))
+    this.readers.clear()
     return this
 
 
@@ -72,6 +74,8 @@ def test_a_commit_has_the_windows_by_rank_and_begins_the_next() -> None:
     windows = {rank: window(rank) for rank in (2, 0, 1)}
     contribute(this, windows.values())
     assert this.commit() == [windows[0], windows[1], windows[2]]
+    assert this.at_barrier == windows
+    assert this.release() == [windows[0], windows[1], windows[2]]
     assert this.readers == {0, 1, 2}
     assert (this.is_open, this.entered, this.complete) == (False, {}, set())
     assert this.active == {0, 1, 2}
@@ -82,6 +86,7 @@ def test_a_last_window_ends_the_epoch_of_its_rank_only() -> None:
     last = window(0, last=True)
     contribute(this, [last, window(1)])
     this.commit()
+    this.release()
     assert (this.active, this.pending, this.readers) == ({1}, {1}, {1})
     assert this.through == {0: last}
     contribute(this, [window(1)])
@@ -115,6 +120,7 @@ def test_whoever_is_gone_neither_reads_nor_waits() -> None:
     this.lose(0)
     this.lose(1)
     this.commit()
+    this.release()
     assert (this.readers, this.through, this.pending) == ({2}, {}, {0, 2})
 
 

@@ -20,7 +20,15 @@ from sparkdl.protocols import ColumnSpec
 
 HISTORY = [
     EpochSummary(epoch=1, loss=0.5, examples=10, rounds=3, seconds=0.25),
-    EpochSummary(epoch=2, loss=float("inf"), examples=10, rounds=3, seconds=0.5),
+    EpochSummary(
+        epoch=2,
+        loss=float("inf"),
+        examples=10,
+        rounds=3,
+        seconds=0.5,
+        mean_staleness=1.5,
+        max_staleness=4,
+    ),
 ]
 FEATURES = (ColumnSpec("features", torch.float32, (4,)), ColumnSpec("carrier", torch.int64))
 
@@ -157,7 +165,7 @@ def test_a_newer_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
     write(Net(), Net, tmp_path)
     path = tmp_path / "module.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
-    with pytest.raises(ConfigError, match="format 99, newer than the 2"):
+    with pytest.raises(ConfigError, match="format 99, newer than the 3"):
         load_module(tmp_path)
 
 

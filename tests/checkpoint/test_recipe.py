@@ -54,8 +54,15 @@ def test_nested_partials_lists_and_dicts_come_back(tmp_path: Path) -> None:
     assert (loaded.args, loaded.keywords) == (value.args, value.keywords)
 
 
-def test_a_strategy_comes_back_equal(tmp_path: Path) -> None:
-    value = ParameterAveraging(period=9, average_optimizer_state=False, wire_dtype="bfloat16")
+@pytest.mark.parametrize(
+    "value",
+    [
+        ParameterAveraging(period=9, average_optimizer_state=False, wire_dtype="bfloat16"),
+        strategies.ElasticAveraging(period=9, moving_rate=0.2, mode="asynchronous"),
+    ],
+    ids=repr,
+)
+def test_a_strategy_comes_back_equal(value: strategies.Strategy[Any], tmp_path: Path) -> None:
     assert there_and_back(value, tmp_path) == value
     assert not list(tmp_path.iterdir())
 

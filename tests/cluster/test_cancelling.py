@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-from frames import estimator, frame
+from frames import estimator, frame, with_features
 from models import Slow
 from pyspark import InheritableThread
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import LongType
 from test_preemption import processes_of, start, wait_for_checkpoint
 
 import sparkdl
@@ -88,6 +90,22 @@ def test_cancelling_the_callers_own_job_group_ends_its_training_and_nothing_else
         context.setLocalProperty("spark.jobGroup.id", None)
     beside.join()
     assert others == [1]
+    assert no_job_is_left(spark)
+
+
+def test_cancelling_a_fit_while_its_upstream_is_shuffled_ends_it_at_once(
+    spark: SparkSession,
+) -> None:
+    """Its shuffles run before the workers' job is there, to see how many partitions they make."""
+    slowly = F.udf(lambda value: time.sleep(3) or value, LongType(), useArrow=False)
+    upstream = spark.range(0, 60, 1, 60).select(slowly("id").alias("id")).repartition(5)
+    canceller = threading.Timer(5.0, spark.sparkContext.cancelAllJobs)
+    canceller.start()
+    started = time.monotonic()
+    with pytest.raises(TrainingError, match="cancel"):
+        estimator(timeout=300.0).fit(with_features(upstream))
+    canceller.join()
+    assert time.monotonic() - started < 40
     assert no_job_is_left(spark)
 
 

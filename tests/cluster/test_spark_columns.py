@@ -13,7 +13,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from frames import estimator, frame
+from frames import estimator, frame, frame_of_sizes
 from models import RowIds, lines
 from pyspark.ml.linalg import Matrices, MatrixUDT, Vectors, VectorUDT
 from pyspark.sql import DataFrame, SparkSession
@@ -253,6 +253,21 @@ def test_what_cannot_be_fed_is_refused_in_words(
     with pytest.raises((DataError, ConfigError)) as caught:
         estimator(**changes).fit(rows)
     assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spreads", "most"), [("exchange", 27), ("none", 50)], ids=["exchange", "none"]
+)
+def test_a_minibatch_that_no_worker_can_fill_is_refused_by_what_each_will_have(
+    spark: SparkSession, spreads: str, most: int
+) -> None:
+    rows = frame_of_sizes(spark, [50, 3])
+    fitted = estimator(dropLast=True, batchSize=most, shuffleRows=spreads).fit(rows)
+    assert fitted.history[0].examples == most
+    with pytest.raises(
+        DataError, match=f"have {most} rows at most, and a minibatch has {most + 1}"
+    ):
+        estimator(dropLast=True, batchSize=most + 1, shuffleRows=spreads).fit(rows)
 
 
 @pytest.mark.parametrize(

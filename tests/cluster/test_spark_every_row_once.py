@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from frames import estimator, frame, frame_of_sizes
 from models import RowIds, lines
+from py4j.protocol import Py4JError
 from pyspark.sql import DataFrame, SparkSession
+
+from sparkdl import GradientAllReduce
+from sparkdl.errors import ConfigError
+from sparkdl.spark.rows import groups
 
 EPOCHS = 2
 
@@ -22,13 +30,14 @@ def recorded(trace: Path) -> dict[int, list[int]]:
     return ids
 
 
-def fit(rows: DataFrame, trace: Path, workers: int = 3) -> dict[int, list[int]]:
+def fit(rows: DataFrame, trace: Path, workers: int = 3, **changes: Any) -> dict[int, list[int]]:
     estimator(
         model=RowIds(str(trace)),
         featuresCols=["features", "id"],
         numWorkers=workers,
         epochs=EPOCHS,
         batchSize=8,
+        **changes,
     ).fit(rows)
     return recorded(trace)
 
@@ -100,19 +109,158 @@ def test_each_row_of_files_is_trained_on_once_an_epoch_in_the_same_random_order_
         assert of_rank[:20] != sorted(of_rank[:20])
 
 
+def shards(ids: dict[int, list[int]]) -> dict[int, set[int]]:
+    """The rows that each rank trained on."""
+    return {rank: set(of_rank) for rank, of_rank in ids.items()}
+
+
+@pytest.mark.parametrize("shuffle", ["exchange", "spark"])
 @pytest.mark.parametrize("sizes", [[54, 3, 3], [0, 60, 0]], ids=["uneven", "all-in-one"])
 def test_a_skewed_frame_is_spread_evenly_over_the_workers(
-    spark: SparkSession, tmp_path: Path, sizes: list[int]
+    spark: SparkSession, tmp_path: Path, sizes: list[int], shuffle: str
 ) -> None:
-    ids = fit(frame_of_sizes(spark, sizes), tmp_path / "ids")
+    ids = fit(frame_of_sizes(spark, sizes), tmp_path / "ids", shuffleRows=shuffle)
     assert_each_row_once_an_epoch(ids, 60)
     assert sorted(len(of_rank) // EPOCHS for of_rank in ids.values()) == [20, 20, 20]
+
+
+def in_many_files(spark: SparkSession, path: Path) -> DataFrame:
+    """Each a partition."""
+    frame(spark, rows=300, partitions=300).write.parquet(path.as_uri())
+    return spark.read.parquet(path.as_uri())
+
+
+def after_a_join(spark: SparkSession, path: Path) -> DataFrame:
+    ids = spark.range(0, 300, 1, 5).hint("shuffle_hash")
+    return frame(spark, rows=400, partitions=4).join(ids, "id")
+
+
+def united(spark: SparkSession, path: Path) -> DataFrame:
+    rows = frame(spark, rows=300, partitions=4)
+    return rows.where("id < 200").union(rows.where("id >= 200"))
+
+
+def cached(spark: SparkSession, path: Path) -> DataFrame:
+    return frame(spark, rows=300, partitions=7).cache()
+
+
+@pytest.mark.parametrize(
+    "upstream",
+    [
+        pytest.param(lambda spark, _: frame_of_sizes(spark, [10, 270, 10, 10]), id="skewed"),
+        pytest.param(
+            lambda spark, _: frame(spark, rows=1000, partitions=1000).where("id < 300"),
+            id="mostly-empty",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(in_many_files, id="many-files", marks=pytest.mark.slow),
+        pytest.param(after_a_join, id="join"),
+        pytest.param(united, id="union"),
+        pytest.param(cached, id="cache"),
+        pytest.param(lambda spark, _: frame(spark, rows=300, partitions=2), id="fewer"),
+    ],
+)
+def test_workers_have_random_shards_of_the_same_size_whatever_they_have_read(
+    spark: SparkSession, tmp_path: Path, upstream: Callable[[SparkSession, Path], DataFrame]
+) -> None:
+    rows = upstream(spark, tmp_path / "table")
+    ids = fit(rows, tmp_path / "ids")
+    rows.unpersist()
+    assert_each_row_once_an_epoch(ids, 300)
+    for shard in shards(ids).values():
+        assert len(shard) == 100
+        # Of the first half of the ids each has 50, with a standard deviation of 4.1.
+        assert 25 <= sum(each < 150 for each in shard) <= 75
+
+
+@pytest.mark.parametrize("spreads", ["exchange", "none", "spark"])
+def test_gradients_are_reduced_over_each_row_once_an_epoch_however_rows_are_spread(
+    spark: SparkSession, tmp_path: Path, spreads: str
+) -> None:
+    rows = frame_of_sizes(spark, [50, 5, 5])
+    changes = {"strategy": GradientAllReduce(), "shuffleRows": spreads}
+    ids = fit(rows, tmp_path / "ids", **changes)
+    sizes = sorted(len(of_rank) // EPOCHS for of_rank in ids.values())
+    assert sizes == ([5, 5, 50] if spreads == "none" else [20, 20, 20])
+    assert_each_row_once_an_epoch(ids, 60)
+
+
+def test_rows_that_are_to_stay_where_they_are_do(
+    spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "sparkdl"):
+        ids = fit(frame_of_sizes(spark, [5, 6, 40, 3]), tmp_path / "ids", shuffleRows="none")
+    assert_each_row_once_an_epoch(ids, 54)
+    stay = [range(5), range(5, 11), range(11, 51), range(51, 54)]
+    for part in map(set, stay):
+        assert sum(part <= shard for shard in shards(ids).values()) == 1
+    assert "the others wait for the worker with the most. With shuffleRows='ex" in caplog.text
+
+
+def test_rows_that_are_to_stay_where_barrier_mode_refuses_them_are_refused(
+    spark: SparkSession,
+) -> None:
+    ready = estimator(strategy=GradientAllReduce(), numWorkers=3, shuffleRows="none")
+    with pytest.raises(ConfigError, match=r"has 5 for 3 tasks .*df.repartition\(3\)"):
+        ready.fit(frame(spark, partitions=5))
+    with pytest.raises(ConfigError, match=r"has 2 for 3 tasks"):
+        ready.fit(frame(spark, partitions=3).repartition(2))
+    rows = frame(spark, rows=30, partitions=2)
+    with pytest.raises(ConfigError, match="cannot be read as they are: Barrier execution mode"):
+        ready.fit(rows.union(rows.limit(10)))
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_each_row_is_trained_on_once_on_a_spark_that_cannot_put_partitions_together(
+    spark: SparkSession,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    adaptive: bool,
+) -> None:
+    def missing(*arguments: object) -> None:
+        raise Py4JError("PartitionPruningRDD does not exist in the JVM")
+
+    monkeypatch.setattr(groups, "_set_of", missing)
+    rows = frame(spark, rows=60, partitions=5)
+    with caplog.at_level(logging.INFO, "sparkdl"):
+        ids = fit(rows.repartition(7, "id") if adaptive else rows, tmp_path / "ids")
+    assert_each_row_once_an_epoch(ids, 60)
+    assert ("rows: Spark's shuffle, because this Spark cannot" in caplog.text) is adaptive
+
+
+def test_it_is_said_which_way_the_rows_go(
+    spark: SparkSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said(rows: DataFrame, **changes: Any) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "sparkdl"):
+            estimator(**changes).fit(rows)
+        (line,) = [line for line in caplog.messages if line.startswith("rows: ")]
+        return line
+
+    five, two = frame(spark, partitions=5), frame(spark, partitions=2)
+    assert said(five) == (
+        "rows: 5 partitions are read by 2 tasks, 2 to 3 each, and exchanged among 2 workers"
+    )
+    assert said(five, shuffleRows="none").endswith("2 to 3 each, and stay there")
+    assert said(five, numWorkers=1).endswith("by 1 tasks, 5 each, and stay there")
+    assert said(five, shuffleRows="spark") == (
+        "rows: Spark's shuffle, because shuffleRows is 'spark', and 2 tasks read 5 partitions"
+    )
+    assert (
+        said(two) == "rows: 2 partitions are read by as many tasks, and exchanged among 2 workers"
+    )
+    assert said(five, strategy=GradientAllReduce()) == (
+        "rows: Spark's shuffle, because GradientAllReduce needs all workers at once, and Spark's "
+        "barrier mode, which does that, cannot have 2 tasks read 5 partitions"
+    )
 
 
 def test_partitions_that_differ_by_a_few_rows_are_left_where_they_are(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    ids = fit(frame_of_sizes(spark, [19, 22, 19]), tmp_path / "ids")
+    ids = fit(frame_of_sizes(spark, [19, 22, 19]), tmp_path / "ids", shuffleRows="spark")
     assert {rank: len(of_rank) // EPOCHS for rank, of_rank in ids.items()} == {0: 19, 1: 22, 2: 19}
 
 
@@ -120,14 +268,14 @@ def test_the_largest_partition_decides_whether_the_rows_are_spread(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     """One row more than a twentieth above the mean, plus one."""
-    ids = fit(frame_of_sizes(spark, [18, 23, 19]), tmp_path / "ids")
+    ids = fit(frame_of_sizes(spark, [18, 23, 19]), tmp_path / "ids", shuffleRows="spark")
     assert_each_row_once_an_epoch(ids, 60)
     assert max(len(of_rank) // EPOCHS for of_rank in ids.values()) <= 22
 
 
 def test_a_balanced_frame_is_left_where_it_is(spark: SparkSession, tmp_path: Path) -> None:
-    ids = fit(frame(spark, rows=60, partitions=3), tmp_path / "ids")
-    assert {rank: set(of_rank) for rank, of_rank in ids.items()} == {
+    ids = fit(frame(spark, rows=60, partitions=3), tmp_path / "ids", shuffleRows="spark")
+    assert shards(ids) == {
         0: set(range(20)),
         1: set(range(20, 40)),
         2: set(range(40, 60)),

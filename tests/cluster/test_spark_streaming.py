@@ -25,12 +25,20 @@ from sparkdl.feed.arrival import block_rows
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 WIDTH = 1024
-FILES = (3050, 3040, 3030, 3020, 3010, 3000)
+FILES = (3060, 3040, 3030, 3020, 3010, 3000)
 """Rows of 4 KiB. Spark puts large files first, and here each is a partition."""
-ROWS = (sum(FILES[:3]), sum(FILES[3:]))
-"""Of each of two workers, when partitions that follow each other are put together."""
+SHARES = ((0, 3, 5), (1, 2, 4))
+"""The files of each of two workers, where each goes to the one with less, by size."""
+ROWS = tuple(sum(FILES[number] for number in share) for share in SHARES)
+"""Of each worker."""
 BATCH = 60
 BLOCK = block_rows(BATCH, 4 * WIDTH + 8 + 8)
+
+
+def ids_of(*files: int) -> list[int]:
+    """Of the rows in files, one behind the other."""
+    ends = np.cumsum(FILES).tolist()
+    return [row for file in files for row in range(ends[file] - FILES[file], ends[file])]
 
 
 def table(path: Path, labels: Sequence[int] | None = None) -> Path:
@@ -90,25 +98,31 @@ def test_there_are_several_blocks_or_the_tests_below_would_say_nothing() -> None
     assert all(2 < rows / BLOCK < 4 for rows in ROWS)
 
 
+@pytest.mark.parametrize("spreads", ["exchange", "none"])
 def test_each_row_is_trained_on_once_an_epoch_the_first_in_blocks_as_they_arrive(
-    spark: SparkSession, files: Path, tmp_path: Path
+    spark: SparkSession, files: Path, tmp_path: Path, spreads: str
 ) -> None:
     fit(
         read(spark, files),
         RowIds(str(tmp_path / "ids")),
         featuresCols=["features", "id"],
         strategy=ParameterAveraging(5),
+        shuffleRows=spreads,
     )
     trained: dict[int, list[int]] = {0: [], 1: []}
     for line in lines(tmp_path / "ids"):
         rank, *ids = map(int, line.split())
         trained[rank] += ids
-    for rank, start in ((0, 0), (1, ROWS[0])):
-        rows = list(range(start, start + ROWS[rank]))
-        first, second = trained[rank][: len(rows)], trained[rank][len(rows) :]
-        assert sorted(first) == sorted(second) == rows
+    later: dict[int, list[int]] = {}
+    for rank, files_of_rank in enumerate(SHARES):
+        rows = ids_of(*files_of_rank)
+        first, later[rank] = trained[rank][: len(rows)], trained[rank][len(rows) :]
+        assert sorted(first) == sorted(rows)
         assert sorted(first[:BLOCK]) == rows[:BLOCK] != first[:BLOCK]
-        assert sorted(second[:BLOCK]) != rows[:BLOCK]
+        assert sorted(later[rank][:BLOCK]) != rows[:BLOCK]
+        assert (sorted(later[rank]) == sorted(rows)) is (spreads == "none")
+    assert sorted(later[0] + later[1]) == ids_of(*range(len(FILES)))
+    assert [len(rows) for rows in later.values()] == [sum(FILES) / 2] * 2
 
 
 @pytest.mark.parametrize(
@@ -144,21 +158,28 @@ def test_a_class_that_the_model_does_not_have_is_named_with_its_row_when_it_arri
 ) -> None:
     """After others were trained on, which is what streaming costs."""
     labels = np.arange(sum(ROWS)) % 3
-    labels[-1] = 7
+    labels[ids_of(*SHARES[0])[-1]] = 7
     rows = read(spark, table(tmp_path / "table", labels))
-    for stream, row in ((False, r"\d+"), (True, ROWS[1] - 1)):
+    for stream, row in ((False, r"\d+"), (True, ROWS[0] - 1)):
         passes = tmp_path / f"passes-{stream}"
         with pytest.raises(DataError, match=rf"0 to 7 .*, row {row} of partition \d\)"):
             fit(rows, SaysWhenItTrains(str(passes)), streamFirstEpoch=stream)
         assert bool(lines(passes)) is stream
 
 
+@pytest.mark.parametrize("spreads", ["exchange", "spark"])
 def test_files_that_are_too_unequal_are_spread_before_anybody_trains(
-    spark: SparkSession, files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    spark: SparkSession,
+    files: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    spreads: str,
 ) -> None:
-    """One worker would have the two largest files, the other five rows of the smallest."""
-    most = FILES[0] + FILES[1]
-    rows = read(spark, files).where(f"id < {most} or id >= {sum(ROWS) - 5}")
+    """One worker would have two whole files, the other five rows of one."""
+    kept = ids_of(*SHARES[0][:2]) + ids_of(SHARES[1][0])[:5]
+    parts = [ids_of(SHARES[0][0]), ids_of(SHARES[0][1]), kept[-5:]]
+    wanted = " or ".join(f"id between {part[0]} and {part[-1]}" for part in parts)
+    rows = read(spark, files).where(wanted)
     with caplog.at_level(logging.INFO, "sparkdl"):
         fit(
             rows,
@@ -166,10 +187,15 @@ def test_files_that_are_too_unequal_are_spread_before_anybody_trains(
             featuresCols=["features", "id"],
             epochs=1,
             strategy=ParameterAveraging(5),
+            shuffleRows=spreads,
         )
-    assert "training starts anew after a shuffle: a partition has 5 rows" in caplog.text
-    trained = [len(line.split()) - 1 for line in lines(tmp_path / "ids")]
-    assert sum(trained) == most + 5
+    assert "training starts anew: one task has 5 rows" in caplog.text
+    trained = [0, 0]
+    for line in lines(tmp_path / "ids"):
+        rank, *ids = map(int, line.split())
+        trained[rank] += len(ids)
+    assert sum(trained) == len(kept)
+    assert max(trained) - min(trained) <= 1
 
 
 def test_rows_that_have_to_be_shuffled_are_read_first_with_a_warning(

@@ -58,3 +58,18 @@ def test_the_first_free_port_of_a_range_is_taken_and_a_full_range_is_an_error() 
             assert second.getsockname()[1] == first + 1
             with pytest.raises(ConfigError, match=f"from {first} to {first + 1} is taken"):
                 listen("127.0.0.1", (first, first + 1))
+
+
+def test_a_driver_that_is_known_by_ipv6_alone_is_reached_by_it() -> None:
+    assert local_address(Network(driver="::1")) == "::1"
+
+
+def test_a_driver_with_addresses_of_both_kinds_is_reached_by_ipv4(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = [
+        (socket.AF_INET6, socket.SOCK_DGRAM, 17, "", ("::1", 9, 0, 0)),
+        (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.0.1", 9)),
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+    assert local_address(Network(driver="both")) == "127.0.0.1"

@@ -177,6 +177,17 @@ def test_a_class_label_out_of_range_in_one_partition_is_refused_with_the_range_o
     refuse(rows, DataError, "'label'", "0 to 7", place, "0 to 2", numWorkers=3)
 
 
+def test_a_bad_row_is_named_by_the_partition_that_spark_has_read(
+    spark: SparkSession, refuse: Refuse
+) -> None:
+    """Each worker reads several, one behind the other."""
+    rows = frame(spark, rows=64, partitions=16).where("id != 41")
+    rows = rows.withColumn("label", F.expr("if(id in (43, 63), 7, label)"))
+    refuse(rows, DataError, "'label'", "0 to 7", "of partition 1", numWorkers=3)
+    nulls = rows.withColumn("features", F.expr("if(id = 43, null, features)"))
+    refuse(nulls, DataError, "'features'", "(the first is row 2 of partition 10)", numWorkers=3)
+
+
 def test_doubles_that_are_whole_are_refused_as_class_labels_only_if_out_of_range(
     spark: SparkSession, refuse: Refuse
 ) -> None:

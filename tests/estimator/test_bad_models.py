@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from frames import Refuse, frame
+from frames import Refuse, estimator, frame
 from models import Net, TwoTables
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
@@ -167,7 +167,13 @@ def test_a_scheduler_that_cannot_be_built_is_refused(spark: SparkSession, refuse
     bad = partial(torch.optim.lr_scheduler.StepLR, step=3)
     refuse(frame(spark), ModelError, "scheduler cannot be built: TypeError", scheduler=bad)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    refuse(frame(spark), ModelError, "ReduceLROnPlateau wants", "metric", scheduler=plateau)
+    refuse(
+        frame(spark),
+        ModelError,
+        "schedulerEvery='epoch'",
+        scheduler=plateau,
+        schedulerEvery="step",
+    )
 
 
 def test_an_optimizer_with_a_bad_setting_is_refused_with_its_own_error(
@@ -243,3 +249,14 @@ def test_a_schedule_that_ends_before_the_training_is_refused(
         schedulerEvery="step",
         epochs=2,
     )
+
+
+def test_a_model_that_cannot_train_on_the_one_row_that_is_left_is_refused(
+    spark: SparkSession, refuse: Refuse
+) -> None:
+    """Two workers have 31 rows each, and minibatches of 10."""
+    rows = frame(spark, rows=62, partitions=2)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    refuse(rows, ModelError, "of one row, which a worker with 31 rows has", "dropLast", model=model)
+    estimator(model=model, dropLast=True).fit(rows)
+    estimator(model=model, batchSize=9).fit(rows)

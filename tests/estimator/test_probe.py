@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.nn.functional as functional
 from models import OwnLoss
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from toys import mlp
 
 from sparkdl.errors import ModelError
@@ -189,3 +192,91 @@ def test_a_model_that_keeps_what_it_once_computed_still_has_its_backward_pass() 
     tried(model, nn.CrossEntropyLoss())
     model.train()(torch.zeros(ROWS, 4)).sum().backward()
     assert model.training
+
+
+def test_a_model_that_gets_layers_in_its_first_pass_is_refused_with_their_names() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(4, 3)
+
+        def forward(self, features: Tensor) -> Tensor:
+            if not hasattr(self, "head"):
+                self.head = nn.Linear(3, 3)
+            return self.head(self.body(features))
+
+    with pytest.raises(ModelError, match=r"'head.weight' from nothing to \(3, 3\), 'head.bias'"):
+        tried(Late(), nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize(
+    ("first", "change"),
+    [
+        (None, r"from nothing to \(2, 4\)|from nothing to \(5, 4\)"),
+        (1, r"from \(1, 4\) to \(5, 4\)"),
+    ],
+)
+def test_a_model_whose_buffers_follow_its_batches_is_refused(
+    first: int | None, change: str
+) -> None:
+    class Caches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+            self.register_buffer("shift", None if first is None else torch.zeros(first, 4))
+
+        def forward(self, features: Tensor) -> Tensor:
+            if self.shift is None or len(self.shift) < len(features):
+                self.shift = torch.zeros(len(features), 4)
+            return self.layer(features + self.shift[: len(features)])
+
+    with pytest.raises(ModelError, match=f"'shift' {change}"):
+        tried(Caches(), nn.CrossEntropyLoss())
+
+
+def test_complex_outputs_are_refused_as_columns() -> None:
+    model = Returns(lambda logits, training, labels: torch.complex(logits, logits))
+    with pytest.raises(ModelError, match=r"complex64 \(2, 3\), and columns hold real numbers"):
+        tried(model, lambda outputs, targets: functional.cross_entropy(outputs.abs(), targets))
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(self.scale * outputs, targets)
+
+
+def test_a_loss_with_parameters_that_nobody_would_train_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"Scaled has .* its own, 'scale', .*loss='model'"):
+        tried(nn.Linear(4, 3), Scaled())
+    tried(nn.Linear(4, 3), Scaled().requires_grad_(False))
+
+
+def built_by(model: Any) -> None:
+    build(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), nn.CrossEntropyLoss(), 0)
+
+
+def test_a_model_that_cannot_be_put_into_training_mode_is_refused() -> None:
+    class Exported(nn.Linear):
+        def train(self, mode: bool = True) -> Any:
+            raise NotImplementedError("Calling train() is not supported yet.")
+
+    with pytest.raises(ModelError, match=r"cannot be built: .*Calling train\(\) is not supported"):
+        built_by(lambda: Exported(4, 3))
+
+
+def test_a_model_that_cannot_be_copied_is_wanted_as_a_function() -> None:
+    model = nn.Linear(4, 3)
+    prune.l1_unstructured(model, "weight", amount=0.5)
+    with pytest.raises(ModelError, match=r"Give a function as model that builds it, instead of"):
+        built_by(partial(copy.deepcopy, model))
+
+
+def test_a_model_that_wants_a_process_group_is_told_that_the_strategy_has_one() -> None:
+    with pytest.raises(ModelError, match=r"init_process_group\. The strategy .* leave Distributed"):
+        built_by(lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 3)))

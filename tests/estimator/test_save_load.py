@@ -273,6 +273,7 @@ def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
         imageCols=["b"],
         handleInvalid="keep",
         dropLast=True,
+        shuffleRows="spark",
         reshuffleEvery=3,
         batchTransform=dataclasses.replace,
         memoryBudget=12,

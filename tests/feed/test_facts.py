@@ -21,7 +21,9 @@ from sparkdl.feed.facts import (
     ShardFacts,
     check_facts,
     look_at,
+    names_places,
     says_nothing_new,
+    with_places,
 )
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
@@ -392,3 +394,13 @@ def test_numbers_beyond_the_dtype_are_refused_with_the_range_and_a_remedy() -> N
         match=r"column 'first' has 2 rows of 7 .* range of float32, -3.4\S+e\+38 .*columnDtypes",
     ):
         check(ColumnFacts(out_of_range=2, smallest=0, largest=1e300))
+
+
+def test_the_places_in_a_message_can_be_translated() -> None:
+    message = "column 'a' (row 17 of partition 3) and 'b' (row 0 of partition 12), rows 5 of 6"
+    assert names_places(message)
+    assert not names_places("column 'a' has 3 null values in 60 rows")
+    translated = with_places(message, lambda place: (place[0] + 100, place[1] + 1))
+    assert translated == (
+        "column 'a' (row 18 of partition 103) and 'b' (row 1 of partition 112), rows 5 of 6"
+    )

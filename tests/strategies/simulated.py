@@ -27,12 +27,18 @@ Oracle = Callable[[float, Contributions, Mapping[int, float], Mapping[int, float
 class RealSum(Sum):
     """An accumulator of one number a message."""
 
-    def __init__(self, total: Accumulator, encode: Callable[[int, float], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        total: Accumulator,
+        encode: Callable[[int, float], torch.Tensor],
+        scale: Callable[[int], float],
+    ) -> None:
         self._total = total
         self._encode = encode
+        self._scale = scale
 
-    def declare(self, rank: int, weight: int) -> None:
-        self._total.declare(rank, weight)
+    def declare(self, rank: int, weight: int, staleness: int = 0) -> None:
+        self._total.declare(rank, weight, self._scale(staleness))
 
     def turn(self, index: int) -> int | None:
         return self._total.turn(index)
@@ -59,7 +65,7 @@ class RealCenter(Simulated):
         return self.value
 
     def open_sum(self, ranks: Sequence[int]) -> None:
-        self.sum = RealSum(self._center.open_sum(ranks), self._encode)
+        self.sum = RealSum(self._center.open_sum(ranks), self._encode, self._center.scale)
 
     def commit(self, contributions: Contributions) -> None:
         self._center.commit(contributions)

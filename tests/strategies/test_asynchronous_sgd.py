@@ -1,20 +1,19 @@
-"""An asynchronous strategy of one's own, in one file: nobody waits, stale changes count less."""
+"""Asynchronous SGD: the center is what the commits give, whoever is waited for."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import asynchronous_sgd
 import cloudpickle
 import misbehaving
 import pytest
 import torch
-from asynchronous_sgd import AsynchronousSGD
 from misbehaving import KillsOnce, die_after
+from recorded import recorded_decisions
 from simulated import Oracle, simulated
 from torch import Tensor, nn
 from toys import (
@@ -27,19 +26,33 @@ from toys import (
 )
 
 from sparkdl.averager import events as on
-from sparkdl.averager.coordinator import Coordinator
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.events import WindowReport
-from sparkdl.strategies import Contributions
+from sparkdl.checkpoint.recipe import load_recipe, save_recipe
+from sparkdl.driver import Outcome
+from sparkdl.errors import ConfigError
+from sparkdl.estimator.persistence import PLACES
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.strategies import (
+    ASP,
+    BSP,
+    PBSP,
+    PSSP,
+    SSP,
+    AsynchronousSGD,
+    Contributions,
+    ParameterAveraging,
+    Softsync,
+)
 from sparkdl.testing import run_world
 from sparkdl.worker import Job
 
-cloudpickle.register_pickle_by_value(asynchronous_sgd)
 cloudpickle.register_pickle_by_value(misbehaving)
 
 SIZES = [40, 33, 21]
 DATA = classification(SIZES)
+EQUAL = classification([24, 24, 24])
 STRATEGY = AsynchronousSGD(period=2, rate=0.8)
+AVERAGING = ParameterAveraging(period=2, average_optimizer_state=False)
 
 
 def job(model: nn.Module | None = None, **changes: Any) -> Job:
@@ -47,62 +60,74 @@ def job(model: nn.Module | None = None, **changes: Any) -> Job:
     return make_job(model or mlp(), **settings)
 
 
-@contextmanager
-def recorded_decisions() -> Iterator[list[on.Decision]]:
-    """Take down what the runs of this process decide meanwhile."""
-    decided: list[on.Decision] = []
-    handle = Coordinator.handle
-
-    def recording(self: Coordinator, event: on.Event, now: float) -> list[on.Decision]:
-        decisions = handle(self, event, now)
-        decided.extend(decisions)
-        return decisions
-
-    Coordinator.handle = recording  # type: ignore[method-assign]
-    try:
-        yield decided
-    finally:
-        Coordinator.handle = handle  # type: ignore[method-assign]
+def same_bits(first: Outcome, second: Outcome) -> bool:
+    pairs = zip(first.module.parameters(), second.module.parameters(), strict=True)
+    return all(torch.equal(mine, other) for mine, other in pairs)
 
 
-def by_hand(decisions: list[on.Decision]) -> nn.Module:
+class ByHand:
     """What was decided, done in plain torch: each window from the center that its rank was sent."""
-    module, optimizer = mlp().train(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
-    center = [p.detach().clone() for p in module.parameters()]
-    sent: dict[int, tuple[list[Tensor], int]] = {}
-    steps, updates = dict.fromkeys(range(len(SIZES)), 0), 0
-    for decision in decisions:
-        if isinstance(decision, (on.Welcome, on.Reply)):
-            sent[decision.member.rank] = [values.clone() for values in center], updates
-        elif isinstance(decision, on.Report) and isinstance(decision.event, WindowReport):
-            window = decision.event
-            began, since = sent[window.rank]
-            with torch.no_grad():
-                for parameter, values in zip(module.parameters(), began, strict=True):
-                    parameter.copy_(values)
-            plan = batches_by_hand(DATA, window.rank, window.epoch, 4)
-            for features, targets in plan[steps[window.rank] : window.step_of_epoch]:
-                one = optimizer(module)
-                one.zero_grad()
-                outputs = module(torch.from_numpy(features))
-                nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
-                one.step()
-            for values, start, mine in zip(center, began, module.parameters(), strict=True):
-                values += (mine.detach() - start) * (0.8 / (1 + updates - since))
-            updates += bool(window.examples)
-            steps[window.rank] = 0 if window.last else window.step_of_epoch
-    with torch.no_grad():
-        for parameter, values in zip(module.parameters(), center, strict=True):
-            parameter.copy_(values)
-    return module
+
+    def __init__(self, strategy: AsynchronousSGD) -> None:
+        self.strategy = strategy
+        self.module = mlp().train()
+        self.center = [p.detach().clone() for p in self.module.parameters()]
+        self.updates = 0
+        self.sent: dict[int, tuple[list[Tensor], int]] = {}
+        self.steps = dict.fromkeys(range(len(SIZES)), 0)
+        self.round: list[WindowReport] = []
+
+    def follow(self, decisions: list[on.Decision]) -> nn.Module:
+        for decision in decisions:
+            if isinstance(decision, on.Report) and isinstance(decision.event, WindowReport):
+                self.round.append(decision.event)
+                continue
+            self.update()
+            if isinstance(decision, (on.Welcome, on.Reply)):
+                copies = [values.clone() for values in self.center]
+                self.sent[decision.member.rank] = copies, self.updates
+        self.put(self.center)
+        return self.module
+
+    def put(self, values: list[Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(self.module.parameters(), values, strict=True):
+                parameter.copy_(value)
+
+    def update(self) -> None:
+        windows, self.round = self.round, []
+        moves = [torch.zeros_like(values) for values in self.center]
+        total = sum(window.examples for window in windows)
+        for window in windows:
+            began, since = self.sent[window.rank]
+            self.put(began)
+            self.train(window)
+            stale = 1 + self.updates - since if self.strategy.scale_by_staleness else 1
+            for move, start, mine in zip(moves, began, self.module.parameters(), strict=True):
+                share = window.examples / total if total else 0
+                move += (mine.detach() - start) * (share * self.strategy.rate / stale)
+        for values, move in zip(self.center, moves, strict=True):
+            values += move
+        self.updates += bool(total)
+
+    def train(self, window: WindowReport) -> None:
+        optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+        plan = batches_by_hand(DATA, window.rank, window.epoch, 4)
+        for features, targets in plan[self.steps[window.rank] : window.step_of_epoch]:
+            optimizer.zero_grad()
+            outputs = self.module(torch.from_numpy(features))
+            nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
+            optimizer.step()
+        self.steps[window.rank] = 0 if window.last else window.step_of_epoch
 
 
-def test_the_center_is_what_the_decisions_say() -> None:
+@pytest.mark.parametrize("scale_by_staleness", [True, False], ids=["scaled", "unscaled"])
+@pytest.mark.parametrize("barrier", [ASP(), SSP(1), PSSP(1, 1), Softsync(2)], ids=str)
+def test_the_center_is_what_the_decisions_say(barrier: Any, scale_by_staleness: bool) -> None:
+    strategy = replace(STRATEGY, barrier=barrier, scale_by_staleness=scale_by_staleness)
     with recorded_decisions() as decisions:
-        outcome = run_world(job(), DATA.shards())
-    stale = [each.contributions.staleness for each in decisions if isinstance(each, on.Commit)]
-    assert max(stale) > 0
-    assert relative_error(outcome.module, by_hand(decisions)) < 1e-9
+        outcome = run_world(job(strategy=strategy), DATA.shards())
+    assert relative_error(outcome.module, ByHand(strategy).follow(decisions)) < 1e-9
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
     assert outcome.history[-1].loss < outcome.history[0].loss
 
@@ -114,29 +139,120 @@ def test_alone_it_is_sgd() -> None:
     assert relative_error(outcome.module, oracle) < 1e-9
 
 
+def test_with_everyone_in_each_update_it_is_parameter_averaging() -> None:
+    bsp = job(strategy=AsynchronousSGD(period=2, barrier=BSP()))
+    outcome, average = (
+        run_world(bsp, DATA.shards()),
+        run_world(job(strategy=AVERAGING), DATA.shards()),
+    )
+    assert relative_error(outcome.module, average.module) < 1e-12
+    assert same_bits(outcome, run_world(bsp, DATA.shards()))
+    assert [(row.mean_staleness, row.max_staleness) for row in outcome.history] == [(0.0, 0)] * 3
+
+
+@pytest.mark.parametrize("barrier", [SSP(0), PBSP(2)], ids=str)
+def test_where_everyone_waits_for_everyone_the_changes_of_equal_workers_add_up_to_their_mean(
+    barrier: Any,
+) -> None:
+    strategy = AsynchronousSGD(2, rate=1 / 3, scale_by_staleness=False, barrier=barrier)
+    outcome = run_world(job(strategy=strategy), EQUAL.shards())
+    average = run_world(job(strategy=AVERAGING), EQUAL.shards())
+    assert relative_error(outcome.module, average.module) < 1e-12
+
+
 def test_a_killed_worker_comes_back_and_no_row_is_lost_or_counted_twice(tmp_path: Path) -> None:
+    strategy = replace(STRATEGY, barrier=SSP(1))
+    killed = job(KillsOnce(tmp_path, 12), strategy=strategy)
     with recorded_decisions() as decisions:
-        outcome = run_world(job(KillsOnce(tmp_path, 12)), DATA.shards(), ranks_as="processes")
+        outcome = run_world(killed, DATA.shards(), ranks_as="processes")
     assert len(os.listdir(tmp_path)) > 12
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
     trained = outcome.module.get_submodule("net")
-    assert relative_error(trained, by_hand(decisions)) < 1e-9
+    assert relative_error(trained, ByHand(strategy).follow(decisions)) < 1e-9
 
 
-@pytest.mark.parametrize("windows", [4, 14])
-def test_a_resumed_training_goes_on_where_each_worker_was(tmp_path: Path, windows: int) -> None:
+@pytest.mark.parametrize(
+    ("barrier", "windows"), [(ASP(), 4), (ASP(), 14), (SSP(0), 4), (PBSP(1), 14)], ids=str
+)
+def test_a_resumed_training_goes_on_where_each_worker_was(
+    tmp_path: Path, barrier: Any, windows: int
+) -> None:
     policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    die_after(windows, job(), DATA.shards(), policy)
+    going = job(strategy=replace(STRATEGY, barrier=barrier))
+    die_after(windows, going, DATA.shards(), policy)
     resumed: list[object] = []
-    outcome = run_world(job(), DATA.shards(), checkpoints=policy, on_event=resumed.append)
+    outcome = run_world(going, DATA.shards(), checkpoints=policy, on_event=resumed.append)
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
     again = sum(event.examples for event in resumed if isinstance(event, WindowReport))
     assert 0 < again < 3 * sum(SIZES)
     assert outcome.history[-1].loss < outcome.history[0].loss
 
 
+def test_a_resumed_training_of_everyone_in_each_update_ends_in_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    bsp = job(strategy=replace(STRATEGY, barrier=BSP()))
+    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
+    die_after(14, bsp, DATA.shards(), policy)
+    resumed = run_world(bsp, DATA.shards(), checkpoints=policy)
+    assert same_bits(resumed, run_world(bsp, DATA.shards()))
+
+
+def test_a_resumed_history_has_the_staleness_of_windows_before(tmp_path: Path) -> None:
+    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
+    with recorded_decisions() as decisions:
+        die_after(14, job(), DATA.shards(), policy)
+        outcome = run_world(job(), DATA.shards(), checkpoints=policy)
+    reports = [each.event for each in decisions if isinstance(each, on.Report)]
+    # What was committed behind the checkpoint is trained again: the last report counts.
+    windows = {(w.rank, w.step): w for w in reports if isinstance(w, WindowReport) and w.examples}
+    for row in outcome.history:
+        told = [w.staleness for w in windows.values() if w.epoch == row.epoch]
+        assert row.mean_staleness == pytest.approx(sum(told) / len(told), rel=1e-12)
+        assert row.max_staleness == max(told) > 0
+    first = next(each for each in reports if isinstance(each, EpochSummary))
+    assert first == outcome.history[0]
+
+
+def test_with_another_barrier_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
+    die_after(4, job(), DATA.shards(), policy)
+    other = job(strategy=replace(STRATEGY, barrier=SSP(2)))
+    with pytest.raises(ConfigError, match=r"strategy: was AsynchronousSGD\(.*barrier=ASP\(\)"):
+        run_world(other, DATA.shards(), checkpoints=policy)
+
+
+@pytest.mark.parametrize("barrier", [ASP(), BSP(), SSP(2), PBSP(3), PSSP(3, 2), Softsync(2)])
+def test_it_is_saved_and_loaded_without_trust(tmp_path: Path, barrier: Any) -> None:
+    strategy = AsynchronousSGD(3, 0.5, False, barrier)
+    recipe = save_recipe(strategy, tmp_path, "strategy")
+    place = PLACES["strategy"]
+    assert load_recipe(recipe, tmp_path, "strategy", place=place, trust=False) == strategy
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"period": 0}, "period must be a whole number >= 1 of steps, got 0"),
+        ({"period": 2.0}, "period must be a whole number >= 1 of steps, got 2.0"),
+        ({"rate": 0}, "rate must be a number > 0, got 0"),
+        ({"rate": float("nan")}, "rate must be a number > 0, got nan"),
+        ({"rate": float("inf")}, "rate must be a number > 0, got inf"),
+        ({"rate": True}, "rate must be a number > 0, got True"),
+        ({"scale_by_staleness": 1}, "scale_by_staleness must be a bool, got 1"),
+        ({"barrier": "ssp"}, r"barrier must be ASP\(\), .* got 'ssp'"),
+        ({"barrier": SSP}, r"barrier must be ASP\(\), .* got <class"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        AsynchronousSGD(**arguments)
+
+
 def scaled_by_hand() -> Oracle:
     """The update once more, for one number."""
+    centers: list[float] = []
 
     def move(
         center: float,
@@ -144,14 +260,22 @@ def scaled_by_hand() -> Oracle:
         values: Mapping[int, float],
         begun: Mapping[int, float],
     ) -> float:
-        ((rank, value),) = values.items()
-        return center + 0.8 * (value - begun[rank]) / (1 + contributions.staleness)
+        if center not in centers:
+            centers.append(center)
+        stale = {rank: len(centers) - 1 - centers.index(begun[rank]) for rank in values}
+        assert contributions.staleness == max(stale.values())
+        moved = sum(
+            weight * (value - begun[rank]) / (1 + stale[rank])
+            for weight, (rank, value) in zip(contributions.weights, values.items(), strict=True)
+        )
+        return center + 0.8 * moved / sum(contributions.weights)
 
     return move
 
 
 @pytest.mark.usefixtures("quiet")
-def test_every_schedule_ends_with_the_center_that_its_commits_give() -> None:
-    outcomes = simulated(STRATEGY, scaled_by_hand, range(400))
-    assert sum(outcome.failure is None for outcome in outcomes) > 300
-    assert sum(outcome.losses for outcome in outcomes) > 100
+@pytest.mark.parametrize("barrier", [ASP(), SSP(0), PBSP(1), Softsync(2), BSP()], ids=str)
+def test_every_schedule_ends_with_the_center_that_its_commits_give(barrier: Any) -> None:
+    outcomes = simulated(replace(STRATEGY, barrier=barrier), scaled_by_hand, range(150))
+    assert sum(outcome.failure is None for outcome in outcomes) > 100
+    assert sum(outcome.losses for outcome in outcomes) > 35

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
-from toys import classification, make_job, mlp
+import torch
+from toys import classification, make_job, mlp, schema
 
 from sparkdl.averager import channel
 from sparkdl.averager.center import Frames
 from sparkdl.averager.channel import Channel
-from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
+from sparkdl.strategies import (
+    AsynchronousSGD,
+    ElasticAveraging,
+    GradientAllReduce,
+    OuterOptimizer,
+    OuterSGD,
+    ParameterAveraging,
+    Softsync,
+    Strategy,
+)
 from sparkdl.testing import run_world
 from sparkdl.transport.framing import VALUES_KIND, read_prefix
 
@@ -54,6 +67,17 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         ),
         (ParameterAveraging(period=2, aggregation="executors"), 1, 0),
         (ParameterAveraging(period=2, aggregation="executors", commit_every=2), 2, 0),
+        (ElasticAveraging(period=2), ROUNDS * WORKERS, ROUNDS * WORKERS),
+        # Each is sent the final center besides, for it had its answer before the others.
+        (
+            ElasticAveraging(period=2, mode="asynchronous"),
+            ROUNDS * WORKERS,
+            (ROUNDS + 1) * WORKERS,
+        ),
+        (AsynchronousSGD(period=2), ROUNDS * WORKERS, ROUNDS * WORKERS),
+        (AsynchronousSGD(period=2, barrier=Softsync(3)), ROUNDS * WORKERS, ROUNDS * WORKERS),
+        (OuterOptimizer(period=2), ROUNDS * WORKERS, ROUNDS * WORKERS),
+        (OuterOptimizer(((1, 1), (2, 4))), 4 * WORKERS, 4 * WORKERS),
         (GradientAllReduce(), 1, 0),
         (GradientAllReduce(commit_every=1), 4, 0),
     ],
@@ -68,3 +92,29 @@ def test_the_driver_receives_and_sends_so_many_copies_of_the_parameters_an_epoch
 
     assert traffic["in"] == received * P
     assert traffic["out"] == (WORKERS + sent) * P  # every worker starts with the center
+
+
+@pytest.mark.parametrize(
+    ("inner_state", "wire_dtype", "copies", "octets"),
+    [("keep", "float32", 1, 4), ("keep", "bfloat16", 1, 2), ("average", "bfloat16", 2, 2)],
+    ids=str,
+)
+def test_the_driver_of_an_outer_optimizer_receives_and_sends_so_many_bytes_an_epoch(
+    inner_state: Any, wire_dtype: Any, copies: int, octets: int, traffic: Counter[str]
+) -> None:
+    """Changes but for the first and the last that a worker receives, which are the center."""
+    strategy = OuterOptimizer(1, OuterSGD(), inner_state, wire_dtype)
+    data = classification([16] * WORKERS, dtype=np.float32)
+    job = make_job(
+        mlp().float(),
+        strategy=strategy,
+        optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+        schema=schema(dtype=torch.float32),
+    )
+
+    run_world(job, data.shards(), ranks_as="processes")
+
+    rounds, values = 4, P // 8
+    assert traffic["in"] == WORKERS * rounds * octets * copies * values
+    replies = ((rounds - 1) * octets + 4) * copies * values
+    assert traffic["out"] == WORKERS * (4 * values + replies)

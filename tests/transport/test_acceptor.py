@@ -22,10 +22,10 @@ from sparkdl.errors import DisconnectedError
 from sparkdl.testing.flood import Flood
 from sparkdl.transport import acceptor, local
 from sparkdl.transport.acceptor import MAX_STRANGERS
+from sparkdl.transport.connecting import introduced, reach
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.handshake import HELLO_BYTES, Challenge
 from sparkdl.transport.port import Port
-from sparkdl.transport.reaching import introduced, reach
 from sparkdl.transport.strangers import Allowance, Stranger, Strangers, source_of
 
 HOST, TOKEN = "127.0.0.1", "the job's secret"

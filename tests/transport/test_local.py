@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from sparkdl.transport import local
+from sparkdl.transport.connecting import dial
 from sparkdl.transport.connection import Connection, UnprovedError
 from sparkdl.transport.port import Port
-from sparkdl.transport.reaching import dial
 
 pytestmark = pytest.mark.skipif(not local.HAS_LOCAL_NAMES, reason="only Linux has local names")
 

@@ -19,9 +19,9 @@ import pytest
 
 from sparkdl.errors import DisconnectedError
 from sparkdl.transport import local
+from sparkdl.transport.connecting import introduced
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.port import Port
-from sparkdl.transport.reaching import introduced
 
 pytestmark = pytest.mark.skipif(
     not local.HAS_LOCAL_NAMES or os.geteuid() != 0,

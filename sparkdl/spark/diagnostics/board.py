@@ -61,9 +61,9 @@ from sparkdl.spark.diagnostics.board_headers import (
 )
 from sparkdl.spark.diagnostics.stacks import Stacks, describe_threads
 from sparkdl.spark.storage.driver_files import DriverFiles
+from sparkdl.transport.connecting import introduced, reach
 from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.transport.port import Port
-from sparkdl.transport.reaching import introduced, reach
 
 logger = logging.getLogger(__name__)
 
@@ -288,7 +288,7 @@ class BoardClient:
         patience_s: for how long to try to reach it, in seconds.
 
     Attributes:
-        port: at which the driver listens.
+        address: as given.
 
     Raises:
         DisconnectedError: the board cannot be reached.
@@ -296,7 +296,7 @@ class BoardClient:
     """
 
     def __init__(self, address: BoardAddress, rank: int, patience_s: float = 0.0) -> None:
-        self.port = address.port
+        self.address = address
         self._rank = rank
         self._asking = threading.Lock()
         self._answers: queue.SimpleQueue[dict[str, Any] | StoppedError] = queue.SimpleQueue()

@@ -29,16 +29,16 @@ from sparkdl.feed.feed import FeedOptions
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.cluster.run_jobs import RunJobs
+from sparkdl.spark.cluster.slot_queue import in_turn
 from sparkdl.spark.cluster.slots import (
     choose_num_workers,
     require_free_slots,
     require_static_allocation,
 )
-from sparkdl.spark.cluster.turns import in_turn
 from sparkdl.spark.diagnostics.board import JOIN_S, Board
 from sparkdl.spark.diagnostics.board_headers import Lines, Report, named
 from sparkdl.spark.diagnostics.console import driver_hosts, echoes, show
-from sparkdl.spark.diagnostics.lost import end_of_a_rank, with_sparks_reason
+from sparkdl.spark.diagnostics.task_failures import end_of_a_rank, with_sparks_reason
 from sparkdl.spark.diagnostics.watchdog import stacks_on_signal
 from sparkdl.spark.functions.directory import Directory
 from sparkdl.spark.functions.script import Script
@@ -46,14 +46,17 @@ from sparkdl.spark.functions.task import OUTPUT_DDL, Call, Feeding, Place
 from sparkdl.spark.launch.launcher import (
     JOB_END_S,
     LEAVE_S,
-    Workers,
     as_training_error,
     rank_task,
+)
+from sparkdl.spark.launch.worker_rows import (
+    Workers,
     run_on_rows,
 )
+from sparkdl.spark.rows.column_overrides import ColumnOverrides, dtypes, names, shapes
 from sparkdl.spark.rows.columns import input_column
 from sparkdl.spark.rows.converters import in_bytes, one_of, optional_whole, whole
-from sparkdl.spark.rows.declared import Declared, dtypes, names, shapes
+from sparkdl.spark.rows.delivery import SHUFFLES, delivery_of
 from sparkdl.spark.rows.partitions import known_partitions
 from sparkdl.spark.rows.scratch import STORE_PLACES
 from sparkdl.spark.session.encryption import (
@@ -86,6 +89,7 @@ def run(
     columnShapes: dict[str, list[int]] | None = None,
     columnDtypes: dict[str, str] | None = None,
     imageCols: list[str] | None = None,
+    shuffleRows: str = "exchange",
     shuffleSeed: int = 0,
     memoryBudget: int | None = None,
     storeIn: str = "disk",
@@ -109,12 +113,14 @@ def run(
         device: ``auto`` (a GPU where Spark assigns or torch sees one), ``cpu``, ``cuda`` or
             ``cuda:N``; what ``sparkdl.current_worker().device`` says.
         df: rows for the workers; ``sparkdl.current_worker().batches(size)`` gives each its part as
-            tensors, one for each column: integers as int64, fractions as float32. The rows are
-            spread evenly, unless there are as many partitions as workers: those stay as they are.
+            tensors, one for each column: integers as int64, fractions as float32.
         columnShapes: as the estimator's Param: the shape of one row by column, for nested arrays,
             matrices, binary columns and images.
         columnDtypes: as the estimator's Param: the tensor's dtype by column.
         imageCols: as the estimator's Param: binary columns that hold encoded images.
+        shuffleRows: as the estimator's Param: how the rows are spread over the workers,
+            ``exchange``, ``spark`` or ``none``. All workers run at once, for which Spark gives each
+            task one partition: of other numbers it makes as many by its shuffle.
         shuffleSeed: of the orders in which the rows of ``df`` come; a ``seed`` is the function's.
         memoryBudget: as the estimator's Param: MiB of its stored rows that a worker keeps mapped;
             None for no limit.
@@ -143,8 +149,10 @@ def run(
     if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
         raise ConfigError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
     call = Call(function_of(train_fn, kwargs, "train_fn"), args, kwargs)
-    declared = Declared(shapes(columnShapes), dtypes(columnDtypes), names("imageCols")(imageCols))
-    keeping = _Keeping(shuffleSeed, memoryBudget, storeIn)
+    declared = ColumnOverrides(
+        shapes(columnShapes), dtypes(columnDtypes), names("imageCols")(imageCols)
+    )
+    keeping = _Keeping(shuffleRows, shuffleSeed, memoryBudget, storeIn)
     rows = None if df is None else _rows_of(df, declared, num_workers, device, keeping)
     place = Place(
         network=network_of(spark),
@@ -208,13 +216,15 @@ def run_call(
 
 @dataclass(frozen=True)
 class _Keeping:
-    """How the workers keep their rows, as the user said it."""
+    """How the workers get and keep their rows, as the user said it."""
 
+    shuffle: str
     seed: int
     memory_budget: int | None
     store_in: str
 
     def __post_init__(self) -> None:
+        one_of("shuffleRows", SHUFFLES)(self.shuffle)
         whole("shuffleSeed")(self.seed)
         optional_whole("memoryBudget", 1)(self.memory_budget)
         one_of("storeIn", STORE_PLACES)(self.store_in)
@@ -229,7 +239,7 @@ class Rows:
 
 
 def _rows_of(
-    df: DataFrame, declared: Declared, num_workers: int, device: str, keeping: _Keeping
+    df: DataFrame, declared: ColumnOverrides, num_workers: int, device: str, keeping: _Keeping
 ) -> Rows:
     columns = tuple(input_column(df, name, "df") for name in df.columns)
     if not columns:
@@ -239,11 +249,13 @@ def _rows_of(
     for column, spec in zip(columns, specs, strict=True):
         logger.info("column '%s' (%s) becomes %s", column.name, column.type_name, spec.dtype)
     ranks = ranks_a_task(df.sparkSession, device)
+    tasks = num_workers // ranks
+    delivery = delivery_of(known_partitions(df), tasks, ranks, keeping.shuffle, "sparkdl.run")
     workers = Workers(
         frame=df,
         columns=columns,
         num_workers=num_workers,
-        repartition=known_partitions(df) != num_workers // ranks,
+        delivery=delivery,
         device=device,
         description="",
         network=network_of(df.sparkSession),
@@ -253,7 +265,9 @@ def _rows_of(
     feeding = Feeding(
         schema=FeedSchema(specs, label=(), by_name=True),
         seed=keeping.seed,
-        options=FeedOptions(resident_bytes=in_bytes(keeping.memory_budget)),
+        options=FeedOptions(
+            exchange_rows=delivery.exchanged, resident_bytes=in_bytes(keeping.memory_budget)
+        ),
         in_memory=keeps_rows_in_memory(df.sparkSession, keeping.store_in),
     )
     return Rows(workers, feeding)

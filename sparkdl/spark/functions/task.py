@@ -23,12 +23,15 @@ import torch.distributed as dist
 from sparkdl.collective import Network
 from sparkdl.collective.group import ROLL_CALL_S, is_of_backend, leave_group
 from sparkdl.collective.hang_up import hang_up
+from sparkdl.collective.network import local_address
 from sparkdl.collective.rendezvous import Meeting, interface_settings, meet
-from sparkdl.eager import defer_compiler
 from sparkdl.errors import DataError, DisconnectedError, StoppedError
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import check_facts
 from sparkdl.feed.feed import Feed, FeedOptions
+from sparkdl.lazy_compiler import defer_compiler
+from sparkdl.reshuffle import RowExchange, RowServer
+from sparkdl.reshuffle.exchange import Everyone
 from sparkdl.spark.cluster.devices import choose_device
 from sparkdl.spark.cluster.gpus import VISIBLE
 from sparkdl.spark.diagnostics.board import JOIN_S, BoardAddress, BoardClient
@@ -146,7 +149,7 @@ def _serve(
     device = choose_device(place.device, assigned.gpu, assigned.rank)
     defer_compiler()
     with (
-        _rows(feeding, batches, board, assigned.rank, device) as rows,
+        _rows(feeding, batches, board, assigned.rank, device, place.network) as rows,
         _surroundings(place, board, assigned, device, rows) as met,
         Output(board.send_lines) as output,
         output.capture(echo=place.echo),
@@ -158,7 +161,7 @@ def _serve(
         _end_program()
         leave_group()
     # Not by the end of the process: rank 0 keeps the store, which the others may still need.
-    hang_up({board.port, met.master[1]})
+    hang_up({board.address.port, met.master[1]})
     board.say_returned()
     board.finish()
     return bytes(result)
@@ -171,8 +174,9 @@ def _rows(
     board: BoardClient,
     rank: int,
     device: str,
+    network: Network,
 ) -> Iterator[FedRows | None]:
-    """Read the worker's rows, and learn of the others' whether all can be fed."""
+    """Read the worker's rows, learn of the others' whether all can be fed, and exchange them."""
     if feeding is None:
         for _ in batches:  # a Python process whose input was not read to its end is not used again
             pass
@@ -190,7 +194,27 @@ def _rows(
         facts = board.gather_facts(feed.fill(batches))
         check_facts(facts, feeding.schema.columns)
         feed.settle([column.longest for column in facts.columns])
-        yield FedRows(feed, facts.shard_rows)
+        if not feeding.options.exchange_rows:
+            yield FedRows(feed, facts.shard_rows)
+            return
+        token, tls = board.address.token, board.address.fingerprint is not None
+        with RowServer(local_address(network), token, JOIN_S, tls=tls) as row_server:
+            told = board.gather({"row_server": row_server.address})
+            everyone = Everyone(facts.shard_rows, [each.get("row_server") for each in told])
+            exchange = RowExchange(
+                rank=rank,
+                server=row_server,
+                token=token,
+                everyone=lambda: everyone,
+                specs=feeding.schema.stored,
+                seed=feeding.seed,
+                deadline_s=JOIN_S,
+                tls=tls,
+            )
+            feed.reshuffle(1, exchange)
+            # Nobody may close its server before all have what they get.
+            now = board.gather({"rows": feed.rows})
+        yield FedRows(feed, tuple(each["rows"] for each in now))
 
 
 def _report_errors(board: BoardClient, rank: int, body: Callable[[], bytes]) -> bytes | None:

@@ -130,9 +130,15 @@ class Averager:
     def remembered(self) -> int:
         """How much is remembered that has to be forgotten some time."""
         this = self.coordinator.round
-        return len(self._conversations) + sum(
-            map(len, (this.held, this.entered, this.complete, this.through, this.readers))
+        waiting = (
+            this.held,
+            this.entered,
+            this.complete,
+            this.at_barrier,
+            this.through,
+            this.readers,
         )
+        return len(self._conversations) + sum(map(len, waiting))
 
     def knows(self, rank: int) -> bool:
         """Whether a worker of that rank is connected, and has said who it is."""
@@ -169,7 +175,8 @@ class Averager:
         for window in weighted:
             center, updates = self._begun[window.rank]
             values[window.rank] = trained(center, window.rank, window.epoch, window.step_of_epoch)
-            staleness = max(staleness, self._updates - updates)
+            assert window.staleness == self._updates - updates
+            staleness = max(staleness, window.staleness)
         assert contributions.staleness == staleness
         assert not staleness or not self.coordinator.round.policy.in_step
         before = self.center.value
@@ -232,8 +239,8 @@ class Averager:
             case ("gone",):
                 self.tell(on.Lost(member, "ended its connection"))
                 self._close(member)
-            case ("shard", rank):
-                self.tell(on.RowsFound(member, ShardFacts(10 + rank, ())))
+            case ("shard", rank, held_out):
+                self.tell(on.RowsFound(member, ShardFacts(10 + rank, (), held_out)))
             case ("window", report):
                 conversation.pauses = bool(report.weight)
                 conversation.received = 0
@@ -247,6 +254,10 @@ class Averager:
                 self.tell(on.OwnStateWritten(member))
             case ("gather", value):
                 self.tell(on.Gave(member, value))
+            case ("validated", report):
+                self.tell(on.Validated(member, report))
+            case ("losses", known, epochs):
+                self.tell(on.EpochLossesWanted(member, known, epochs))
             case ("finish",):
                 self.tell(on.Finished(member))
 
@@ -294,8 +305,10 @@ class Averager:
     def _carry_out(self, decision: on.Decision) -> None:
         match decision:
             case on.Welcome(member):
-                position = self.coordinator.committed.positions[member.rank]
-                self._send(member, ("welcome", position, self._sent_to(member)), taken=True)
+                committed = self.coordinator.committed
+                position, ended = committed.positions[member.rank], committed.at_end_of_epoch
+                welcome = ("welcome", position, self._sent_to(member), ended)
+                self._send(member, welcome, taken=True)
             case on.Reply(member, final, _, own_state):
                 if own_state:
                     self._conversations[member].owes_own_state = True
@@ -304,11 +317,13 @@ class Averager:
             case on.Tell(members, gathered):
                 for each in members:
                     self._send(each, ("gathered", gathered))
+            case on.TellEpochLosses(member, losses):
+                self._send(member, ("losses", losses))
             case on.AskOwnState(member):
                 self._conversations[member].owes_own_state = True
                 self._send(member, ("ask own state",))
-            case on.Receive(member, weight):
-                self._receive(member, weight)
+            case on.Receive(member, weight, staleness):
+                self._receive(member, weight, staleness)
             case on.OpenSum(ranks):
                 assert not self._reading, f"what {self._reading} are being sent is overwritten"
                 self.center.open_sum(ranks)
@@ -353,10 +368,11 @@ class Averager:
             self._reading.discard(member)
             self.tell(on.Taken(member))
 
-    def _receive(self, member: Member, weight: int) -> None:
+    def _receive(self, member: Member, weight: int, staleness: int) -> None:
         conversation = self._conversations[member]
         assert self.center.sum is not None
-        self.center.sum.declare(member.rank, weight)
+        assert staleness == self._updates - self._begun[member.rank][1]
+        self.center.sum.declare(member.rank, weight, staleness)
         conversation.sum = self.center.sum
         conversation.pauses = False
         self._clock.after(0.0, lambda: self._listen(conversation))

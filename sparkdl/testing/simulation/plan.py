@@ -52,6 +52,8 @@ class Plan:
         min_workers: with how many workers rounds go on.
         gathers: whether workers tell each other something before each epoch; not if they may
             be lost.
+        validates: whether workers validate after each epoch, and begin the next one when they know
+            what all have found.
         resubmissions: how often all workers are started anew when the run has failed by a loss.
         window_s: seconds that a window takes, on average.
         delay_s: the longest that a message is under way, in seconds.
@@ -67,6 +69,7 @@ class Plan:
     max_failures: int = 100
     min_workers: int = 1
     gathers: bool = False
+    validates: bool = False
     resubmissions: int = 0
     window_s: float = 1.0
     delay_s: float = 0.5
@@ -103,4 +106,5 @@ def random_plan(seed: int) -> Plan:
         window_s=draw.choice((0.1, 1.0, 5.0)),
         delay_s=draw.choice((0.01, 0.5, 2.0)),
         faults=faults,
+        validates=draw.random() < 0.3,
     )

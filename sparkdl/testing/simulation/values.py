@@ -35,8 +35,8 @@ class Sum:
         self._chunks = [0] * chunks
         self._weights: dict[int, int] = {}
 
-    def declare(self, rank: int, weight: int) -> None:
-        """Say what a contribution weighs; nothing if there will be none."""
+    def declare(self, rank: int, weight: int, staleness: int = 0) -> None:
+        """Say what a contribution weighs, nothing if there will be none; and how stale it is."""
         self._weights[rank] = weight
         if not weight:
             self._order.skip(rank)

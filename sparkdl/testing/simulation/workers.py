@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sparkdl.averager.progress import Position
-from sparkdl.events import WindowReport
+from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.testing.simulation.clock import Clock
 from sparkdl.testing.simulation.plan import Plan
 from sparkdl.testing.simulation.values import trained
@@ -106,6 +106,7 @@ class Worker:
         self._position = Position()
         self._center = 0
         self._window: WindowReport | None = None
+        self._losses: tuple[float, ...] = ()
         self._finished = False
         # Whatever was about to happen in an attempt, or on a link, that is over does not.
         self._life = 0
@@ -163,14 +164,21 @@ class Worker:
         link.to_worker = lambda message: self._soon(0.0, lambda: self._hear(message, life))
         self._connect(link)
         link.up(("join", self.rank, self.attempt))
-        self._soon(self._draw.random(), lambda: link.up(("shard", self.rank)))
+        shard = ("shard", self.rank, int(self._plan.validates))
+        self._soon(self._draw.random(), lambda: link.up(shard))
 
     def _hear(self, message: Message, life: int) -> None:
         if life != self._life:
             return
         match message:
-            case ("welcome", position, center):
+            case ("welcome", position, center, epoch_ended):
                 self._position, self._center = position, center
+                self._losses = ()
+                self._validate(epoch_ended)
+            case ("losses", losses):
+                self._losses += losses
+                mean = (len(self._plan.windows) - 1) / 2
+                assert self._losses == tuple(e + mean for e in range(1, self._position.epoch))
                 self._start_epoch()
             case ("gathered", values):
                 assert values == tuple(range(len(values)))
@@ -189,6 +197,23 @@ class Worker:
                 self._finished = True
                 self._life += 1
                 self._link = None
+
+    def _validate(self, epoch_ended: bool) -> None:
+        """Tell what was found after an epoch, and wait for what all have found."""
+        ended = self._position.epoch - 1
+        if not self._plan.validates or not ended:
+            self._start_epoch()
+            return
+        assert self._link is not None
+        if epoch_ended:
+            report = ValidationReport(
+                rank=self.rank, epoch=ended, examples=1, loss_sum=ended + self.rank, weight=1.0
+            )
+            self._link.up(("validated", report))
+        if ended < self._plan.epochs:
+            self._link.up(("losses", len(self._losses), ended))
+        else:
+            self._start_epoch()
 
     def _start_epoch(self) -> None:
         if self._plan.gathers and self._position.epoch <= self._plan.epochs:
@@ -236,7 +261,7 @@ class Worker:
         if own_state:
             self._send_own_state()
         if final:
-            self._start_epoch()
+            self._validate(True)
         else:
             self._train()
 

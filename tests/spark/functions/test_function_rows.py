@@ -82,7 +82,8 @@ UNEQUAL = {
 def test_a_ddp_loop_on_unequal_partitions_is_single_process_training_on_every_row_once(
     spark: SparkSession, sizes: list[int]
 ) -> None:
-    results = sparkdl.run(train, 2, 8, num_workers=3, df=frame_of_sizes(spark, sizes))
+    rows = frame_of_sizes(spark, sizes)
+    results = sparkdl.run(train, 2, 8, num_workers=3, df=rows, shuffleRows="none")
 
     seen = [ids for ids, _ in results]
     steps = math.ceil(max(sizes) / 8)
@@ -95,13 +96,21 @@ def test_a_ddp_loop_on_unequal_partitions_is_single_process_training_on_every_ro
     np.testing.assert_allclose(results[0][1], train_alone(seen), rtol=1e-4, atol=1e-6)
 
 
-def test_rows_are_spread_evenly_and_dealt_in_another_order_each_epoch(spark: SparkSession) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [lambda df: df, lambda df: df.repartition(5)],
+    ids=["as many partitions as workers", "more"],
+)
+def test_rows_are_spread_evenly_and_dealt_in_another_order_each_epoch(
+    spark: SparkSession, change: Callable[[DataFrame], DataFrame]
+) -> None:
     def look() -> Ids:
         batches = sparkdl.current_worker().batches(10)
         assert len(batches) == 4
         return [[batch["id"].tolist() for batch in batches] for _ in range(2)]
 
-    runs = [sparkdl.run(look, num_workers=2, df=frame(spark, rows=70, partitions=5)) for _ in "ab"]
+    rows = change(frame_of_sizes(spark, [66, 4]))
+    runs = [sparkdl.run(look, num_workers=2, df=rows) for _ in "ab"]
 
     assert runs[0] == runs[1]
     ids = [[i for step in epoch for i in step] for epochs in runs[0] for epoch in epochs]
@@ -110,14 +119,16 @@ def test_rows_are_spread_evenly_and_dealt_in_another_order_each_epoch(spark: Spa
     assert ids[0] != ids[1] != sorted(ids[1])
 
 
-def test_the_shuffle_seed_changes_the_order_and_nothing_else(spark: SparkSession) -> None:
+def test_the_shuffle_seed_changes_only_the_order_of_rows_that_stay_where_they_are(
+    spark: SparkSession,
+) -> None:
     def look() -> list[list[int]]:
         batches = sparkdl.current_worker().batches(10)
         return [[i for batch in batches for i in batch["id"].tolist()] for _ in range(2)]
 
     rows = frame_of_sizes(spark, [30, 30])
     default, zero, other = (
-        sparkdl.run(look, num_workers=2, df=rows, **settings)
+        sparkdl.run(look, num_workers=2, df=rows, shuffleRows="none", **settings)
         for settings in ({}, {"shuffleSeed": 0}, {"shuffleSeed": -7})
     )
 
@@ -284,6 +295,10 @@ def test_what_makes_no_sense_is_refused(spark: SparkSession) -> None:
         sparkdl.run(_never, df=rows, memoryBudget=0)
     with pytest.raises(ConfigError, match="storeIn must be one of disk, memory, got 'tape'"):
         sparkdl.run(_never, df=rows, storeIn="tape")
+    with pytest.raises(ConfigError, match="shuffleRows must be one of exchange, spark, none, got"):
+        sparkdl.run(_never, df=rows, shuffleRows="always")
+    with pytest.raises(ConfigError, match=r"shuffleRows='none' .* has 3 for 2 tasks"):
+        sparkdl.run(_never, df=rows, shuffleRows="none")
     with pytest.raises(WorkerError, match=r"ConfigError: there are no rows: .* df="):
         sparkdl.run(lambda: sparkdl.current_worker().batches(3), num_workers=1)
     with pytest.raises(WorkerError, match="batch_size must be a whole number"):

@@ -278,6 +278,16 @@ def test_torch_distributor_passes_on_arguments_whatever_their_names(spark: Spark
     assert distributor.run(give_back, num_workers=7, device="mine") == (7, "mine")
 
 
+def test_a_module_that_is_not_on_the_executors_comes_with_how_modules_travel(
+    spark: SparkSession,
+) -> None:
+    def train() -> None:
+        import a_module_that_nobody_has  # type: ignore[import-not-found]  # noqa: F401
+
+    with pytest.raises(WorkerError, match=r"a_module_that_nobody_has'\n.*addPyFile"):
+        sparkdl.run(train, num_workers=1)
+
+
 TELLS_ENVIRONMENT = """
 import json, os, sys
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -13,7 +14,7 @@ from frames import estimator, frame, frame_of_sizes
 from models import lines
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl import ParameterAveraging
+from sparkdl import GradientAllReduce, ParameterAveraging
 from sparkdl.errors import DataError
 
 
@@ -78,10 +79,20 @@ def test_a_fit_computes_what_is_upstream_once(spark: SparkSession, tmp_path: Pat
     assert Counter(lines(tmp_path / "computed")) == {"0": 1, "1": 1, "2": 1}
 
 
-def test_a_fit_that_shuffles_computes_what_is_upstream_once(
-    spark: SparkSession, tmp_path: Path
+@pytest.mark.parametrize("spreads", ["exchange", "spark", "none"])
+def test_a_fit_on_more_partitions_than_workers_computes_what_is_upstream_once(
+    spark: SparkSession, tmp_path: Path, spreads: str
 ) -> None:
     rows = read_through(frame(spark, partitions=4), tmp_path / "computed")
+    estimator(numWorkers=3, epochs=3, shuffleRows=spreads).fit(rows)
+    # Those that are read by one task are all computed in it, and know its number.
+    assert sum(Counter(lines(tmp_path / "computed")).values()) == 4
+
+
+def test_a_fit_after_a_shuffle_of_the_users_computes_what_is_upstream_once(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    rows = read_through(frame(spark, partitions=4), tmp_path / "computed").repartition(5)
     estimator(numWorkers=3, epochs=3).fit(rows)
     assert Counter(lines(tmp_path / "computed")) == {"0": 1, "1": 1, "2": 1, "3": 1}
 
@@ -110,8 +121,18 @@ def test_a_balanced_frame_is_trained_on_without_a_shuffle(spark: SparkSession) -
     assert job.stages == 1
 
 
-def test_a_skewed_frame_is_trained_on_after_a_shuffle(spark: SparkSession) -> None:
-    jobs = training_jobs(jobs_during_fit(frame_of_sizes(spark, [55, 3, 2]), numWorkers=3))
+def test_no_frame_is_shuffled_whose_rows_are_exchanged(spark: SparkSession) -> None:
+    skewed, many = frame_of_sizes(spark, [55, 3, 2]), frame(spark, partitions=5)
+    for rows in (skewed, many):
+        (job,) = training_jobs(jobs_during_fit(rows, numWorkers=3))
+        assert job.stages == 1
+
+
+def test_a_skewed_frame_is_trained_on_after_a_shuffle_if_that_is_wanted(
+    spark: SparkSession,
+) -> None:
+    rows = frame_of_sizes(spark, [55, 3, 2])
+    jobs = training_jobs(jobs_during_fit(rows, numWorkers=3, shuffleRows="spark"))
     jobs.sort(key=lambda job: job.number)
     tried, *trained = jobs
     assert tried.stages == 1
@@ -121,8 +142,15 @@ def test_a_skewed_frame_is_trained_on_after_a_shuffle(spark: SparkSession) -> No
     assert len({job.group for job in trained}) == 1
 
 
-def test_a_frame_of_another_number_of_partitions_is_shuffled_at_once(spark: SparkSession) -> None:
-    jobs = jobs_during_fit(frame(spark, partitions=5), numWorkers=3)
+@pytest.mark.parametrize(
+    "changes",
+    [{"shuffleRows": "spark"}, {"strategy": GradientAllReduce()}],
+    ids=["wanted", "barrier mode"],
+)
+def test_a_frame_of_another_number_of_partitions_is_shuffled_at_once(
+    spark: SparkSession, changes: dict[str, Any]
+) -> None:
+    jobs = jobs_during_fit(frame(spark, partitions=5), numWorkers=3, **changes)
     assert sum(job.stages for job in jobs) >= 2
     assert len({job.group for job in jobs}) == 1
 

@@ -11,8 +11,9 @@ from pyspark.sql import functions as F
 
 from sparkdl.feed.packed import ORDER_COLUMN
 from sparkdl.spark.cluster.network import network_of
-from sparkdl.spark.launch.launcher import Workers, worker_frame
+from sparkdl.spark.launch.worker_rows import Workers, worker_frame
 from sparkdl.spark.rows.columns import input_column
+from sparkdl.spark.rows.delivery import Delivery, Way
 from sparkdl.spark.rows.partitions import has_stable_order
 
 Change = Callable[[DataFrame], DataFrame]
@@ -55,12 +56,12 @@ def test_what_shuffles_or_sorts_has_none(files: DataFrame, change: Change) -> No
     changed.unpersist()
 
 
-def fed_columns(frame: DataFrame, *, repartition: bool) -> list[str]:
+def fed_columns(frame: DataFrame, way: Way) -> list[str]:
     workers = Workers(
         frame=frame,
         columns=(input_column(frame, "id", "featuresCol"),),
         num_workers=2,
-        repartition=repartition,
+        delivery=Delivery(way),
         device="cpu",
         description="",
         network=network_of(frame.sparkSession),
@@ -71,6 +72,7 @@ def fed_columns(frame: DataFrame, *, repartition: bool) -> list[str]:
 def test_rows_bring_their_order_unless_they_come_from_files_to_the_workers(
     files: DataFrame,
 ) -> None:
-    assert fed_columns(files, repartition=False) == ["c0"]
-    assert fed_columns(files, repartition=True) == ["c0", ORDER_COLUMN]
-    assert fed_columns(files.repartition(2), repartition=False) == ["c0", ORDER_COLUMN]
+    assert fed_columns(files, Way.AS_IT_IS) == ["c0"]
+    assert fed_columns(files, Way.GROUPED) == ["c0"]
+    assert fed_columns(files, Way.SHUFFLED) == ["c0", ORDER_COLUMN]
+    assert fed_columns(files.repartition(2), Way.GROUPED) == ["c0", ORDER_COLUMN]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sparkdl.errors import TrainingError, WorkerLostError
-from sparkdl.spark.diagnostics.lost import end_of_a_rank, memory_advice
+from sparkdl.spark.diagnostics.task_failures import end_of_a_rank, memory_advice
 from sparkdl.spark.launch.launcher import as_training_error
 
 LOST = "ExecutorLostFailure (executor 3 exited caused by one of the running tasks) Reason: "

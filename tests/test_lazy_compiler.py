@@ -13,7 +13,7 @@ from pathlib import Path
 START = """
 import sys
 import torch
-from sparkdl.eager import COMPILER, defer_compiler
+from sparkdl.lazy_compiler import COMPILER, defer_compiler
 
 def arrived():
     # the stand-in has the package's name; its modules only come with the compiler itself
@@ -73,7 +73,7 @@ def test_no_optimizer_of_torch_imports_the_compiler_and_all_step_as_with_it() ->
 
 
 def test_without_the_deferral_an_optimizer_does_import_the_compiler() -> None:
-    """Guards the tests here: if torch mends this, sparkdl.eager can go."""
+    """Guards the tests here: if torch mends this, sparkdl.lazy_compiler can go."""
     in_a_process("""
         steps(torch.optim.SGD)
         assert arrived()

@@ -98,7 +98,7 @@ def outputs(value: Any) -> dict[str, OutputKey] | None:
     return {str(name): key for name, key in value.items()}
 
 
-class Declared:
+class ColumnOverrides:
     """What the user said about columns whose types do not say it.
 
     Args:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from sparkdl.spark.cluster.turns import Turns, in_turn
+from sparkdl.spark.cluster.slot_queue import SlotQueue, in_turn
 
 DEADLINE_S = 10.0
 
@@ -16,7 +16,9 @@ DEADLINE_S = 10.0
 class Holder:
     """A run that holds its slots until it is told to leave."""
 
-    def __init__(self, turns: Turns, pool: ThreadPoolExecutor, workers: int, slots: int) -> None:
+    def __init__(
+        self, turns: SlotQueue, pool: ThreadPoolExecutor, workers: int, slots: int
+    ) -> None:
         self.started = threading.Event()
         self._leave = threading.Event()
         self._done: Future[None] = pool.submit(self._run, turns, workers, slots)
@@ -25,20 +27,20 @@ class Holder:
         self._leave.set()
         self._done.result(DEADLINE_S)
 
-    def _run(self, turns: Turns, workers: int, slots: int) -> None:
+    def _run(self, turns: SlotQueue, workers: int, slots: int) -> None:
         with turns.take(workers, lambda: slots):
             self.started.set()
             assert self._leave.wait(DEADLINE_S)
 
 
 def test_runs_that_fit_in_together_run_together() -> None:
-    turns = Turns()
+    turns = SlotQueue()
     with turns.take(2, lambda: 4), turns.take(2, lambda: 4):
         pass
 
 
 def test_a_run_waits_for_slots_that_another_holds(caplog: pytest.LogCaptureFixture) -> None:
-    turns = Turns()
+    turns = SlotQueue()
     with ThreadPoolExecutor() as pool:
         first = Holder(turns, pool, workers=2, slots=3)
         assert first.started.wait(DEADLINE_S)
@@ -51,7 +53,7 @@ def test_a_run_waits_for_slots_that_another_holds(caplog: pytest.LogCaptureFixtu
 
 
 def test_who_came_first_is_not_overtaken_by_a_smaller_run() -> None:
-    turns = Turns()
+    turns = SlotQueue()
     with ThreadPoolExecutor() as pool:
         first = Holder(turns, pool, workers=2, slots=3)
         assert first.started.wait(DEADLINE_S)
@@ -69,12 +71,12 @@ def test_who_came_first_is_not_overtaken_by_a_smaller_run() -> None:
 
 def test_alone_a_run_starts_whatever_is_counted() -> None:
     """Executors may have been lost since; what to say of that is for others."""
-    with Turns().take(2, lambda: 0):
+    with SlotQueue().take(2, lambda: 0):
         pass
 
 
 def test_slots_are_counted_again_while_a_run_waits() -> None:
-    turns, slots = Turns(), [1.0]
+    turns, slots = SlotQueue(), [1.0]
     with ThreadPoolExecutor() as pool, ExitStack() as held:
         held.enter_context(turns.take(1, lambda: slots[0]))
         started = pool.submit(held.enter_context, turns.take(1, lambda: slots[0]))
@@ -83,7 +85,7 @@ def test_slots_are_counted_again_while_a_run_waits() -> None:
 
 
 def test_a_run_that_fails_gives_its_slots_back() -> None:
-    turns = Turns()
+    turns = SlotQueue()
     with pytest.raises(ValueError, match="on the way"), turns.take(1, lambda: 1):
         raise ValueError("on the way")
     with turns.take(1, lambda: 1):
@@ -91,7 +93,7 @@ def test_a_run_that_fails_gives_its_slots_back() -> None:
 
 
 def test_a_run_that_is_interrupted_while_it_waits_does_not_keep_others_waiting() -> None:
-    turns, looks = Turns(), []
+    turns, looks = SlotQueue(), []
 
     def interrupted() -> float:
         looks.append(1)
@@ -114,7 +116,7 @@ def test_slots_are_those_for_what_each_worker_needs(monkeypatch: pytest.MonkeyPa
         counted.append((session, needed))
         return 4
 
-    monkeypatch.setattr("sparkdl.spark.cluster.turns.most_slots", count)
+    monkeypatch.setattr("sparkdl.spark.cluster.slot_queue.most_slots", count)
     with in_turn(spark, 2, profile), in_turn(spark, 2, profile):  # type: ignore[arg-type]
         pass
     assert set(counted) == {(spark, profile)}

@@ -24,7 +24,7 @@ LOOK_S = 1.0
 """Seconds between two looks at how many slots there are; executors come and go."""
 
 
-class Turns:
+class SlotQueue:
     """Who runs, and who waits, first come first served."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Turns:
         return not taken or taken + workers <= count_slots()
 
 
-_TURNS = Turns()
+_SLOT_QUEUE = SlotQueue()
 """Of this process's Spark application; there is never more than one."""
 
 
@@ -86,4 +86,4 @@ def in_turn(
         workers: slots that the run needs, at most as many as the cluster can have.
         profile: what each of them needs; None for what the session's settings say.
     """
-    return _TURNS.take(workers, lambda: most_slots(spark, profile))
+    return _SLOT_QUEUE.take(workers, lambda: most_slots(spark, profile))

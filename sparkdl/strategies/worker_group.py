@@ -21,7 +21,7 @@ of the deadline of an operation if that is less."""
 HALVES = (torch.float16, torch.bfloat16)
 
 
-class Together:
+class WorkerGroup:
     """One worker among the others of its run.
 
     Args:

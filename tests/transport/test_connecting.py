@@ -12,8 +12,8 @@ from sparkdl.averager.client import AveragerClient
 from sparkdl.averager.wire_format import FullPrecision
 from sparkdl.errors import DisconnectedError
 from sparkdl.transport.address import AveragerAddress
+from sparkdl.transport.connecting import reach
 from sparkdl.transport.connection import ConnectionLostError, SilenceError, StrangerError
-from sparkdl.transport.reaching import reach
 
 CLOSED = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
 AWAY = OSError(errno.EHOSTUNREACH, "No route to host")

@@ -1,0 +1,123 @@
+"""What averaging costs in accuracy, and what of that an outer optimizer gives back.
+
+scikit-learn's 1,797 real digits of 8 x 8 pixels, 360 of them held out, a small MLP and plain SGD,
+as many epochs for all. One worker trains on all rows; two train on a half each and exchange every
+5 minibatches. The outer optimizers are not tuned: the first has the settings that BMUF has for two
+workers, the second DiLoCo's. Each seed draws other rows to hold out, other initial values, another
+order. Not a benchmark of time: workers are threads, without Spark.
+"""
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import harness
+import numpy as np
+import torch
+from torch import nn
+
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.protocols import ColumnSpec
+from sparkdl.strategies import OuterOptimizer, OuterSGD, ParameterAveraging, Strategy
+from sparkdl.testing import batches_of, run_world
+from sparkdl.worker import Job
+
+PIXELS = 64
+HELD_OUT = 360
+EPOCHS = 30
+PERIOD = 5
+WORKERS = 2
+TOLERANCE = 0.3
+"""Points of accuracy by which an outer optimizer may be worse than one process."""
+OUTER = {
+    "BMUF": OuterOptimizer(PERIOD, OuterSGD(1.0, 1 - 1 / WORKERS)),
+    "DiLoCo": OuterOptimizer(PERIOD, OuterSGD(0.7, 0.9)),
+}
+SCHEMA = FeedSchema(
+    (ColumnSpec("features", torch.float32, (PIXELS,)),), ColumnSpec("label", torch.int64)
+)
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(PIXELS, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+class Seeds:
+    """Hands out one seed after the other, to each contender the same."""
+
+    def __init__(self) -> None:
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        self._features = (digits.data / 16.0).astype(np.float32)
+        self._labels = digits.target.astype(np.int64)
+
+    def measure(self, strategy: Strategy[Any], workers: int) -> Callable[[], float]:
+        """Returns a function that trains with the next seed, and returns the accuracy in %."""
+        seeds = iter(range(10**6))
+        return lambda: self._accuracy(strategy, workers, next(seeds))
+
+    def _accuracy(self, strategy: Strategy[Any], workers: int, seed: int) -> float:
+        order = np.random.default_rng(seed).permutation(len(self._labels))
+        held_out, rows = order[:HELD_OUT], order[HELD_OUT:]
+        job = Job(
+            model=build,
+            loss=nn.CrossEntropyLoss(),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            strategy=strategy,
+            schema=SCHEMA,
+            epochs=EPOCHS,
+            batch_size=32,
+            seed=seed,
+            deadline_s=120.0,
+        )
+        shards = [
+            batches_of(1000, features=self._features[mine], label=self._labels[mine])
+            for mine in np.array_split(rows, workers)
+        ]
+        model = run_world(job, shards).module
+        with torch.inference_mode():
+            predicted = model(torch.from_numpy(self._features[held_out])).argmax(dim=1)
+        return 100 * float((predicted.numpy() == self._labels[held_out]).mean())
+
+
+def main() -> None:
+    options = harness.arguments(__doc__, repeats=10)
+    torch.set_num_threads(1)
+    seeds = Seeds()
+    averaging = ParameterAveraging(PERIOD)
+    accuracies = harness.interleave(
+        {
+            # Whose mean is of one worker: it goes on from where it is.
+            "one process": seeds.measure(averaging, 1),
+            "averaging": seeds.measure(averaging, WORKERS),
+            **{name: seeds.measure(strategy, WORKERS) for name, strategy in OUTER.items()},
+        },
+        repeats=options.repeats,
+    )
+    for name, values in accuracies.items():
+        harness.show(f"accuracy of {name}", values, unit="%", digits=2)
+    means = {name: statistics.mean(values) for name, values in accuracies.items()}
+    lost = {name: means["one process"] - mean for name, mean in means.items()}
+    print(", ".join(f"{name}: {points:+.2f} points lost" for name, points in lost.items()))
+    harness.report(
+        "averaging_accuracy",
+        [
+            harness.Claim(
+                name=f"points of accuracy lost with {name}'s settings / {TOLERANCE}",
+                ratio=lost[name] / TOLERANCE,
+                target=1,
+            )
+            for name in OUTER
+        ],
+        {
+            "mean_accuracy_percent": {name: round(mean, 3) for name, mean in means.items()},
+            "points_lost": {name: round(points, 3) for name, points in lost.items()},
+            "seeds": options.repeats,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""What a callback is, what it sees of the fit, and how it is called.
+
+All of it happens in the driver, in the thread that called ``fit``. Workers begin an epoch when
+every callback has returned from ``on_epoch`` of the one before, so that what a callback decides
+there holds for the model of exactly that epoch. Without callbacks they do not wait.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sparkdl.averager.events import (
+    CheckpointSaved,
+    EpochValidated,
+    RoundCommitted,
+    RunEvent,
+    WorkerLost,
+)
+from sparkdl.errors import CallbackError, SparkDLError
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.facts import DataFacts
+
+
+class Training:
+    """A fit in progress, as callbacks see it.
+
+    Attributes:
+        epochs: how many are wanted.
+        history: the epochs that have ended, with the loss on held-out rows if there are any; those
+            before a checkpoint included.
+        stopped: why a callback has ended the training; None if none has.
+        kept_epoch: the epoch whose model the fit returns, if a callback has kept one.
+        began: when ``on_start`` was called, of the clock ``time.monotonic``.
+    """
+
+    def __init__(self, epochs: int, history: Sequence[EpochSummary] = ()) -> None:
+        self.epochs = epochs
+        self.history = list(history)
+        self.stopped: str | None = None
+        self.kept_epoch: int | None = None
+        self.began = time.monotonic()
+
+    def stop(self, reason: str) -> None:
+        """End the training as soon as the callback returns; the fit returns the model so far.
+
+        From ``on_epoch`` that is the epoch's model, from elsewhere the last round's. Of several
+        reasons the first one counts.
+        """
+        if self.stopped is None:
+            self.stopped = reason
+
+    def keep_model(self) -> None:
+        """Have the fit return the model of the epoch that has just ended, whatever follows.
+
+        To be called in ``on_epoch``. It is kept in the driver's memory, one model at a time: the
+        last call counts.
+        """
+        self.kept_epoch = self.history[-1].epoch
+
+
+class Callback:
+    """Called in the driver as a fit goes on; override what is of interest.
+
+    An error that a method raises ends the fit, with the method's name. A method whose name begins
+    with ``on_`` and is none of these is refused, for it would never be called.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse methods that look as if they were called.
+
+        Raises:
+            TypeError: there is one.
+        """
+        super().__init_subclass__(**options)
+        for name, value in vars(cls).items():
+            if name.startswith("on_") and inspect.isfunction(value) and name not in HOOKS:
+                raise TypeError(
+                    f"{cls.__name__}.{name} would never be called: callbacks are called by "
+                    f"{', '.join(HOOKS)}"
+                )
+
+    def on_start(self, training: Training, facts: DataFacts) -> None:
+        """All rows are known, or the first of each worker, and nobody has trained on them yet.
+
+        Args:
+            training: the fit; its ``history`` has the epochs before a checkpoint.
+            facts: rows, held-out rows and what was found in each column.
+        """
+
+    def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
+        """A round's contributions have become the center.
+
+        Args:
+            training: the fit.
+            reports: what each contributor had trained on, with rows and losses.
+        """
+
+    def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+        """An epoch has ended, and every worker has validated; none has begun the next one.
+
+        Args:
+            training: the fit; the last of its ``history`` is this epoch.
+            summary: of the epoch.
+        """
+
+    def on_checkpoint(self, training: Training) -> None:
+        """A checkpoint was written, or given up with a warning."""
+
+    def on_worker_lost(self, training: Training, rank: int, why: str) -> None:
+        """A worker was lost, and the others go on until it is back."""
+
+    def on_end(self, training: Training, error: BaseException | None) -> None:
+        """The training is over, by itself, by a callback or by an error that ``fit`` raises.
+
+        Args:
+            training: the fit.
+            error: what ended it; None if it is a success.
+        """
+
+
+HOOKS = ("on_start", "on_round", "on_epoch", "on_checkpoint", "on_worker_lost", "on_end")
+
+
+class Calls:
+    """Calls every callback of one fit when something happens.
+
+    Args:
+        callbacks: in the order in which they are called.
+        training: what they see.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], training: Training) -> None:
+        self._callbacks = callbacks
+        self.training = training
+        self._started = False
+
+    def __call__(self, event: RunEvent) -> None:
+        """Tell the callbacks of what has happened, if it concerns them.
+
+        Raises:
+            CallbackError: one of them failed.
+        """
+        training = self.training
+        match event:
+            case DataFacts() if not self._started:
+                self._started, training.began = True, time.monotonic()
+                self._each("on_start", lambda each: each.on_start(training, event))
+            case RoundCommitted(_, reports):
+                self._each("on_round", lambda each: each.on_round(training, reports))
+            case EpochValidated(summary) if summary.epoch > len(training.history):
+                training.history.append(summary)
+                self._each("on_epoch", lambda each: each.on_epoch(training, summary))
+            case WorkerLost(rank, why):
+                self._each("on_worker_lost", lambda each: each.on_worker_lost(training, rank, why))
+            case CheckpointSaved():
+                self._each("on_checkpoint", lambda each: each.on_checkpoint(training))
+
+    def end(self, error: BaseException | None) -> None:
+        """Tell the callbacks that it is over."""
+        self._each("on_end", lambda each: each.on_end(self.training, error))
+
+    def _each(self, hook: str, call: Callable[[Callback], None]) -> None:
+        for callback in self._callbacks:
+            try:
+                call(callback)
+            except SparkDLError:
+                raise
+            except Exception as error:  # the user's code may raise anything
+                raise CallbackError(
+                    f"callback {type(callback).__name__} failed in {hook}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error

@@ -1,0 +1,42 @@
+"""Stop when the time is up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparkdl.callbacks.base import Callback, Training
+from sparkdl.errors import ConfigError
+from sparkdl.events import EpochSummary, WindowReport
+
+
+@dataclass(frozen=True)
+class TimeBudget(Callback):
+    """End the training at the first round after some time; the fit returns the model so far.
+
+    Args:
+        seconds: from the moment when the workers have read their rows, > 0. A fit that goes on from
+            a checkpoint has all of it anew.
+
+    Raises:
+        ConfigError: ``seconds`` is no time.
+    """
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.seconds, (int, float)) or not 0 < self.seconds < float("inf"):
+            raise ConfigError(f"seconds must be a number > 0, got {self.seconds!r}")
+
+    def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
+        """Look at the clock."""
+        self._look(training)
+
+    def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+        """Look at the clock, also where an epoch has no rounds."""
+        self._look(training)
+
+    def _look(self, training: Training) -> None:
+        if time.monotonic() >= training.began + self.seconds:
+            training.stop(f"the {self.seconds:g} s of its time budget are over")

@@ -1,0 +1,6 @@
+"""Rows from worker to worker: random, equal shards, through no driver and no Spark job."""
+
+from sparkdl.reshuffle.exchange import RowExchange
+from sparkdl.reshuffle.server import RowServer
+
+__all__ = ["RowExchange", "RowServer"]

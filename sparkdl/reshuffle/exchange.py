@@ -1,0 +1,347 @@
+"""Exchange rows among the workers: every worker gets a random part of every other's rows.
+
+The rows go from worker to worker, through no driver and no Spark job. Every worker computes the
+same plan from everybody's number of rows, so that afterwards all have the same number, give or take
+one, and every assignment of rows to workers was equally likely. Each fetches what it gets
+(``server.py``) and writes it to the place that the plan gives it: the order of the rows is the same
+in every run. Because rows are fetched, a worker that was lost fetches its rows anew when it is
+back, without anybody else's help but that the others still have what they gave away.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import math
+import reprlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from sparkdl.errors import CollectiveError, DisconnectedError, StoppedError, TrainingError
+from sparkdl.feed.shuffle import exchange_plan
+from sparkdl.feed.store import PartitionStore
+from sparkdl.protocols import UNKNOWN, ColumnSpec
+from sparkdl.reshuffle.server import Offer, RowServer, chunk_rows
+from sparkdl.transport.connecting import introduced, reach
+from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
+
+logger = logging.getLogger(__name__)
+
+REACH_S = 10.0
+"""Seconds for which to try one address, while what stands in the way may pass."""
+RETRY_S = 0.5
+"""Seconds between two attempts to fetch rows from a worker that may come back."""
+MAX_ROWS = 1 << 48
+"""More than anybody has."""
+MAX_ROW_BYTES = (1 << 31) - 1
+"""Of one column; neither Spark nor numpy has more."""
+
+
+@dataclass(frozen=True)
+class Everyone:
+    """What a worker has to know of all to exchange rows with them.
+
+    Attributes:
+        shard_rows: how many rows each rank has read, by rank.
+        row_servers: where each rank serves its rows, as ``RowServer.address``, by rank.
+    """
+
+    shard_rows: Sequence[int]
+    row_servers: Sequence[Any]
+
+
+class RowExchange:
+    """One worker's part in the exchanges of rows; call it as ``feed.RowExchange``.
+
+    Args:
+        rank: of this worker.
+        server: of this worker.
+        token: the job's secret, which both ends of each connection prove to know.
+        everyone: asks what is known of all workers now; once an exchange, and again for each
+            attempt to find one that was lost.
+        specs: the columns; lengths that only the data tell may be missing.
+        seed: the job's seed.
+        deadline_s: the longest that no rows may come, in seconds.
+        survives: whether workers may be lost and come back, so that rows are kept for them.
+        on_rows: called now and then while others' rows arrive, with how many have.
+        tls: whether the rows are encrypted on their way.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        server: RowServer,
+        token: str,
+        everyone: Callable[[], Everyone],
+        specs: tuple[ColumnSpec, ...],
+        seed: int,
+        deadline_s: float,
+        survives: bool = False,
+        on_rows: Callable[[int], None] = lambda rows: None,
+        tls: bool = False,
+    ) -> None:
+        self._rank = rank
+        self._server = server
+        self._token = token
+        self._everyone = everyone
+        self._specs = specs
+        self._seed = seed
+        self._deadline_s = deadline_s
+        self._survives = survives
+        self._on_rows = on_rows
+        self._tls = tls
+        self._rows: list[int] | None = None
+        self._heard = time.monotonic()
+
+    def __call__(
+        self, store: PartitionStore, order: Tensor | None, received: PartitionStore, epoch: int
+    ) -> None:
+        """Get this worker's rows from all workers; returns when they are there.
+
+        Args:
+            store: the rows that it had, owned by the server from here on.
+            order: the order that they have in every run, shape (rows,), int64; None for as they
+                lie.
+            received: an empty store for its new rows.
+            epoch: the epoch that follows.
+
+        Raises:
+            CollectiveError: another worker was lost, or sent nothing for too long.
+            StoppedError: the run has ended while this worker waited for another, or the averager
+                cannot be reached.
+            TrainingError: another worker tells or sends what does not belong here.
+        """
+        everyone = self._everyone()
+        rows = self._rows or list(everyone.shard_rows)
+        if min(rows) < 0 or sum(rows) > MAX_ROWS:
+            raise TrainingError(f"the workers tell of {reprlib.repr(rows)} rows: one of them lies")
+        plan = exchange_plan(rows, seed=self._seed, epoch=epoch)
+        offer = self._server.offered(epoch)
+        if offer is None:
+            if store.rows != rows[self._rank]:
+                raise TrainingError(
+                    f"rank {self._rank} has {store.rows} rows, the others know of "
+                    f"{rows[self._rank]}"
+                )
+            key = (self._seed, epoch, self._rank)
+            offer = Offer(store, order, plan[self._rank].tolist(), key, keep=self._survives)
+            self._server.offer(epoch, offer)
+        arrivals = _Arrivals(self._specs, received, plan[:, self._rank])
+        if offer.count(self._rank):
+            arrivals.expect(self._rank, offer.shapes)
+            arrivals.put(self._rank, offer.chunks(self._rank))
+        offer.taken(self._rank)
+        # Each starts with its neighbour, so that not all fetch from the same one.
+        for peer in [*range(self._rank + 1, len(rows)), *range(self._rank)]:
+            if plan[peer, self._rank]:
+                self._fetch(peer, epoch, arrivals, everyone)
+        self._rows = plan.sum(axis=0).tolist()
+
+    def _fetch(self, peer: int, epoch: int, arrivals: _Arrivals, everyone: Everyone) -> None:
+        """Fetch one worker's rows, again and again if it may come back."""
+        self._heard, told = time.monotonic(), False
+        while True:
+            try:
+                self._fetch_once(peer, epoch, arrivals, everyone.row_servers)
+                return
+            except ConnectionLostError as error:
+                if not self._survives or time.monotonic() >= self._heard + self._deadline_s:
+                    raise CollectiveError(
+                        f"rank {self._rank} could not fetch its rows from rank {peer}: {error}. "
+                        "Workers have to reach each other to exchange rows; where they cannot, set "
+                        "shuffleRows='spark'"
+                    ) from error
+                if not told:
+                    logger.warning("rank %d waits for rows of rank %d: %s", self._rank, peer, error)
+                    told = True
+                time.sleep(RETRY_S)
+                everyone = self._everyone()  # it may be back, somewhere else
+            except SilenceError as error:
+                raise CollectiveError(
+                    f"no rows came from rank {peer} for {self._deadline_s:g} s in an exchange of "
+                    "rows among the workers"
+                ) from error
+
+    def _fetch_once(
+        self, peer: int, epoch: int, arrivals: _Arrivals, row_servers: Sequence[Any]
+    ) -> None:
+        address = Peer.of(peer, row_servers, encrypted=self._tls)
+        try:
+            connection = reach(
+                partial(
+                    introduced,
+                    self._rank,
+                    f"rank {peer}",
+                    (address.host, address.port),
+                    self._token,
+                    address.fingerprint,
+                    self._deadline_s,
+                ),
+                min(REACH_S, self._deadline_s),
+            )
+        except DisconnectedError as error:
+            # Of that worker; an error of the same name says that the averager is gone.
+            raise ConnectionLostError(str(error)) from error
+        except StoppedError as error:
+            raise TrainingError(f"rank {peer} does not know the job's token") from error
+        try:
+            connection.send_header({"rows_for": self._rank, "epoch": epoch})
+            answer = self._answer(connection)
+            if "refused" in answer or answer.get("rows") != arrivals.count(peer):
+                raise TrainingError(
+                    f"rank {peer} has {arrivals.count(peer)} rows for rank {self._rank}, and says "
+                    f"{reprlib.repr(answer)} when they are fetched"
+                )
+            arrivals.expect(peer, answer.get("shapes"))
+            arrivals.put(peer, self._received(connection, peer, arrivals))
+            connection.send_header({"taken": True})
+        finally:
+            connection.close()
+
+    def _answer(self, connection: Connection) -> dict[str, Any]:
+        """What comes when the other worker has come to this exchange too."""
+        until = time.monotonic() + self._deadline_s
+        while "waiting" in (answer := connection.receive_header()):
+            if time.monotonic() >= until:
+                raise SilenceError("it waits itself")
+            self._on_rows(0)
+        return answer
+
+    def _received(
+        self, connection: Connection, peer: int, arrivals: _Arrivals
+    ) -> Iterable[list[Tensor]]:
+        left = arrivals.count(peer)
+        while left:
+            chunk = arrivals.empty(left)
+            for values in chunk:
+                if connection.receive_values(values.view(-1)) is not None:
+                    raise TrainingError(f"rank {peer} sent a header in the middle of its rows")
+            left -= len(chunk[0])
+            self._heard = time.monotonic()
+            self._on_rows(arrivals.count(peer) - left)
+            yield chunk
+
+
+class _Arrivals:
+    """Where the rows of each worker belong in the store of one that gets them.
+
+    Args:
+        specs: the columns; lengths that only the data tell may be missing.
+        store: empty.
+        counts: how many rows come from each rank, by rank.
+    """
+
+    def __init__(
+        self, specs: tuple[ColumnSpec, ...], store: PartitionStore, counts: np.ndarray
+    ) -> None:
+        self._specs = specs
+        self._store = store
+        self._counts = counts
+        self._ends = np.cumsum(counts)
+        self._known: tuple[int, Any] | None = None
+
+    def count(self, rank: int) -> int:
+        """Rows that come from a rank."""
+        return int(self._counts[rank])
+
+    def expect(self, rank: int, shapes: Any) -> None:
+        """Take note of which shapes the rows of a rank have, and make room with the first.
+
+        Raises:
+            TrainingError: those are no shapes of the columns, or not those of others' rows.
+        """
+        if not isinstance(shapes, list) or not _fit(shapes, self._specs):
+            raise TrainingError(
+                f"rank {rank} tells of rows of the shapes {reprlib.repr(shapes)}, and no worker of "
+                "this job has such rows"
+            )
+        if self._known is None:
+            self._known = rank, shapes
+            known = [
+                replace(spec, row_shape=tuple(shape))
+                for spec, shape in zip(self._specs, shapes, strict=True)
+            ]
+            self._store.create(known, int(self._counts.sum()))
+        other, known_shapes = self._known
+        if known_shapes != shapes:
+            raise TrainingError(
+                f"the workers have rows of different shapes: rank {other} "
+                f"{reprlib.repr(known_shapes)}, rank {rank} {reprlib.repr(shapes)}"
+            )
+
+    def empty(self, rows: int) -> list[Tensor]:
+        """Tensors for the next rows, of so many that are left."""
+        return self._store.empty_packed(min(rows, chunk_rows(self._store)))
+
+    def put(self, rank: int, chunks: Iterable[list[Tensor]]) -> None:
+        """Write the rows of a rank."""
+        first = int(self._ends[rank] - self._counts[rank])
+        for chunk in chunks:
+            self._store.write(chunk, first)
+            first += len(chunk[0])
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where another worker serves its rows."""
+
+    host: str
+    port: int
+    fingerprint: str | None
+
+    @classmethod
+    def of(cls, rank: int, addresses: Sequence[Any], *, encrypted: bool) -> Peer:
+        """Read what a worker has told.
+
+        Args:
+            rank: whose address is wanted.
+            addresses: what all workers have told, by rank.
+            encrypted: whether the rows have to be.
+
+        Raises:
+            TrainingError: no worker of this job tells that.
+        """
+        told = addresses[rank] if rank < len(addresses) else None
+        kinds = (str, int, str if encrypted else type(None))
+        if (
+            not isinstance(told, list)
+            or tuple(map(type, told)) != kinds
+            or told[1] not in range(1, 1 << 16)
+            or not _is_address(told[0])
+            or (encrypted and not told[2].isascii())
+        ):
+            raise TrainingError(
+                f"rank {rank} tells {reprlib.repr(told)} of where its rows are, and no worker of "
+                "this job does"
+            )
+        return cls(*told)
+
+
+def _is_address(host: str) -> bool:
+    """Whether it is the number of a host, and no name that something else would have to look up."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _fit(shapes: list[Any], specs: Sequence[ColumnSpec]) -> bool:
+    """Whether a row can have these shapes, of which the specs may leave lengths open."""
+    return len(shapes) == len(specs) and all(
+        isinstance(shape, list)
+        and len(shape) == len(spec.row_shape)
+        and all(type(length) is int and length >= 0 for length in shape)
+        and math.prod(shape) * spec.dtype.itemsize <= MAX_ROW_BYTES
+        and all(
+            known in (UNKNOWN, length) for length, known in zip(shape, spec.row_shape, strict=True)
+        )
+        for shape, spec in zip(shapes, specs, strict=True)
+    )

@@ -1,0 +1,204 @@
+"""A worker's rows for the other workers, which fetch what the plan gives them.
+
+One connection for each fetch; the rows of an exchange are those that the worker had before it:
+
+    worker that fetches                       worker that serves
+    {"rows_for": rank, "epoch": epoch} ---->  wait until this worker has come to that exchange
+                                       <----  {"waiting": true}, now and then
+                                       <----  {"rows": how many, "shapes": of a row's columns}
+                                       <----  their values, chunk by chunk
+    {"taken": true}                    ---->
+"""
+
+from __future__ import annotations
+
+import contextlib
+import reprlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkdl.errors import TrainingError
+from sparkdl.feed.shuffle import shares
+from sparkdl.feed.store import PartitionStore
+from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
+from sparkdl.transport.port import Port
+
+CHUNK_BYTES = 4 << 20
+"""What is sent at once."""
+WAITING_S = 1.0
+"""Seconds between two signs of life to a worker that waits for rows."""
+
+
+class Offer:
+    """The rows that one worker had before an exchange, and which of them each worker gets.
+
+    Args:
+        store: the rows; owned from here on.
+        order: the order that they have in every run, shape (rows,), int64; None for as they lie.
+        counts: how many rows each rank gets, by rank.
+        key: (seed, epoch, rank), from which follows who gets which; the rank is that of the owner.
+        keep: whether they may be asked for again when everybody has them.
+    """
+
+    def __init__(
+        self,
+        store: PartitionStore,
+        order: Tensor | None,
+        counts: Sequence[int],
+        key: tuple[int, int, int],
+        *,
+        keep: bool,
+    ) -> None:
+        self.store = store
+        self._order = order
+        self._counts = list(counts)
+        self._key = key
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._shares: list[np.ndarray] | None = None
+        self._missing = {rank for rank, count in enumerate(counts) if count}
+        if store.rows:
+            # Here, because a store is mapped by its first reader, and they come at once.
+            store.take_packed(torch.zeros(1, dtype=torch.int64))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that could get rows."""
+        return len(self._counts)
+
+    @property
+    def shapes(self) -> list[list[int]] | None:
+        """Of a row of each column; None if this worker has seen no rows."""
+        return [list(spec.row_shape) for spec in self.store.specs] or None
+
+    def count(self, rank: int) -> int:
+        """How many rows a rank gets."""
+        return self._counts[rank]
+
+    def chunks(self, rank: int) -> Iterator[list[Tensor]]:
+        """What a rank gets, as ``PartitionStore.take_packed`` gives it, a few MiB at once."""
+        if not self._counts[rank]:
+            return
+        rows = self._rows_of(rank)
+        for chosen in torch.split(rows, chunk_rows(self.store)):
+            yield self.store.take_packed(chosen)
+
+    def taken(self, rank: int) -> None:
+        """Take note that a rank has what it gets."""
+        with self._lock:
+            self._missing.discard(rank)
+            if self._missing:
+                return
+            # 8 bytes a row, which are computed again for one who comes back.
+            self._shares = None
+            if not self._keep:
+                self.store.close()
+
+    def _rows_of(self, rank: int) -> Tensor:
+        with self._lock:
+            if self._shares is None:
+                self._shares = shares(self._counts, key=self._key)
+            share = torch.from_numpy(self._shares[rank])
+        return share if self._order is None else self._order[share]
+
+
+class RowServer:
+    """Serve one worker's rows to the others until closed; a context manager.
+
+    Args:
+        host: the address of this worker that the others reach.
+        token: the job's secret, which both ends of each connection prove to know.
+        deadline_s: the longest that others wait here for rows, in seconds.
+        tls: whether the rows are encrypted on their way.
+
+    Attributes:
+        address: where it listens, as ``exchange.Peer.of`` reads it: JSON for the other workers.
+    """
+
+    def __init__(self, host: str, token: str, deadline_s: float, *, tls: bool = False) -> None:
+        self._deadline_s = deadline_s
+        self._condition = threading.Condition()
+        self._offers: dict[int, Offer] = {}
+        self._closed = False
+        self._port = Port(host, token, self._serve, encrypted=tls)
+        self.address: list[Any] = [host, self._port.number, self._port.fingerprint]
+
+    def __enter__(self) -> RowServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def offer(self, epoch: int, offer: Offer) -> None:
+        """Let others have the rows from before an exchange.
+
+        Args:
+            epoch: the one that follows the exchange.
+            offer: the rows.
+        """
+        with self._condition:
+            self._offers[epoch] = offer
+            self._condition.notify_all()
+
+    def offered(self, epoch: int) -> Offer | None:
+        """What was offered before, by a worker that goes through the same exchange again."""
+        return self._offers.get(epoch)
+
+    def close(self) -> None:
+        """Serve nobody any more, and give up the rows."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        self._port.close()
+        for offer in self._offers.values():
+            offer.store.close()
+
+    def _serve(self, connection: Connection) -> None:
+        """Serve one fetch; called in a thread of the port, which takes a lost one for granted."""
+        with contextlib.suppress(ConnectionLostError, SilenceError):
+            try:
+                self._answer(connection)
+            except TrainingError as error:
+                connection.send_header({"refused": str(error)})
+
+    def _answer(self, connection: Connection) -> None:
+        asked = connection.receive_header()
+        rank, epoch = asked.get("rows_for"), asked.get("epoch")
+        if type(rank) is not int or type(epoch) is not int or epoch < 1:
+            raise TrainingError(f"{reprlib.repr(asked)} asks for no rows")
+        offer = self._wait_for(epoch, connection)
+        if offer is None:
+            return
+        if rank not in range(offer.world_size):
+            raise TrainingError(f"there is no rank {reprlib.repr(rank)} that could get rows")
+        connection.send_header({"rows": offer.count(rank), "shapes": offer.shapes})
+        for chunk in offer.chunks(rank):
+            for values in chunk:
+                connection.send_values(values.view(-1))
+        if "taken" in connection.receive_header():
+            offer.taken(rank)
+
+    def _wait_for(self, epoch: int, connection: Connection) -> Offer | None:
+        """The rows from before an exchange, when this worker has come to it; None if not."""
+        until = time.monotonic() + self._deadline_s
+        while (left := until - time.monotonic()) > 0:
+            with self._condition:
+                self._condition.wait_for(
+                    lambda: self._closed or epoch in self._offers, timeout=min(left, WAITING_S)
+                )
+                if self._closed or epoch in self._offers:
+                    return self._offers.get(epoch)
+            # Fails as soon as nobody waits there any more.
+            connection.send_header({"waiting": True})
+        return None
+
+
+def chunk_rows(store: PartitionStore) -> int:
+    """Rows that are sent at once."""
+    return max(1, CHUNK_BYTES // max(1, store.row_bytes))

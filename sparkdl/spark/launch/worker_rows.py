@@ -1,0 +1,220 @@
+"""The rows of one fit as its workers receive them, and where a bad one of them was before."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pyarrow as pa
+from pyspark.sql import Column, DataFrame, Row
+from pyspark.sql import functions as F
+
+from sparkdl.collective import Network
+from sparkdl.feed.facts import names_places, with_places
+from sparkdl.feed.packed import ORDER_COLUMN
+from sparkdl.spark.cluster.gpus import gpu_profile
+from sparkdl.spark.cluster.run_jobs import RunJobs
+from sparkdl.spark.rows.columns import InputColumn, quoted
+from sparkdl.spark.rows.delivery import Delivery, Way, require_one_each
+from sparkdl.spark.rows.groups import Grouped, NoGroupsError, grouped
+from sparkdl.spark.rows.packing import packed
+from sparkdl.spark.rows.partitions import has_stable_order, known_partitions
+from sparkdl.spark.rows.record_batches import small_record_batches
+
+logger = logging.getLogger(__name__)
+
+COUNT_S = 60.0
+"""Seconds for finding out in which of Spark's partitions a bad row is."""
+
+_FORBIDDEN_LINEAGE = "Barrier execution mode does not allow the following pattern of RDD chain"
+"""How Spark words it, in every version that has barrier stages."""
+
+
+Task = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
+"""What mapInArrow runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """The Spark side of one fit.
+
+    Attributes:
+        frame: the user's DataFrame.
+        columns: the columns to feed, in the order of the job's schema.
+        num_workers: ranks to run at once.
+        delivery: which way the rows go to them.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        description: shown in the Spark UI.
+        network: how they reach each other.
+        store_in: where they keep their rows: ``disk`` or ``memory``.
+        ranks_a_task: how many of them each task is; divides ``num_workers``.
+    """
+
+    frame: DataFrame
+    columns: tuple[InputColumn, ...]
+    num_workers: int
+    delivery: Delivery
+    device: str
+    description: str
+    network: Network
+    store_in: str = "disk"
+    ranks_a_task: int = 1
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks to run at once."""
+        return self.num_workers // self.ranks_a_task
+
+
+def worker_frame(workers: Workers, seed: int, *, barrier: bool = False) -> DataFrame:
+    """The rows as workers receive them: only what is needed, packed, a partition for each task.
+
+    What shuffles delivers the same set of rows to a partition in every run, but in another order. A
+    hash with the seed orders them the same way each time: the hash of where a row was before our
+    shuffle if that is the same in every run, else of its content, which costs time. The workers
+    sort by it: 8 bytes a row, where Spark would sort the rows. Rows that come from files straight
+    to the workers need none.
+
+    Args:
+        workers: whose rows.
+        seed: of the rows' order.
+        barrier: whether the tasks have to run at once.
+
+    Raises:
+        ConfigError: they have to, and there are more or fewer partitions, which are to stay.
+    """
+    rows = _with_order(workers, seed)
+    if workers.delivery.way is Way.SHUFFLED:
+        logger.info("rows: Spark's shuffle, because %s", workers.delivery.reason)
+        return rows
+    try:
+        return _whole_partitions(rows, workers, barrier=barrier)
+    except NoGroupsError as error:
+        return worker_frame(_without_groups(workers, error), seed)
+
+
+def _with_order(workers: Workers, seed: int) -> DataFrame:
+    """The rows as workers receive them, but perhaps in other partitions."""
+
+    def order(*identity: Column) -> Column:
+        return F.xxhash64(F.lit(seed), *identity).alias(ORDER_COLUMN)
+
+    columns = enumerate(workers.columns)
+    rows = workers.frame.select(*[c.expression().alias(f"c{index}") for index, c in columns])
+    stable = has_stable_order(workers.frame)
+    if workers.delivery.way is Way.SHUFFLED:
+        if stable:
+            rows = rows.select("*", order(F.monotonically_increasing_id()))
+        rows = rows.repartition(workers.num_tasks)
+    rows = packed(rows)
+    if not stable:
+        rows = rows.select("*", order(*[quoted(name) for name in rows.columns]))
+    return rows
+
+
+def names_others(message: str, workers: Workers) -> bool:
+    """Whether a message names places that are not those of the partitions that Spark has read."""
+    several = workers.delivery.way is Way.GROUPED and workers.ranks_a_task == 1
+    return several and names_places(message)
+
+
+def with_original_places(message: str, workers: Workers, seed: int, jobs: RunJobs) -> str:
+    """A message about rows, with their places in the partitions that Spark has read.
+
+    Where a task reads several, one behind the other, what a worker knows is the position in all of
+    them. So their rows are counted, when the workers have left and there are slots again.
+
+    Args:
+        message: with places as the workers know them.
+        workers: whose rows.
+        seed: of the rows' order.
+        jobs: as which they are counted.
+    """
+    translated: list[str] = []
+
+    @cache
+    def found() -> Grouped:
+        return grouped(_with_order(workers, seed), workers.num_tasks)
+
+    def translate() -> None:
+        try:
+            translated.append(with_places(message, lambda place: found().origin(*place)))
+        except Exception:  # whatever ends a Spark job; the message is more than its places
+            logger.warning("bad rows could not be looked for", exc_info=True)
+
+    thread = jobs.start(translate)
+    thread.join(COUNT_S)
+    if thread.is_alive():
+        jobs.cancel()
+    if translated:
+        return translated[0]
+    return (
+        f"{message} (partition n stands for all that task n has read, one behind the other: their "
+        f"rows could not be counted, or not in {COUNT_S:g} s)"
+    )
+
+
+def _whole_partitions(rows: DataFrame, workers: Workers, *, barrier: bool) -> DataFrame:
+    """As many partitions as tasks, of whole ones."""
+    tasks, exchanged = workers.num_tasks, workers.delivery.exchanged
+    after = f"and exchanged among {workers.num_workers} workers" if exchanged else "and stay there"
+    if workers.delivery.way is Way.AS_IT_IS:
+        logger.info("rows: %d partitions are read by as many tasks, %s", tasks, after)
+        return rows
+    found = grouped(rows, tasks)
+    sizes = list(map(len, found.members))
+    if barrier:
+        require_one_each(sum(sizes), tasks)
+    fewest, most = min(sizes), max(sizes)
+    logger.info(
+        "rows: %d partitions are read by %d tasks, %s each, %s",
+        sum(sizes),
+        tasks,
+        fewest if fewest == most else f"{fewest} to {most}",
+        after,
+    )
+    return found.frame
+
+
+def _without_groups(workers: Workers, error: NoGroupsError) -> Workers:
+    """What is done on a Spark that cannot put any partitions together."""
+    frame, delivery = workers.frame, workers.delivery
+    partitions = known_partitions(frame)
+    if partitions is not None and partitions >= workers.num_tasks:
+        frame = frame.coalesce(workers.num_tasks)
+        return replace(workers, frame=frame, delivery=replace(delivery, way=Way.AS_IT_IS))
+    reason = f"this Spark cannot put partitions together: {error}"
+    return replace(workers, delivery=delivery.shuffled(reason))
+
+
+def run_on_rows(
+    workers: Workers, seed: int, task: Task, output: str, *, barrier: bool
+) -> list[Row]:
+    """Run the tasks; after a shuffle where barrier mode refuses what is upstream in their stage.
+
+    Args:
+        workers: whose rows, and how many tasks.
+        seed: of the rows' order.
+        task: what to run on each partition.
+        output: the schema of what it yields, as DDL.
+        barrier: whether all have to run at once.
+
+    Returns:
+        What the tasks have yielded.
+    """
+
+    def run_on(rows: DataFrame) -> list[Row]:
+        spark = rows.sparkSession
+        profile = gpu_profile(spark, workers.device)
+        with small_record_batches(spark.sparkContext):
+            return rows.mapInArrow(task, output, barrier=barrier, profile=profile).collect()
+
+    try:
+        return run_on(worker_frame(workers, seed, barrier=barrier))
+    except Exception as error:
+        if _FORBIDDEN_LINEAGE not in str(error):
+            raise
+    refused = workers.delivery.shuffled(_FORBIDDEN_LINEAGE)
+    return run_on(worker_frame(replace(workers, delivery=refused), seed))

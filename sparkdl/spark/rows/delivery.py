@@ -1,0 +1,112 @@
+"""Which way a DataFrame's rows go to the tasks that want them, and why.
+
+Whole partitions go to tasks, several to one where there are more, and the workers exchange the rows
+among themselves (``reshuffle``): each row is read once, and travels once, in its final form.
+Spark's shuffle would write, read and sort it as a row of the JVM's. It remains for what cannot be
+done otherwise, and for those who want it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from sparkdl.errors import ConfigError
+
+SHUFFLES = ("exchange", "spark", "none")
+"""What ``shuffleRows`` may be."""
+
+
+class Way(Enum):
+    """How there come to be as many partitions as tasks."""
+
+    AS_IT_IS = auto()
+    """There are: each task reads one."""
+    GROUPED = auto()
+    """A task reads several, one behind the other, or none."""
+    SHUFFLED = auto()
+    """Spark's shuffle makes new ones."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """The way of one DataFrame's rows to the workers.
+
+    Attributes:
+        way: how there come to be as many partitions as tasks.
+        exchanged: whether the workers then exchange the rows among themselves.
+        stays: whether the rows must not be moved in any other way either.
+        reason: why Spark shuffles them, if it does.
+    """
+
+    way: Way = Way.AS_IT_IS
+    exchanged: bool = False
+    stays: bool = False
+    reason: str = ""
+
+    def shuffled(self, reason: str) -> Delivery:
+        """What becomes of it where the rows cannot be read as they are.
+
+        What was to be exchanged still is: the workers may have been told so.
+
+        Raises:
+            ConfigError: the rows are to stay where they are.
+        """
+        if self.stays:
+            raise ConfigError(
+                "shuffleRows='none' leaves rows in their partitions, and those cannot be read as "
+                f"they are: {reason}. Leave shuffleRows out"
+            )
+        return Delivery(Way.SHUFFLED, self.exchanged, reason=reason)
+
+
+def delivery_of(
+    partitions: int | None, tasks: int, ranks_a_task: int, wish: str, at_once: str | None
+) -> Delivery:
+    """Choose the way.
+
+    Args:
+        partitions: of the DataFrame; None if Spark only decides while it runs.
+        tasks: that want rows.
+        ranks_a_task: how many workers each of them is.
+        wish: one of ``SHUFFLES``.
+        at_once: who needs all tasks to run at once, which Spark's barrier mode does for few
+            lineages; None if nobody does.
+
+    Raises:
+        ConfigError: the rows are to stay where they are, and cannot.
+    """
+    exchanged, stays = wish == "exchange" and tasks * ranks_a_task > 1, wish == "none"
+    if partitions == tasks:
+        return Delivery(Way.AS_IT_IS, exchanged, stays)
+    found = "" if partitions is None else f"{partitions} "
+    if wish == "spark":
+        return Delivery(
+            Way.SHUFFLED, reason=f"shuffleRows is 'spark', and {tasks} tasks read {found}partitions"
+        )
+    if at_once is None:
+        return Delivery(Way.GROUPED, exchanged, stays)
+    if stays:
+        if partitions is not None:
+            require_one_each(partitions, tasks)
+        return Delivery(Way.GROUPED, stays=True)
+    return Delivery(
+        Way.SHUFFLED,
+        reason=f"{at_once} needs all workers at once, and Spark's barrier mode, which does that, "
+        f"cannot have {tasks} tasks read {found}partitions",
+    )
+
+
+def require_one_each(partitions: int, tasks: int) -> None:
+    """Refuse other numbers of partitions where they have to stay as they are in barrier mode.
+
+    Raises:
+        ConfigError: there are more or fewer than tasks.
+    """
+    if partitions != tasks:
+        raise ConfigError(
+            f"shuffleRows='none' leaves rows in their partitions, but the DataFrame has "
+            f"{partitions} for {tasks} tasks that have to run at once, and Spark's barrier mode "
+            "gives each exactly one. Leave shuffleRows out, or make as many partitions as tasks: "
+            f"df.repartition({tasks})"
+        )

@@ -1,0 +1,177 @@
+"""Whole partitions put together, so that there are as many as tasks, without a shuffle.
+
+``DataFrame.coalesce`` puts neighbours together and never makes more partitions than there are. Here
+any may be together, some may be empty, and a plan whose partitions Spark only decides while it runs
+is run as far as that takes. The rows of each group come in the order of its partitions' numbers,
+and which are together follows from the files' sizes and those numbers alone, never from where
+blocks of rows happen to lie: the same workers have the same rows in every run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from py4j.protocol import Py4JError, Py4JJavaError
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from sparkdl.errors import SparkDLError
+
+MOST_SIZES = 256
+"""Partitions whose files are asked for, about a millisecond each. Spark numbers them by size, so
+that of more of them the numbers say enough."""
+
+_RANGE = re.compile(r"range: (\d+)-(\d+), partition values: ")
+"""How Spark writes which bytes of a file belong to a partition."""
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Rows that are put together.
+
+    Attributes:
+        frame: the same rows, in as many partitions as were asked for.
+        members: the numbers of the original partitions of each, in the order of their rows.
+    """
+
+    frame: DataFrame
+    members: tuple[tuple[int, ...], ...]
+    _original: Any
+
+    def origin(self, group: int, row: int) -> tuple[int, int]:
+        """Where a row was before: the number of its partition, and its position in that.
+
+        Counts the rows of the group's partitions, in a job of this thread.
+
+        Args:
+            group: counted from 0, as the row.
+            row: its position in the group.
+
+        Raises:
+            ValueError: there is no such row.
+        """
+        numbers = self.members[group]
+        if len(numbers) > 1:
+            spark = self.frame.sparkSession
+            chosen = _pruned(self._original, numbers, spark)
+            counted = _frame_of(chosen, self.frame).groupBy(F.spark_partition_id()).count()
+            rows: dict[int, int] = dict(counted.collect())  # type: ignore[arg-type]
+            for index, number in enumerate(numbers):
+                if row < rows.get(index, 0):
+                    return number, row
+                row -= rows.get(index, 0)
+        elif numbers:
+            return numbers[0], row
+        raise ValueError(f"partitions {numbers} have no such row")
+
+
+class NoGroupsError(SparkDLError):
+    """This Spark lacks a method that putting partitions together needs."""
+
+
+def grouped(frame: DataFrame, groups: int) -> Grouped:
+    """Put whole partitions together, or add empty ones.
+
+    Runs the shuffles of a plan that is adaptive, as jobs of this thread.
+
+    Args:
+        frame: the rows.
+        groups: how many partitions there are to be.
+
+    Raises:
+        NoGroupsError: Spark cannot do that.
+    """
+    try:
+        return _grouped(frame, groups)
+    except Py4JJavaError:
+        raise
+    except Py4JError as error:
+        raise NoGroupsError(str(error)) from error
+
+
+def _grouped(frame: DataFrame, groups: int) -> Grouped:
+    spark = frame.sparkSession
+    context, jvm = spark.sparkContext, cast(Any, spark._jvm)
+    original = frame._jdf.queryExecution().toRdd()
+    partitions = original.getNumPartitions()
+    members = [[number] for number in range(partitions)] + [[]] * (groups - partitions)
+    parts = [original]
+    if partitions < groups:
+        parts.append(context._jsc.parallelize([], groups - partitions).rdd())
+    elif partitions > groups:
+        members = dealt(_costs(original, partitions, spark), groups)
+        nothing = jvm.scala.Option.apply(None)
+        parts = [
+            _pruned(original, numbers, spark).coalesce(1, False, nothing, None)
+            for numbers in members
+        ]
+    (rows, *others) = parts
+    if others:
+        rows = context._jsc.sc().union(jvm.PythonUtils.toSeq(parts), rows.elementClassTag())
+    return Grouped(_frame_of(rows, frame), tuple(map(tuple, members)), original)
+
+
+def _pruned(rows: Any, numbers: Sequence[int], spark: SparkSession) -> Any:
+    """The partitions of an RDD that have these numbers."""
+    jvm = cast(Any, spark._jvm)
+    return jvm.org.apache.spark.rdd.PartitionPruningRDD.create(rows, _set_of(numbers, jvm))
+
+
+def _frame_of(rows: Any, like: DataFrame) -> DataFrame:
+    """An RDD of rows as a DataFrame with another's columns."""
+    spark = like.sparkSession
+    schema = like._jdf.schema()
+    return DataFrame(spark._jsparkSession.internalCreateDataFrame(rows, schema, False), spark)
+
+
+def dealt(sizes: Sequence[int], groups: int) -> list[list[int]]:
+    """Deal numbers to groups of about the same size: the largest first, to the smallest group.
+
+    Args:
+        sizes: of each number, at least as many as groups.
+        groups: how many.
+
+    Returns:
+        The numbers of each group, ascending.
+    """
+    chosen: list[list[int]] = [[] for _ in range(groups)]
+    # Of groups of the same size that with the fewest comes first: empty ones are dealt out too.
+    smallest = [(0, 0, group) for group in range(groups)]
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        size, count, group = heapq.heappop(smallest)
+        chosen[group].append(number)
+        heapq.heappush(smallest, (size + sizes[number], count + 1, group))
+    return [sorted(numbers) for numbers in chosen]
+
+
+def _costs(rows: Any, partitions: int, spark: SparkSession) -> list[int]:
+    """What reading each partition costs, as Spark estimates it; less by number where it does not.
+
+    Numbers that fall deal out pairs of the same sum: the first and the last to one of two groups.
+    """
+    unknown = list(range(2 * partitions, partitions, -1))
+    if partitions > MOST_SIZES:
+        return unknown
+    text = cast(Any, spark._jvm).scala.runtime.ScalaRunTime.stringOf
+    opening = int(spark._jsparkSession.sessionState().conf().filesOpenCostInBytes())
+    costs = []
+    for partition in rows.partitions():
+        if partition.getClass().getSimpleName() != "FilePartition":
+            return unknown
+        ranges = _RANGE.findall(text(partition.files()))
+        costs.append(sum(opening + int(end) - int(start) for start, end in ranges))
+    return costs
+
+
+def _set_of(numbers: Sequence[int], jvm: Any) -> Any:
+    """A set of numbers for the JVM, made at once: each step of making one is a message."""
+    chosen = np.zeros(max(numbers) + 1, bool)
+    chosen[list(numbers)] = True
+    words = jvm.java.util.BitSet.valueOf(np.packbits(chosen, bitorder="little").tobytes())
+    sets = getattr(getattr(jvm.scala.collection.immutable, "BitSet$"), "MODULE$")
+    return sets.fromBitMaskNoCopy(words.toLongArray())

@@ -1,0 +1,329 @@
+"""Barrier control: who waits for whom between two windows, as a value and as a round policy.
+
+A worker that has contributed its k-th window of an epoch goes on from the center as it is then, if
+
+    k - k_j <= s        for every j in a sample of beta of the other workers
+
+and waits otherwise until that holds; k_j counts what j has contributed in the epoch. Wang,
+Catterall & Mortier 2017, "Probabilistic Synchronous Parallel" (arXiv 1709.07772), of which the
+others are limits:
+
+    SSP(s)      all others, s > 0: stale synchronous parallel (Ho et al. 2013)
+    PBSP(beta)  a sample, s = 0             SSP(0), PBSP(all)    everyone waits for everyone
+    ASP()       nobody, or s = infinity     PSSP(beta, s)        a sample within a bound
+
+Two more say of how many contributions an update of the center is made, from which those who have
+made it go on: ``BSP()`` of everyone's, ``Softsync(n)`` of the first n.
+
+Only those are waited for who are there and have not ended the epoch. One that was lost is not; one
+that has come back is, from where it was committed, until it is within the bound: each of the others
+contributes the window that it has begun, and waits. One that comes back, or is resumed, too far
+ahead itself trains at once, but waits before it contributes.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+
+from sparkdl.averager.progress import Position
+from sparkdl.averager.round_policy import All, Nobody, RoundPolicy
+from sparkdl.errors import ConfigError
+from sparkdl.events import WindowReport
+
+Clock = tuple[int, int]
+"""Epoch, and windows of it that were committed; behind an epoch's last, the next one's start."""
+
+
+class Barrier(ABC):
+    """Who waits for whom; a value that a strategy is given."""
+
+    @abstractmethod
+    def policy(self, period: int) -> RoundPolicy:
+        """What does the waiting in one run.
+
+        Args:
+            period: steps in a window, but for the last of an epoch.
+        """
+
+
+@dataclass(frozen=True)
+class BSP(Barrier):
+    """Bulk synchronous parallel: the center moves by the mean of everyone's changes.
+
+    Take it to have the same bits each time, and the best result for each row trained on. It is no
+    choice where some workers are slower than others, for all wait for the slowest in each window.
+    """
+
+    def policy(self, period: int) -> RoundPolicy:
+        """Everyone in every round."""
+        return All()
+
+
+@dataclass(frozen=True)
+class ASP(Barrier):
+    """Asynchronous parallel: nobody waits.
+
+    Take it where workers differ in speed and their changes are scaled by staleness. Without a bound
+    the fastest may be arbitrarily far ahead, which may diverge with large steps.
+    """
+
+    def policy(self, period: int) -> RoundPolicy:
+        """Each worker alone with the center."""
+        return Nobody()
+
+
+@dataclass(frozen=True)
+class SSP(Barrier):
+    """Stale synchronous parallel: nobody begins a window more than ``s`` ahead of the slowest.
+
+    Take it where speeds vary from window to window, so that the slowest is not always the same one;
+    one that is always slow sets everyone's pace, only ``s`` windows later.
+
+    Args:
+        s: windows, >= 0; 4 in the PSP paper's comparison. With 0 everyone waits for everyone.
+
+    Raises:
+        ConfigError: it is no such number.
+    """
+
+    s: int
+
+    def __post_init__(self) -> None:
+        _require_whole("s", self.s, 0, "windows")
+
+    def policy(self, period: int) -> RoundPolicy:
+        """Bounded by the slowest of all."""
+        return BoundedStaleness(self.s, period)
+
+
+@dataclass(frozen=True)
+class PBSP(Barrier):
+    """Probabilistic BSP: nobody goes on before ``beta`` others, drawn anew each time, are as far.
+
+    Take it for many workers of which some are slow: most steps meet none of these. What a few
+    workers gain is little, for a sample of few is soon everyone.
+
+    Args:
+        beta: how many others are looked at, >= 0; 1 to 5 % of the workers in the paper, where
+            already 1 keeps most together. With 0 it is ``ASP``.
+
+    Raises:
+        ConfigError: it is no such number.
+    """
+
+    beta: int
+
+    def __post_init__(self) -> None:
+        _require_whole("beta", self.beta, 0, "workers")
+
+    def policy(self, period: int) -> RoundPolicy:
+        """Bounded by a sample."""
+        return SampledStaleness(self.beta, 0, period)
+
+
+@dataclass(frozen=True)
+class PSSP(Barrier):
+    """Probabilistic SSP: nobody is more than ``s`` ahead of ``beta`` others, drawn each time.
+
+    Take it where ``SSP`` waits too long for few that are slow. It bounds how far workers are apart
+    only on average: choose ``SSP`` where that has to be certain.
+
+    Args:
+        beta: how many others are looked at, >= 0; 1 to 5 % of the workers in the paper.
+        s: windows, >= 0; 4 in the paper.
+
+    Raises:
+        ConfigError: they are no such numbers.
+    """
+
+    beta: int
+    s: int
+
+    def __post_init__(self) -> None:
+        _require_whole("beta", self.beta, 0, "workers")
+        _require_whole("s", self.s, 0, "windows")
+
+    def policy(self, period: int) -> RoundPolicy:
+        """Bounded by a sample."""
+        return SampledStaleness(self.beta, self.s, period)
+
+
+@dataclass(frozen=True)
+class Softsync(Barrier):
+    """Soft synchronization: an update is the mean of the first ``n`` changes (Zhang et al. 2016).
+
+    Take it for many workers, where single changes are noisy and the last few not worth waiting for.
+    Of few workers each is a large part, and what it misses is stale.
+
+    Args:
+        n: contributions in an update, >= 1, each of another worker; of all, if fewer are there. The
+            paper's "N-softsync" of R workers is n = R / N. With all of them it is ``BSP``, with 1
+            ``ASP`` at more cost.
+
+    Raises:
+        ConfigError: it is no such number.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _require_whole("n", self.n, 1, "contributions")
+
+    def policy(self, period: int) -> RoundPolicy:
+        """The first to come."""
+        return FirstToCome(self.n)
+
+
+class FirstToCome(All):
+    """Rounds of the first few; the others contribute to the next what they have trained.
+
+    Args:
+        n: how many.
+    """
+
+    in_step = False
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+
+    def is_enough(self, entered: int, group: int) -> bool:
+        """With so many, or all that are there."""
+        return entered >= min(self._n, group)
+
+
+class _Clocks(Nobody):
+    """Each worker alone with the center; and how far each of them is.
+
+    Args:
+        bound: windows by which a rank may be ahead.
+        period: steps in a window.
+    """
+
+    def __init__(self, bound: int, period: int) -> None:
+        self._bound = bound
+        self._period = period
+        self._clocks: list[Clock] = []
+
+    def begin(self, positions: Sequence[Position]) -> None:
+        """Take note of where the ranks stand."""
+        self._clocks = [self._clock(each.epoch, each.step_of_epoch) for each in positions]
+
+    def _clock(self, epoch: int, steps: int) -> Clock:
+        return epoch, steps // self._period
+
+    def _after(self, window: WindowReport) -> Clock:
+        epoch = window.epoch
+        return (epoch + 1, 0) if window.last else self._clock(epoch, window.step_of_epoch)
+
+    def _needed(self, rank: int) -> Clock | None:
+        """How far others have to be for a rank to go on; None at the start, where all are."""
+        epoch, windows = self._clocks[rank]
+        return (epoch, windows - self._bound) if windows > self._bound else None
+
+
+class BoundedStaleness(_Clocks):
+    """Who is too far ahead of the slowest that is there waits for it.
+
+    An answer takes as long as there are different clocks: few, for they are bounded.
+
+    Args:
+        bound: windows by which a rank may be ahead.
+        period: steps in a window.
+    """
+
+    def begin(self, positions: Sequence[Position]) -> None:
+        """Take note of where the ranks stand."""
+        super().begin(positions)
+        self._ranks_at: dict[Clock, set[int]] = {}
+        for rank, clock in enumerate(self._clocks):
+            self._ranks_at.setdefault(clock, set()).add(rank)
+        # Who waits, by the clock that the slowest has to reach.
+        self._waiting: dict[Clock, set[int]] = {}
+
+    def goes_on(self, rank: int, active: Set[int]) -> bool:
+        """Whether the slowest is near enough."""
+        needed = self._needed(rank)
+        if needed is None or needed <= self._slowest(active):
+            return True
+        self._waiting.setdefault(needed, set()).add(rank)
+        return False
+
+    def committed(self, windows: Iterable[WindowReport], active: Set[int]) -> Iterable[int]:
+        """Move the clocks on; those who waited for as much are to be asked about."""
+        for window in windows:
+            rank, before = window.rank, self._clocks[window.rank]
+            self._clocks[rank] = after = self._after(window)
+            self._ranks_at[before].discard(rank)
+            if not self._ranks_at[before]:
+                del self._ranks_at[before]
+            self._ranks_at.setdefault(after, set()).add(rank)
+        if not self._waiting:
+            return ()
+        slowest = self._slowest(active)
+        reached = [clock for clock in self._waiting if clock <= slowest]
+        return sorted(rank for clock in reached for rank in self._waiting.pop(clock))
+
+    def _slowest(self, active: Set[int]) -> Clock:
+        for clock in sorted(self._ranks_at):
+            if not self._ranks_at[clock].isdisjoint(active):
+                return clock
+        return max(self._ranks_at)
+
+
+class SampledStaleness(_Clocks):
+    """Who is too far ahead of any in a sample waits for it; the sample stays until all are near.
+
+    An answer takes as long as the sample is large. A rank waits for one of its sample at a time, so
+    that a commit concerns only those who wait for just that.
+
+    Args:
+        size: of a sample; of all others, if those are fewer.
+        bound: windows by which a rank may be ahead.
+        period: steps in a window.
+        seed: of the samples; the same ones if the ranks come in the same order.
+    """
+
+    def __init__(self, size: int, bound: int, period: int, seed: int = 0) -> None:
+        super().__init__(bound, period)
+        self._size = size
+        self._draw = random.Random(seed)
+        self._samples: dict[int, list[int]] = {}
+        # Who waits for a rank, by the clock that it has to reach.
+        self._waiting: dict[int, dict[Clock, set[int]]] = {}
+
+    def goes_on(self, rank: int, active: Set[int]) -> bool:
+        """Whether all of the sample who are there are near enough."""
+        needed = self._needed(rank)
+        if needed is None:
+            return True
+        if rank not in self._samples:
+            self._samples[rank] = self._sample(rank)
+        for other in self._samples[rank]:
+            if other in active and self._clocks[other] < needed:
+                self._waiting.setdefault(other, {}).setdefault(needed, set()).add(rank)
+                return False
+        return True
+
+    def committed(self, windows: Iterable[WindowReport], active: Set[int]) -> Iterable[int]:
+        """Move the clocks on; those who waited for as much are to be asked about."""
+        reached: set[int] = set()
+        for window in windows:
+            self._clocks[window.rank] = clock = self._after(window)
+            self._samples.pop(window.rank, None)
+            waiting = self._waiting.get(window.rank, {})
+            for needed in [each for each in waiting if each <= clock]:
+                reached |= waiting.pop(needed)
+        return sorted(reached)
+
+    def _sample(self, rank: int) -> list[int]:
+        others = range(len(self._clocks) - 1)
+        drawn = self._draw.sample(others, min(self._size, len(others)))
+        return [other + (other >= rank) for other in drawn]
+
+
+def _require_whole(name: str, value: object, least: int, what: str) -> None:
+    if type(value) is not int or value < least:
+        raise ConfigError(f"{name} must be a whole number >= {least} of {what}, got {value!r}")

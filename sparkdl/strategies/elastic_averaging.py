@@ -1,0 +1,297 @@
+"""Elastic averaging: each replica keeps its own parameters, on a spring that ties it to the center.
+
+Zhang, Choromanska, LeCun 2015, "Deep learning with Elastic Averaging SGD", EASGD. With a moving
+rate a, after each window of p local minibatches, the center as it was before on the right:
+
+    d_i  <-  a * (x_i - center)          center  <-  center + sum_i d_i
+
+and each replica i gives up what the center has received from it, with its next step, the gradient
+of which is taken before (Algorithm 1):
+
+    x_i  <-  x_i - (optimizer step on the gradient at x_i) - d_i
+
+The paper writes a = learning rate * rho, and b = workers * a for the rate at which the center moves
+to the replicas' mean. In the synchronous mode a sum has every worker's d_i, added in the order of
+ranks; in the asynchronous one each d_i is a sum of its own, of the center of that moment. These are
+Sync EASGD and Async EASGD of You, Buluc, Demmel 2017. Their round robin would only make workers
+wait for their turns, and their Hogwild has no lock to do without here, where one thread adds.
+
+Momentum is the optimizer's. With ``SGD(momentum=m)`` this is MEASGD (You et al., equations 5 and
+6). EAMSGD (Zhang et al., Algorithm 2) is ``SGD(momentum=m, nesterov=True)``, but for one thing:
+torch's parameters are the paper's x + m * v, where gradients are taken, so there the spring ends.
+
+The center is what is saved and validated; a replica takes its own parameters up again when the next
+epoch starts. Buffers, such as BatchNorm's statistics, are each replica's own; the center's become
+the replicas' mean, or asynchronously move to a worker's at rate a. The optimizers' state stays with
+the workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sparkdl.averager.center_update import CenterUpdate, Contributions
+from sparkdl.averager.round_policy import All, Nobody, RoundPolicy
+from sparkdl.averager.wire_format import FullPrecision, WireFormat
+from sparkdl.errors import ConfigError
+from sparkdl.protocols import Batch, Segment
+from sparkdl.replica import Replica
+from sparkdl.strategies.base import Needs, Run, Strategy
+
+MODES = ("synchronous", "asynchronous")
+CENTER_RATE = 0.9
+"""b = workers * a in the experiments of Zhang et al."""
+SWAPPED_AT_ONCE = 1 << 20
+"""Values, so that a swap takes no third copy of the parameters."""
+
+
+@dataclass(frozen=True)
+class ElasticAveraging(Strategy["_Spring"]):
+    """Pull replicas and center together after steps p, 2p, ... and at the end of each epoch.
+
+    Choose it where rounds have to be rare and replicas gain from searching apart: in the paper it
+    kept its accuracy to periods of 64. Choose another where the result has to be that of one
+    process, where a fit is of few rounds, for the center follows the replicas from a distance, or
+    where a worker has no memory for two more copies of the parameters.
+
+    A worker that was lost and comes back by itself begins at the center. One that goes on from a
+    checkpoint, or is started again with all others, begins where its replica was.
+
+    Args:
+        period: local minibatches between two rounds, >= 1; the paper's tau, of which it studied 1,
+            4, 16 and 64, and 10 is usual. Beyond 100 lower the learning rate on the way.
+        moving_rate: part of the distance to the center that a replica and the center move towards
+            each other, the paper's alpha; None for 0.9 / workers, as in the paper's experiments.
+            Less lets replicas roam. More than 2 / (1 + workers) is refused in the synchronous mode,
+            as there the center overshoots ever further; the asynchronous mode takes less than 1.
+        mode: ``synchronous`` gives the same bits each time; in ``asynchronous`` each worker is
+            with the center by itself, so that nobody waits for the slow ones but at an epoch's end,
+            and the result depends on who comes first.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    period: int = 10
+    moving_rate: float | None = None
+    mode: Literal["synchronous", "asynchronous"] = "synchronous"
+
+    def __post_init__(self) -> None:
+        if type(self.period) is not int or self.period < 1:
+            raise ConfigError(f"period must be a whole number >= 1 of steps, got {self.period!r}")
+        if self.mode not in MODES:
+            raise ConfigError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+        rate, most = self.moving_rate, "<= 1" if self._in_step else "< 1 in asynchronous mode"
+        if rate is None:
+            return
+        is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
+        if not is_number or not 0 < rate <= 1 or (rate == 1 and not self._in_step):
+            raise ConfigError(
+                f"moving_rate must be None, for {CENTER_RATE} / workers, or a number > 0 and "
+                f"{most}, got {rate!r}"
+            )
+
+    @property
+    def _in_step(self) -> bool:
+        return self.mode == "synchronous"
+
+    @property
+    def needs(self) -> Needs:
+        """Nothing but the driver; each worker keeps its own optimizer's state."""
+        return Needs(exchanges_optimizer_state=False)
+
+    @property
+    def wire_format(self) -> WireFormat:
+        """The replicas' values: which center they are pulled to is known where it is held."""
+        return FullPrecision()
+
+    @property
+    def center_update(self) -> CenterUpdate:
+        """The center's end of the springs."""
+        return ElasticPull(self.moving_rate, buffers=not self._in_step)
+
+    @property
+    def round_policy(self) -> RoundPolicy:
+        """Everyone, or nobody."""
+        return All() if self._in_step else Nobody()
+
+    def start(self, run: Run) -> _Spring:
+        """Begin at the center.
+
+        Raises:
+            ConfigError: the center would overshoot whatever the learning rate.
+        """
+        rate = rate_of(self.moving_rate, run.world_size)
+        limit = 2 / (1 + run.world_size)
+        if self._in_step and rate > limit:
+            raise ConfigError(
+                f"moving_rate={rate:g} is too much for {run.world_size} workers, which move the "
+                f"center together: it has to be at most 2 / (1 + workers) = {limit:g}; "
+                f"{CENTER_RATE} / workers = {CENTER_RATE / run.world_size:g} is usual"
+            )
+        return _Spring(run.replica, rate, in_step=self._in_step)
+
+    def saved_state(self, state: _Spring) -> Mapping[str, Any]:
+        """The replica's own parameters and buffers, and how far it has still to move."""
+        return state.saved()
+
+    def restore_state(self, state: _Spring, saved: Mapping[str, Any]) -> None:
+        """Put the replica back where it was."""
+        state.restore(saved)
+
+    def train_epoch(self, run: Run, state: _Spring, batches: Iterable[Batch]) -> None:
+        """Train the replica's own parameters, and leave it with the epoch's final center."""
+        state.swap()
+        super().train_epoch(run, state, batches)
+        state.swap()
+
+    def after_step(self, run: Run, state: _Spring, batch: Batch) -> None:
+        """Give up what the center has received; exchange after every ``period`` steps."""
+        state.move()
+        if run.step_of_epoch % self.period == 0 and not batch.last:
+            state.exchange(run, last=False)
+
+    def end_epoch(self, run: Run, state: _Spring) -> None:
+        """Exchange the tail, 0 to ``period`` steps, and take the epoch's final center."""
+        if not self._in_step and run.examples:
+            # The final center has what others did meanwhile, and no longer tells this one's part.
+            state.exchange(run, last=False)
+        state.exchange(run, last=True)
+
+
+@dataclass(frozen=True)
+class ElasticPull(CenterUpdate):
+    """The replicas pull the center towards them.
+
+    Attributes:
+        moving_rate: as in ``ElasticAveraging``.
+        buffers: whether they pull its buffers too, which become their mean otherwise.
+    """
+
+    moving_rate: float | None
+    buffers: bool
+
+    def updates(self, segment: Segment) -> bool:
+        """Parameters; and buffers, where they would become those of one replica."""
+        return self.buffers or segment.kind == "parameters"
+
+    def step(
+        self,
+        center: Tensor,
+        change: Tensor,
+        memory: Mapping[str, Tensor],
+        contributions: Contributions,
+    ) -> None:
+        """From the mean distance to the sum of the pulls, of as many replicas as contribute."""
+        rate = rate_of(self.moving_rate, contributions.world_size)
+        change.mul_(rate * len(contributions.weights))
+
+
+def rate_of(moving_rate: float | None, world_size: int) -> float:
+    """The moving rate of a run with so many workers; the same at both ends of a spring."""
+    return CENTER_RATE / world_size if moving_rate is None else moving_rate
+
+
+class _Spring:
+    """One replica's end of its spring. Between epochs the replica holds the center.
+
+    Args:
+        replica: the worker's.
+        rate: the moving rate.
+        in_step: whether the center in which a round begins is the one received last.
+    """
+
+    def __init__(self, replica: Replica, rate: float, *, in_step: bool) -> None:
+        self._replica = replica
+        self._rate = rate
+        self._in_step = in_step
+        self._kinds = [segment.kind for segment in replica.layout(with_optimizer=False)]
+        # The last center received while the replica trains, else the replica's own values.
+        self._other = [values.clone() for values in self._segments()]
+        self._pull = [torch.zeros_like(values) for values in self._parameters(self._other)]
+        # Whether the center has received something that the replica has yet to give up, and
+        # whether ``_pull`` says already how much that is.
+        self._due = self._known = False
+
+    def exchange(self, run: Run, *, last: bool) -> None:
+        """Contribute what the replica has come to, unless the window has no rows.
+
+        Args:
+            run: the worker's.
+            last: whether the window is the epoch's last.
+        """
+        if not run.examples:
+            run.averager.exchange(self._other, run.close_window(last=last))
+            return
+        assert not self._due
+        mine = self._segments()
+        self._due = True
+        if self._in_step:
+            self._find_pull(mine, self._other, self._rate)
+        for values, other in zip(mine, self._other, strict=True):
+            other.copy_(values)
+        # All pull alike, whatever their rows.
+        run.averager.exchange(self._other, run.close_window(last=last, stands_for=1))
+        if not self._in_step:
+            self._find_pull(mine, self._other, self._rate_after)
+
+    def move(self) -> None:
+        """Give up what the center has received."""
+        if self._due:
+            for values, pull in zip(self._parameters(self._segments()), self._pull, strict=True):
+                values.sub_(pull)
+            self._due = self._known = False
+
+    def swap(self) -> None:
+        """Have the replica hold the center instead of its own values, or those again."""
+        for segment, other in zip(self._segments(), self._other, strict=True):
+            for start in range(0, len(segment), SWAPPED_AT_ONCE):
+                part = slice(start, start + SWAPPED_AT_ONCE)
+                kept = segment[part].clone()
+                segment[part] = other[part]
+                other[part] = kept
+
+    def saved(self) -> dict[str, Any]:
+        """For ``restore``, while the replica trains."""
+        saved = {f"own.{index}": values for index, values in enumerate(self._segments())}
+        if self._known:
+            saved |= {f"pull.{index}": pull for index, pull in enumerate(self._pull)}
+        return {**saved, "due": self._due, "known": self._known}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what was ``saved``, while the replica holds the center of that commit."""
+        for index, other in enumerate(self._other):
+            other.copy_(saved[f"own.{index}"])
+        self._due, self._known = saved["due"], saved["known"]
+        if self._known:
+            for index, pull in enumerate(self._pull):
+                pull.copy_(saved[f"pull.{index}"])
+        elif self._due:
+            # It was saved before the center's answer, which the replica now holds.
+            self._find_pull(self._other, self._segments(), self._rate_after)
+
+    @property
+    def _rate_after(self) -> float:
+        """The moving rate, of the distance that is left once the center has moved."""
+        return self._rate / (1 - self._rate)
+
+    def _find_pull(self, mine: list[Tensor], center: list[Tensor], rate: float) -> None:
+        ends = zip(self._parameters(mine), self._parameters(center), self._pull, strict=True)
+        for values, held, pull in ends:
+            torch.sub(values, held, out=pull).mul_(rate)
+        self._known = True
+
+    def _segments(self) -> list[Tensor]:
+        return self._replica.segments(with_optimizer=False)
+
+    def _parameters(self, segments: list[Tensor]) -> list[Tensor]:
+        return [
+            values
+            for kind, values in zip(self._kinds, segments, strict=True)
+            if kind == "parameters"
+        ]

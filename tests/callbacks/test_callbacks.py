@@ -1,0 +1,268 @@
+"""Callbacks see what happens, in its order, and end a fit with the model that they say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from toys import classification, make_job, mlp, schema
+
+from sparkdl.callbacks import Callback, EarlyStopping, TimeBudget, Training
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.errors import CallbackError, ConfigError, DisconnectedError, WorkerError
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.facts import DataFacts
+from sparkdl.protocols import ColumnSpec
+from sparkdl.strategies import GradientAllReduce, ParameterAveraging
+from sparkdl.testing import run_world
+from sparkdl.testing.world import Shard
+from sparkdl.worker import Job
+
+SIZES = [24, 12]
+
+
+def with_held_out_rows(**changes: Any) -> tuple[Job, list[Shard]]:
+    """A job whose workers hold every third of their rows out, and the rows."""
+    shards: list[Shard] = []
+    for batches in classification(SIZES).shards():
+        rows = pa.Table.from_batches(batches)
+        held = pa.array(np.arange(rows.num_rows) % 3 == 0)
+        shards.append(rows.append_column("held", held).to_batches(max_chunksize=10))
+    columns = replace(schema(), validation=ColumnSpec("held", torch.bool))
+    return make_job(mlp(), schema=columns, **changes), shards
+
+
+class Diary(Callback):
+    """Writes everything down, and does something after an epoch."""
+
+    def __init__(self, deeds: dict[int, Any] | None = None) -> None:
+        self.lines: list[Any] = []
+        self.summaries: list[EpochSummary] = []
+        self.deeds = deeds or {}
+        self.rows = 0
+
+    def on_start(self, training: Training, facts: DataFacts) -> None:
+        self.lines.append(("start", facts.rows, len(training.history)))
+
+    def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
+        self.rows += sum(report.examples for report in reports)
+
+    def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+        assert training.history[-1] == summary
+        self.lines.append(("epoch", summary.epoch, self.rows))
+        self.summaries.append(summary)
+        self.deeds.get(summary.epoch, lambda training: None)(training)
+
+    def on_checkpoint(self, training: Training) -> None:
+        self.lines.append("checkpoint")
+
+    def on_worker_lost(self, training: Training, rank: int, why: str) -> None:
+        self.lines.append(("lost", rank))
+
+    def on_end(self, training: Training, error: BaseException | None) -> None:
+        self.lines.append(("end", error))
+
+
+def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    return all(map(torch.equal, one.parameters(), other.parameters()))
+
+
+def test_each_method_is_called_when_it_is_its_turn(tmp_path: Path) -> None:
+    job, shards = with_held_out_rows(epochs=2)
+    diary = Diary()
+    policy = CheckpointPolicy(path=str(tmp_path))
+    outcome = run_world(job, shards, checkpoints=policy, callbacks=[diary])
+    lines = [line for line in diary.lines if line != "checkpoint"]
+    assert lines == [("start", 24, 0), ("epoch", 1, 24), ("epoch", 2, 48), ("end", None)]
+    assert diary.lines.count("checkpoint") == 2
+    assert diary.summaries == outcome.history
+    assert [each.validation_examples for each in outcome.history] == [12, 12]
+
+
+def test_callbacks_change_nothing_if_they_do_nothing() -> None:
+    job, shards = with_held_out_rows(epochs=3)
+    with_one = run_world(job, shards, callbacks=[Diary()]).module
+    assert same(with_one, run_world(job, shards).module)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks_as"),
+    [(ParameterAveraging(2), "threads"), (GradientAllReduce(), "processes")],
+    ids=["averaging", "all-reduce"],
+)
+def test_a_fit_that_is_stopped_returns_the_model_of_that_epoch(
+    strategy: Any, ranks_as: Any
+) -> None:
+    job, shards = with_held_out_rows(epochs=5, strategy=strategy, deadline_s=120.0)
+    diary = Diary({2: lambda training: training.stop("enough")})
+    outcome = run_world(job, shards, ranks_as=ranks_as, callbacks=[diary])
+    assert outcome.stopped == "enough"
+    assert [summary.epoch for summary in outcome.history] == [1, 2]
+    straight = run_world(replace(job, epochs=2), shards, ranks_as=ranks_as)
+    assert same(outcome.module, straight.module)
+
+
+def test_the_model_that_was_kept_is_returned_and_is_what_a_second_fit_finds(
+    tmp_path: Path,
+) -> None:
+    job, shards = with_held_out_rows(epochs=4, optimizer=partial(torch.optim.SGD, lr=1.0))
+    policy = CheckpointPolicy(path=str(tmp_path))
+    kept = run_world(
+        job, shards, checkpoints=policy, callbacks=[Diary({2: Training.keep_model})]
+    ).module
+    straight = run_world(replace(job, epochs=2), shards).module
+    assert same(kept, straight)
+    assert same(kept, run_world(job, shards, checkpoints=policy, callbacks=[Diary()]).module)
+    assert same(kept, run_world(job, shards, checkpoints=policy).module)
+
+
+def test_a_stopped_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None:
+    job, shards = with_held_out_rows(epochs=4)
+    policy = CheckpointPolicy(path=str(tmp_path))
+    stopping = Diary({2: lambda training: training.stop("enough")})
+    run_world(job, shards, checkpoints=policy, callbacks=[stopping])
+    diary = Diary()
+    resumed = run_world(job, shards, checkpoints=policy, callbacks=[diary])
+    assert diary.lines[0] == ("start", 24, 1)
+    # The second epoch ended before, but its workers validate once more.
+    assert [line[1] for line in diary.lines if line[0] == "epoch"] == [2, 3, 4]
+    assert same(resumed.module, run_world(job, shards).module)
+
+
+def test_a_lost_worker_is_told_of_and_each_epoch_only_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sparkdl import worker
+
+    validate, lost = worker._validate, []
+
+    def lose_connection(run: Any, feed: Any, epoch: int) -> Any:
+        if run.rank == 1 and epoch == 2 and not lost:
+            lost.append(epoch)
+            raise DisconnectedError("the test says so")
+        return validate(run, feed, epoch)
+
+    monkeypatch.setattr(worker, "_validate", lose_connection)
+    job, shards = with_held_out_rows(epochs=3, max_failures=1)
+    diary = Diary()
+    run_world(job, shards, callbacks=[diary])
+    assert [line[:2] for line in diary.lines[1:-1]] == [
+        ("epoch", 1),
+        ("lost", 1),
+        ("epoch", 2),
+        ("epoch", 3),
+    ]
+
+
+@pytest.mark.parametrize("hook", ["on_start", "on_round", "on_epoch", "on_end"])
+def test_an_error_in_a_callback_ends_the_fit_with_its_name(hook: str) -> None:
+    def fail(*arguments: Any) -> None:
+        raise KeyError("accuracy")
+
+    broken = type("Broken", (Callback,), {hook: fail})()
+    job, shards = with_held_out_rows(epochs=2)
+    with pytest.raises(CallbackError, match=f"callback Broken failed in {hook}: KeyError"):
+        run_world(job, shards, callbacks=[broken])
+
+
+def test_what_ended_a_fit_reaches_every_callback() -> None:
+    def fail() -> Any:
+        raise ValueError("no model")
+
+    diary = Diary()
+    job, shards = with_held_out_rows(epochs=2)
+    bad = replace(job, loss=lambda outputs, targets: 1 / 0)
+    with pytest.raises(WorkerError, match="ZeroDivisionError"):
+        run_world(bad, shards, callbacks=[diary])
+    (what, error) = diary.lines[-1]
+    assert what == "end"
+    assert isinstance(error, WorkerError)
+
+
+def test_a_method_that_would_never_be_called_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Misspelt\.on_epoch_end would never be called"):
+
+        class Misspelt(Callback):
+            def on_epoch_end(self) -> None: ...
+
+
+def test_early_stopping_returns_the_best_epochs_model_and_does_so_again(tmp_path: Path) -> None:
+    job, shards = with_held_out_rows(epochs=9, optimizer=partial(torch.optim.SGD, lr=2.0))
+    policy = CheckpointPolicy(path=str(tmp_path))
+    stopping = EarlyStopping(patience=3, min_delta=0.2)
+    outcome = run_world(job, shards, checkpoints=policy, callbacks=[stopping])
+    losses = [summary.validation_loss or 0.0 for summary in outcome.history]
+    best, least = 0, 9.0
+    for epoch, loss in enumerate(losses, 1):
+        if loss < least - 0.2:
+            best, least = epoch, loss
+    assert 1 < best < best + 3 == len(losses) < 9
+    assert outcome.stopped is not None
+    assert f"(epoch {best}) for 3 epochs" in outcome.stopped
+    straight = run_world(replace(job, epochs=best), shards).module
+    assert same(outcome.module, straight)
+    again = run_world(job, shards, checkpoints=policy, callbacks=[stopping])
+    assert len(again.history) == len(losses)
+    assert same(again.module, straight)
+
+
+def test_an_improvement_has_to_be_large_enough() -> None:
+    losses = [1.0, 0.9, 0.85, 0.84, 0.7]
+    history = [
+        EpochSummary(epoch=e, loss=loss, examples=1, rounds=1, seconds=1.0)
+        for e, loss in enumerate(losses, 1)
+    ]
+    stops = {}
+    for delta in (0.0, 0.08, 0.5):
+        stopping = EarlyStopping("loss", patience=2, min_delta=delta)
+        for epochs in range(1, 6):
+            training = Training(5, history[:epochs])
+            stopping.on_epoch(training, history[epochs - 1])
+            if training.stopped is not None:
+                stops[delta] = epochs
+                break
+    # of 0.08: 0.9 is an improvement on 1.0, and neither 0.85 nor 0.84 is one on 0.9
+    assert stops == {0.08: 4, 0.5: 3}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"metric": "accuracy"},
+        {"patience": 0},
+        {"patience": True},
+        {"min_delta": -1},
+        {"min_delta": float("nan")},
+        {"restore_best": "no"},
+    ],
+)
+def test_early_stopping_refuses_what_makes_no_sense(arguments: dict[str, Any]) -> None:
+    (name,) = arguments
+    with pytest.raises(ConfigError, match=name):
+        EarlyStopping(**arguments)
+
+
+def test_early_stopping_needs_the_rows_that_it_follows() -> None:
+    job = make_job(mlp(), epochs=2)
+    with pytest.raises(ConfigError, match="validationIndicatorCol"):
+        run_world(job, classification(SIZES).shards(), callbacks=[EarlyStopping()])
+
+
+def test_a_time_budget_ends_the_training_at_a_round() -> None:
+    job, shards = with_held_out_rows(epochs=100_000)
+    outcome = run_world(job, shards, callbacks=[TimeBudget(0.5)])
+    assert outcome.stopped == "the 0.5 s of its time budget are over"
+    assert len(outcome.history) < 100_000
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), "1", float("nan")])
+def test_a_time_budget_is_a_time(seconds: Any) -> None:
+    with pytest.raises(ConfigError, match="seconds must be"):
+        TimeBudget(seconds)

@@ -1,0 +1,84 @@
+"""docs/models.md says of each model, optimizer and schedule what happens, and this is what does.
+
+``make models-table`` writes its tables anew.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from models import lines
+from pyspark.sql import DataFrame, SparkSession
+from table_case import Case, estimate, require_predicted, require_trained, table_rows
+from table_models import MODELS
+from table_optimizers import OPTIMIZERS, SCHEDULERS
+
+from sparkdl.errors import ConfigError, DataError, ModelError
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+TABLES = {"model": MODELS, "optimizer": OPTIMIZERS, "schedule": SCHEDULERS}
+CASES = [case for table in TABLES.values() for case in table]
+REWRITES = os.environ.get("REWRITE_MODELS_TABLE") == "1"
+
+
+@pytest.fixture(scope="module")
+def rows(spark: SparkSession) -> Iterator[DataFrame]:
+    rows = table_rows(spark)
+    yield rows
+    rows.unpersist()
+
+
+def _written() -> dict[str, str]:
+    """What the page says of each case."""
+    return dict(re.findall(r"^\| (.+?) \| (.+) \|$", PAGE.read_text(), re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def said() -> Iterator[dict[str, str]]:
+    """What the page says; what a test puts there is what it will say, if it is to be rewritten."""
+    said = _written()
+    yield said
+    if REWRITES:
+        introduction = PAGE.read_text().split("\n| ")[0].rstrip()
+        tables = [_table(heading, cases, said) for heading, cases in TABLES.items()]
+        PAGE.write_text("\n\n".join([introduction, *tables]) + "\n")
+
+
+def _table(heading: str, cases: list[Case], said: dict[str, str]) -> str:
+    rows = [f"| {case.name} | {said.get(case.name, 'not tried')} |" for case in cases]
+    return "\n".join([f"| {heading} | what happens |", "|---|---|", *rows])
+
+
+def what_happens(case: Case, rows: DataFrame, trace: Path) -> str:
+    try:
+        fitted = estimate(case, str(trace)).fit(rows)
+    except (ConfigError, DataError, ModelError) as refusal:
+        assert not lines(trace), "workers have trained before this refusal"
+        return f"refused: {' '.join(str(refusal).split())}".replace("|", "\\|")
+    assert lines(trace)
+    require_trained(case, fitted)
+    if case in MODELS:
+        require_predicted(case, fitted, rows)
+    return f"works: {case.how}" if case.how else "works"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_what_the_page_says_happens(
+    case: Case, rows: DataFrame, said: dict[str, str], tmp_path: Path
+) -> None:
+    happened = what_happens(case, rows, tmp_path / "batches")
+    if REWRITES:
+        said[case.name] = happened
+    assert said.get(case.name) == happened
+
+
+@pytest.mark.skipif(REWRITES, reason="the page is being written")
+def test_the_page_has_a_row_for_each_case() -> None:
+    names = [name for name, happens in _written().items() if happens != "what happens"]
+    assert names == [case.name for case in CASES]

@@ -1,0 +1,342 @@
+"""One exchange of rows: what arrives, and what happens to who lies, leaves or keeps silent."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sparkdl.errors import CollectiveError, SparkDLError, TrainingError
+from sparkdl.feed.shuffle import exchange_plan
+from sparkdl.feed.store import PartitionStore
+from sparkdl.protocols import UNKNOWN, ColumnSpec
+from sparkdl.reshuffle import RowExchange, RowServer
+from sparkdl.reshuffle.exchange import Everyone
+from sparkdl.transport.connection import Connection
+from sparkdl.transport.handshake import MAGIC
+from sparkdl.transport.port import Port
+
+pytestmark = pytest.mark.usefixtures("nobody_stays")
+
+SPECS = (
+    ColumnSpec("wide", torch.float32, (UNKNOWN,)),
+    ColumnSpec("id", torch.int64),
+    ColumnSpec("half", torch.bfloat16),
+)
+KNOWN = tuple(spec.of_length(3) for spec in SPECS)
+SHAPES = [[3], [], []]
+SEED = 5
+
+
+def filled(directory: Path, ids: Tensor, resident_bytes: int | None = None) -> PartitionStore:
+    store = PartitionStore(directory, resident_bytes=resident_bytes)
+    if len(ids):
+        wide = torch.stack([ids, ids * 2, ids * 3], dim=1).float()
+        store.append(KNOWN, [wide, ids, ids.bfloat16()])
+    return store
+
+
+def part(rank: int, server: RowServer, everyone: Callable[[], Everyone], **changes: Any) -> Any:
+    settings = {"token": "secret", "specs": SPECS, "seed": SEED, "deadline_s": 20.0, **changes}
+    return RowExchange(rank=rank, server=server, everyone=everyone, **settings)
+
+
+def exchanged(
+    directory: Path,
+    sizes: Sequence[int],
+    orders: Sequence[Tensor | None] | None = None,
+    *,
+    tls: bool = False,
+    resident_bytes: int | None = None,
+) -> list[list[Tensor]]:
+    """The columns of each rank after an exchange of so many rows, numbered through all ranks."""
+    starts = np.cumsum([0, *sizes])
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(RowServer("127.0.0.1", "secret", 20.0, tls=tls)) for _ in sizes
+        ]
+        everyone = Everyone(sizes, [server.address for server in servers])
+
+        def exchange(rank: int) -> list[Tensor]:
+            ids = torch.arange(starts[rank], starts[rank + 1])
+            order = orders[rank] if orders else None
+            new = PartitionStore(directory, resident_bytes=resident_bytes)
+            if order is not None:
+                ids = ids[torch.argsort(order)]  # so that ``order`` puts them right
+            part(rank, servers[rank], lambda: everyone, tls=tls)(
+                filled(directory, ids, resident_bytes), order, new, 2
+            )
+            columns = new.slice(0, new.rows)
+            new.close()
+            return columns
+
+        with ThreadPoolExecutor(len(sizes)) as pool:
+            return list(pool.map(exchange, range(len(sizes)), timeout=60))
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"tls": True}, {"resident_bytes": 4 << 20}], ids=["plain", "encrypted", "frugal"]
+)
+def test_the_columns_of_a_row_travel_together_in_large_numbers(tmp_path: Path, how: Any) -> None:
+    columns = exchanged(tmp_path, [300_000, 0, 1], **how)
+    assert [len(ids) for _, ids, _ in columns] == [100_001, 100_000, 100_000]
+    ids = torch.cat([ids for _, ids, _ in columns])
+    assert torch.equal(ids.sort().values, torch.arange(300_001))
+    for wide, some, half in columns:
+        assert torch.equal(wide, torch.stack([some, some * 2, some * 3], dim=1).float())
+        assert torch.equal(half, some.bfloat16())
+
+
+def test_rows_that_arrive_in_another_order_end_in_the_same_places(tmp_path: Path) -> None:
+    sizes = [50, 20, 9]
+    generator = torch.Generator().manual_seed(1)
+    orders = [torch.randperm(size, generator=generator) for size in sizes]
+    as_they_lie, by_order = exchanged(tmp_path, sizes), exchanged(tmp_path, sizes, orders)
+    for mine, other in zip(as_they_lie, by_order, strict=True):
+        assert torch.equal(mine[1], other[1])
+
+
+def test_sorted_rows_are_spread_as_if_they_had_been_shuffled(tmp_path: Path) -> None:
+    """40 classes one behind the other on four ranks: each ends with its share of each class."""
+    columns = exchanged(tmp_path, [10_000] * 4)
+    for _, ids, _ in columns:
+        counts = np.bincount(ids.numpy() // 1000, minlength=40)
+        # hypergeometric with mean 250 and deviation 13.7
+        assert np.abs(counts - 250).max() < 5 * 13.7
+        assert 8 < counts.std() < 20
+
+
+def test_fewer_rows_than_workers_leave_some_with_none(tmp_path: Path) -> None:
+    columns = exchanged(tmp_path, [0, 2, 0, 0])
+    assert sorted(len(each[1]) if each else 0 for each in columns) == [0, 0, 1, 1]
+
+
+def test_who_was_lost_fetches_the_same_rows_again(tmp_path: Path) -> None:
+    sizes, news = [9, 14], [PartitionStore(tmp_path) for _ in range(3)]
+    with (
+        RowServer("127.0.0.1", "secret", 20.0) as kept,
+        RowServer("127.0.0.1", "secret", 20.0) as second,
+    ):
+        addresses = [kept.address, None]
+        first = RowServer("127.0.0.1", "secret", 20.0)
+        addresses[1] = first.address
+
+        def exchange(rank: int, server: RowServer, new: PartitionStore) -> None:
+            ids = torch.arange(9) if rank == 0 else torch.arange(9, 23)
+            everyone = Everyone(sizes, addresses)
+            part(rank, server, lambda: everyone, survives=True)(filled(tmp_path, ids), None, new, 1)
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(exchange, [0, 1], [kept, first], news[:2], timeout=30))
+        first.close()
+        addresses[1] = second.address
+        exchange(1, second, news[2])
+    before, again = (new.slice(0, new.rows) for new in news[1:])
+    assert all(torch.equal(mine, other) for mine, other in zip(before, again, strict=True))
+    for new in news:
+        new.close()
+
+
+def test_a_worker_that_may_come_back_is_waited_for_where_it_comes_back(tmp_path: Path) -> None:
+    sizes, new, other = [9, 14], PartitionStore(tmp_path), PartitionStore(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nowhere = ["127.0.0.1", closed.getsockname()[1], None]
+    with (
+        RowServer("127.0.0.1", "secret", 20.0) as mine,
+        RowServer("127.0.0.1", "secret", 20.0) as back,
+    ):
+        addresses = iter([nowhere, nowhere])
+        asked = []
+
+        def everyone() -> Everyone:
+            asked.append(1)
+            return Everyone(sizes, [mine.address, next(addresses, back.address)])
+
+        def come_back() -> None:
+            now = Everyone(sizes, [mine.address, back.address])
+            ids = torch.arange(9, 23)
+            part(1, back, lambda: now)(filled(tmp_path, ids), None, other, 1)
+
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(come_back)
+            ids = torch.arange(9)
+            part(0, mine, everyone, survives=True)(filled(tmp_path, ids), None, new, 1)
+            done.result(30)
+    assert len(asked) >= 3
+    seen = torch.cat([new.slice(0, new.rows)[1], other.slice(0, other.rows)[1]])
+    assert seen.sort().values.tolist() == list(range(23))
+    new.close()
+    other.close()
+
+
+def refuse(
+    directory: Path,
+    address: Any,
+    error: type[SparkDLError],
+    match: str,
+    rows: Any = (5, 5),
+    **changes: Any,
+) -> None:
+    """Rank 0's part in an exchange with a rank 1 that is somebody else, listening there."""
+    new = PartitionStore(directory)
+    settings = {"deadline_s": 1.0, **changes}
+    with RowServer("127.0.0.1", "secret", 20.0, tls=settings.get("tls", False)) as server:
+        everyone = Everyone(list(rows), [server.address, address])
+        with pytest.raises(error, match=match) as caught:
+            part(0, server, lambda: everyone, **settings)(
+                filled(directory, torch.arange(5)), None, new, 2
+            )
+    new.close()
+    assert len(str(caught.value)) < 400
+    assert list(directory.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        None,
+        "127.0.0.1:80",
+        {"host": "127.0.0.1"},
+        [None, 1, None],
+        ["127.0.0.1", "1", None],
+        ["127.0.0.1", 0, None],
+        ["a name", 1, None],
+        ["ü" * 300, 1, None],
+        ["127.0.0.1", 1 << 16, None],
+        ["127.0.0.1", 1, "0" * 64],
+        ["127.0.0.1", 1, None, 1],
+        ["x" * 100_000, True, None],
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_an_address_that_no_worker_tells_is_refused_in_words(tmp_path: Path, address: Any) -> None:
+    refuse(tmp_path, address, TrainingError, "^rank 1 tells .* no worker of this job does")
+
+
+@pytest.mark.parametrize("fingerprint", [None, "ü" * 64, 7])
+def test_no_rows_are_fetched_from_who_tells_of_no_certificate_where_they_are_encrypted(
+    tmp_path: Path, fingerprint: Any
+) -> None:
+    refuse(tmp_path, ["127.0.0.1", 1, fingerprint], TrainingError, "^rank 1 tells", tls=True)
+
+
+@pytest.mark.parametrize("rows", [(5, -1), (5, 1 << 60)])
+def test_numbers_of_rows_that_nobody_has_are_refused(tmp_path: Path, rows: Any) -> None:
+    refuse(tmp_path, None, TrainingError, "one of them lies", rows=rows)
+
+
+def test_a_worker_whose_rows_the_others_count_otherwise_says_so(tmp_path: Path) -> None:
+    refuse(tmp_path, None, TrainingError, "rank 0 has 5 rows, the others know of 6", rows=(6, 5))
+
+
+def test_a_worker_that_is_gone_ends_the_exchange_with_its_name(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    match = "rank 0 could not fetch its rows from rank 1.*shuffleRows='spark'"
+    refuse(tmp_path, ["127.0.0.1", port, None], CollectiveError, match)
+
+
+@contextmanager
+def rank_1(*messages: Any) -> Iterator[list[Any]]:
+    """One who answers a fetch with these messages, then with silence; yields its address."""
+    over = threading.Event()
+
+    def answer(connection: Connection) -> None:
+        connection.receive_header()
+        for message in messages:
+            if isinstance(message, Tensor):
+                connection.send_values(message)
+            else:
+                connection.send_header(message)
+        over.wait(10)
+
+    port = Port("127.0.0.1", "secret", answer)
+    try:
+        yield ["127.0.0.1", port.number, None]
+    finally:
+        over.set()
+        port.close()
+
+
+COUNT = int(exchange_plan([5, 5], seed=SEED, epoch=2)[1, 0])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"refused": "no"},
+        {"rows": COUNT + 1, "shapes": SHAPES},
+        {"rows": None, "shapes": SHAPES},
+    ],
+    ids=repr,
+)
+def test_another_number_of_rows_than_the_plan_says_is_refused(tmp_path: Path, answer: Any) -> None:
+    with rank_1(answer) as address:
+        refuse(tmp_path, address, TrainingError, f"rank 1 has {COUNT} rows for rank 0, and says")
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [None, "abc", [[3], []], [[3], [], [1]], [[-1], [], []], [[1 << 29], [], []], [[[3]], [], []]],
+    ids=repr,
+)
+def test_shapes_that_no_row_of_the_job_has_are_refused(tmp_path: Path, shapes: Any) -> None:
+    with rank_1({"rows": COUNT, "shapes": shapes}) as address:
+        refuse(tmp_path, address, TrainingError, "rank 1 tells of rows of the shapes")
+
+
+def test_rows_of_another_shape_than_ones_own_are_refused(tmp_path: Path) -> None:
+    with rank_1({"rows": COUNT, "shapes": [[4], [], []]}) as address:
+        match = "different shapes: rank 0 .*3.*, rank 1 .*4"
+        refuse(tmp_path, address, TrainingError, match)
+
+
+def test_a_header_among_the_rows_is_refused(tmp_path: Path) -> None:
+    wide = torch.zeros(3 * COUNT)
+    with rank_1({"rows": COUNT, "shapes": SHAPES}, wide, {"waiting": True}) as address:
+        refuse(tmp_path, address, TrainingError, "rank 1 sent a header in the middle of its rows")
+
+
+def test_values_of_another_size_are_refused(tmp_path: Path) -> None:
+    with rank_1({"rows": COUNT, "shapes": SHAPES}, torch.zeros(1)) as address:
+        refuse(tmp_path, address, TrainingError, "4 bytes arrived where")
+
+
+def test_a_silent_worker_costs_no_more_than_the_deadline(tmp_path: Path) -> None:
+    with rank_1({"rows": COUNT, "shapes": SHAPES}) as address:
+        refuse(tmp_path, address, CollectiveError, "no rows came from rank 1 for 1 s")
+
+
+def test_a_worker_that_only_says_that_it_waits_costs_no_more_than_the_deadline(
+    tmp_path: Path,
+) -> None:
+    with rank_1(*[{"waiting": True}] * 3) as address:
+        refuse(tmp_path, address, CollectiveError, "no rows came from rank 1 for 1 s")
+
+
+def test_a_stranger_in_a_workers_place_is_believed_nothing(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connected, _ = listener.accept()
+            with connected:
+                connected.sendall(MAGIC + bytes(32))
+                connected.recv(64)
+                connected.sendall(bytes(32))  # no proof at all
+                connected.recv(1 << 16)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        address = ["127.0.0.1", listener.getsockname()[1], None]
+        refuse(tmp_path, address, TrainingError, "rank 1 does not know the job's token")
+        thread.join(10)
