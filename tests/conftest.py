@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -19,6 +20,21 @@ torch.set_num_threads(1)
 # A busy machine must not fail a test.
 settings.register_profile("sparkdl", deadline=None)
 settings.load_profile("sparkdl")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure is reported without collecting garbage meanwhile.
+
+    A report parses the test's source. Before Python 3.11.8 a collection that runs just then may let
+    another thread parse too, and both fail with "AST constructor recursion depth mismatch"
+    (python/cpython#106905), which ends the whole session.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

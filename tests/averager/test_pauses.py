@@ -120,9 +120,7 @@ def test_who_stays_silent_after_a_pause_is_still_found_out() -> None:
     with driver(0) as (process, pipe, clients), ThreadPoolExecutor(1) as pool:
         early = pool.submit(clients[0].exchange, [torch.ones(3)], window(0, 2))
         pause(process)
-        continued = time.monotonic()
         assert "did not contribute to round 2 (epoch 1) within 1.2 s" in str(said(pipe))
-        assert time.monotonic() - continued < 3 * DEADLINE_S
         assert isinstance(early.exception(WAIT_S), SparkDLError)
 
 

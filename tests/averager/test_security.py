@@ -26,7 +26,7 @@ from sparkdl.transport.connection import Connection, ConnectionLostError
 from sparkdl.transport.handshake import HELLO_BYTES, REFUSAL
 
 LAYOUT = (Segment("parameters", torch.float32, 5),)
-DEADLINE_S = 6.0
+DEADLINE_S = 10.0
 JOIN = {"join": 0, "host": "here"}
 COLUMN = {
     "nulls": 0,

@@ -59,7 +59,7 @@ def serve(host: Host) -> str:
 
 def test_a_host_has_a_name_and_knows_the_others(hosts: Hosts) -> None:
     assert serve(hosts.hosts[1]) == f"worker-2 {hosts.hosts[0].address}"
-    assert answers(hosts.hosts[1])
+    assert eventually(lambda: answers(hosts.hosts[1]))
     assert not answers(hosts.hosts[0])
 
 
@@ -89,7 +89,7 @@ def test_a_host_that_crashes_refuses_at_once_and_the_others_go_on(hosts: Hosts) 
     assert eventually(lambda: not hosts.hosts[0].pids())
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((hosts.hosts[0].address, 5000), timeout=2)
-    assert answers(hosts.hosts[1])
+    assert eventually(lambda: answers(hosts.hosts[1]))
 
 
 def test_a_link_has_the_speed_that_it_is_given(hosts: Hosts) -> None:

@@ -103,12 +103,12 @@ def test_a_stranger_has_so_long_and_not_longer_however_it_behaves(
         started = time.monotonic()
         stranger.settimeout(0.05)
         with contextlib.suppress(ConnectionError):
-            for turn in range(200):
+            for turn in range(400):
                 stranger.send(said[turn : turn + 1])
                 with contextlib.suppress(TimeoutError):
                     if not stranger.recv(HELLO_BYTES):
                         break
-        assert 0.4 < time.monotonic() - started < 1.5
+        assert 0.4 < time.monotonic() - started < DEADLINE_S / 2
 
 
 def test_one_that_has_spoken_tls_has_no_more_time_than_others(
@@ -124,7 +124,7 @@ def test_one_that_has_spoken_tls_has_no_more_time_than_others(
             assert len(stranger.recv(HELLO_BYTES)) == HELLO_BYTES
             with contextlib.suppress(OSError):
                 assert stranger.recv(1) == b""
-            assert 0.4 < time.monotonic() - started < 1.5
+            assert 0.4 < time.monotonic() - started < DEADLINE_S / 2
 
 
 def test_strangers_cost_no_threads() -> None:

@@ -151,7 +151,7 @@ class TestHandshake:
                 with contextlib.suppress(OSError):
                     for octet in MAGIC + bytes(32):
                         right.sendall(bytes([octet]))
-                        time.sleep(0.05)
+                        time.sleep(0.3)
 
             def introduce() -> float:
                 started = time.monotonic()
@@ -160,7 +160,7 @@ class TestHandshake:
                 left.close()
                 return time.monotonic() - started
 
-            assert both(introduce, trickle)[0] < 1.0
+            assert both(introduce, trickle)[0] < 6.0
 
     def test_the_token_is_never_on_the_wire(self) -> None:
         """A man in the middle passes everything on and looks for it."""

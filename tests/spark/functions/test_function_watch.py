@@ -53,7 +53,7 @@ def test_a_spark_job_that_outlives_its_ranks_ends_the_run(
     started = time.monotonic()
     with pytest.raises(DeadlineError, match=r"all 2 workers have finished, but .* within 0.5 s"):
         _watch(board, job, lambda *_: None)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     ends.set()
 
 
