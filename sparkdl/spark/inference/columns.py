@@ -1,0 +1,81 @@
+"""Predictions as columns of a DataFrame, which the rows reach in few, large pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+from pyspark.ml.functions import array_to_vector
+from pyspark.sql import Column, DataFrame
+from pyspark.sql.pandas.functions import arrow_udf
+
+from sparkdl.feed.packed import unpacked
+from sparkdl.protocols import ColumnSpec
+from sparkdl.spark.inference.predictor import Predictor
+from sparkdl.spark.rows.columns import InputColumn
+from sparkdl.spark.rows.packing import Source, packed_columns
+
+
+def readable(dataset: DataFrame, column: InputColumn) -> DataFrame:
+    """The same rows, such that Spark can hand them to a Python function.
+
+    Spark 4.3 cannot take columns of user-defined types, like pyspark.ml's vectors, from a columnar
+    file past a Python function (UNSUPPORTED_DATATYPE). A filter makes rows of them first.
+
+    Args:
+        dataset: any DataFrame.
+        column: one of its columns.
+    """
+    if '"type":"udt"' not in dataset.schema.json():
+        return dataset
+    value = column.expression()
+    return dataset.where(value.isNull() | value.isNotNull())
+
+
+def prediction_columns(
+    predictor: Predictor,
+    dataset: DataFrame,
+    columns: Sequence[InputColumn],
+    specs: Sequence[ColumnSpec],
+) -> dict[str, Column]:
+    """The columns of predictions by name; the model runs once for all of them.
+
+    Args:
+        predictor: what is to be done with the rows.
+        dataset: the DataFrame to which they are to be added.
+        columns: the feature columns, in the order of the model's arguments.
+        specs: the tensors that they become.
+    """
+    sources = [
+        Source(f"c{index}", column.expression(), dataset.schema[column.name].dataType)
+        for index, column in enumerate(columns)
+    ]
+    inputs = packed_columns(sources, dataset.sparkSession)
+    input_names = list(inputs)
+
+    def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
+        def rows() -> Iterator[tuple[Sequence[pa.Array], Sequence[ColumnSpec]]]:
+            for batch in batches:
+                # Spark hands over a bare array if there is but one column.
+                arrays = batch if isinstance(batch, tuple) else (batch,)
+                whole = pa.RecordBatch.from_arrays(list(arrays), names=input_names)
+                yield unpacked(whole).columns, specs
+
+        for predicted in predictor.predictions(rows()):
+            yield pa.StructArray.from_arrays(predicted, names=predictor.fields)
+
+    types = [
+        f"{field} {sql}" for field, sql in zip(predictor.fields, predictor.sql_types, strict=True)
+    ]
+    # The stubs know iterators of one array, or of tuples, but not the two in one function.
+    udf = arrow_udf(predict, f"struct<{', '.join(types)}>")  # type: ignore[call-overload]
+    predictions = udf(*inputs.values())
+    as_vectors = predictor.manner.double
+    return {
+        each.name: (
+            array_to_vector(predictions[field])
+            if each.wide and as_vectors
+            else predictions[field]
+        )
+        for field, each in zip(predictor.fields, predictor.outputs, strict=True)
+    }

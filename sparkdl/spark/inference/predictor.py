@@ -1,0 +1,156 @@
+"""What an executor does with rows that it is to predict for, whichever way they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import torch
+from pyspark import TaskContext
+from torch import Tensor, nn
+
+from sparkdl.feed.decode import tensors_of
+from sparkdl.outputs import OutputKey, pick
+from sparkdl.protocols import ColumnSpec, Features
+from sparkdl.replica import forward
+from sparkdl.spark.cluster.devices import choose_device
+from sparkdl.spark.inference.shared_model import SharedModel, load
+from sparkdl.spark.launch.assignment import first_gpu
+from sparkdl.torch_settings import TorchSettings
+
+OutputFunction = Callable[[Tensor], Tensor]
+"""From one of a model's outputs to predictions."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputColumn:
+    """One column of predictions.
+
+    Attributes:
+        name: the column's.
+        key: which of the model's outputs it is of; None for the only one.
+        function: from that output to predictions, shape (n,) or (n, k).
+        wide: whether a prediction is k numbers, else one.
+    """
+
+    name: str
+    key: OutputKey | None
+    function: OutputFunction
+    wide: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a model predicts.
+
+    Attributes:
+        batch_rows: rows that go through the model at once, at most.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        dtype: of the model's floating-point parameters and features; None for those that they have.
+        double: whether predictions become float64, else float32.
+    """
+
+    batch_rows: int
+    device: str
+    dtype: torch.dtype | None
+    double: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Predictor:
+    """A model with all that turns rows into predictions; it is sent to the executors.
+
+    Attributes:
+        model: as it was shared with them.
+        outputs: the columns of predictions.
+        names: of the features, if the model takes them by name; None for separate arguments.
+        as_kwargs: whether the model takes them as keyword arguments, else by name as one dict.
+        manner: how it predicts.
+        settings: torch's in the driver, which hold here too.
+    """
+
+    model: SharedModel
+    outputs: Sequence[OutputColumn]
+    names: Sequence[str] | None
+    as_kwargs: bool
+    manner: Manner
+    settings: TorchSettings
+
+    @property
+    def fields(self) -> list[str]:
+        """Names of the predictions; as the user calls them they may be more than SQL allows."""
+        return [f"p{index}" for index in range(len(self.outputs))]
+
+    @property
+    def sql_types(self) -> list[str]:
+        """The types of the predictions, as SQL writes them."""
+        element = "double" if self.manner.double else "float"
+        return [f"array<{element}>" if each.wide else element for each in self.outputs]
+
+    def predictions(
+        self, batches: Iterator[tuple[Sequence[pa.Array], Sequence[ColumnSpec]]]
+    ) -> Iterator[list[pa.Array]]:
+        """Predict in a Spark task.
+
+        Args:
+            batches: rows' feature columns in the order of the model's arguments, and the tensors
+                that they become.
+
+        Yields:
+            The predictions for each batch, by column.
+
+        Raises:
+            DataError: a row cannot become part of a tensor.
+            ModelError: the model returns no such output.
+        """
+        context = TaskContext.get()
+        assert context is not None
+        torch.set_num_threads(context.cpus())
+        device = choose_device(self.manner.device, first_gpu(context), context.partitionId())
+        with self.settings.hold():  # it may have to be built again
+            module = load(self.model, device, self.manner.dtype)
+        # Not in inference mode, in which a model cannot differentiate even within enable_grad.
+        with self.settings.hold(), torch.no_grad():
+            for columns, specs in batches:
+                features = tensors_of(columns, specs)
+                pieces = [self._predict(module, each) for each in self._pieces(features, device)]
+                yield [
+                    self._to_arrow([piece[index] for piece in pieces], each.wide)
+                    for index, each in enumerate(self.outputs)
+                ]
+
+    def _pieces(self, features: list[Tensor], device: str) -> Iterator[Features]:
+        rows, dtype = self.manner.batch_rows, self.manner.dtype
+        for start in range(0, len(features[0]), rows):
+            cut = [
+                feature[start : start + rows].to(
+                    device, dtype if feature.is_floating_point() else None
+                )
+                for feature in features
+            ]
+            yield tuple(cut) if self.names is None else dict(zip(self.names, cut, strict=True))
+
+    def _predict(self, module: nn.Module, piece: Features) -> list[Tensor]:
+        """The predictions for some rows, by column."""
+        first = next(iter(piece.values() if isinstance(piece, dict) else piece))
+        returned = forward(module, piece, as_kwargs=self.as_kwargs)
+        picked = [pick(returned, each.key, len(first)) for each in self.outputs]
+        if self.manner.dtype is not None:  # probabilities are not rounded once more
+            picked = [each.float() for each in picked]
+        return [
+            each.function(output).cpu() for each, output in zip(self.outputs, picked, strict=True)
+        ]
+
+    def _to_arrow(self, outputs: Sequence[Tensor], wide: bool) -> pa.Array:
+        whole = torch.cat(list(outputs)) if outputs else torch.empty(0)
+        predictions = whole.to(torch.float64 if self.manner.double else torch.float32)
+        flat = pa.array(predictions.reshape(-1).numpy())
+        if not wide:
+            return flat
+        rows = len(predictions)
+        width = predictions.shape[1] if predictions.dim() == 2 else 1
+        offsets = pa.array(
+            torch.arange(0, (rows + 1) * width, max(width, 1), dtype=torch.int32).numpy()
+        )
+        return pa.ListArray.from_arrays(offsets, flat)
