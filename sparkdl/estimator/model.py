@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 from sparkdl.checkpoint.module_files import SavedModule
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.data_params import InputOutputParams
-from sparkdl.estimator.head import Head
+from sparkdl.estimator.head import Head, head_of
+from sparkdl.estimator.inference_params import InferenceParams
 from sparkdl.estimator.persistence import ModelReader, ModelWriter
 from sparkdl.estimator.predictions import predicted_columns
+from sparkdl.estimator.pretrained import Example, named_features, output_widths, specs_of
 from sparkdl.events import EpochSummary
 from sparkdl.outputs import Widths
 from sparkdl.protocols import ColumnSpec
-from sparkdl.spark.inference import ModelSharing, prediction_columns, readable
+from sparkdl.spark.inference.columns import prediction_columns, readable
+from sparkdl.spark.inference.function import predict_function
+from sparkdl.spark.inference.predictor import OutputColumn, Predictor
+from sparkdl.spark.inference.shared_model import ModelSharing
 from sparkdl.spark.rows.columns import input_column
+from sparkdl.torch_settings import TorchSettings
 
 
-class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"]):
+class TorchModel(Model, InputOutputParams, InferenceParams, MLWritable, MLReadable["TorchModel"]):
     """A trained PyTorch model that adds columns of predictions to a DataFrame.
 
-    Made by ``TorchEstimator.fit`` or ``TorchModel.load``.
+    Made by ``TorchEstimator.fit``, ``TorchModel.load`` or, of any module, by
+    ``TorchModel.from_module``.
 
     Attributes:
         module: the plain nn.Module, on the CPU and in evaluation mode. ``transform`` predicts with
@@ -61,6 +68,93 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
             outputCols=None,
             outputType="auto",
         )
+        self._set_inference_defaults()
+
+    @classmethod
+    def from_module(
+        cls,
+        module: nn.Module,
+        example: Example,
+        *,
+        loss: Any = None,
+        imageCols: Sequence[str] = (),
+        **params: Any,
+    ) -> TorchModel:
+        """Make a model of a module that was trained elsewhere, to predict with it.
+
+        Args:
+            module: any, on the CPU; it is not changed. It is pickled when the model is saved, if
+                it is not built of torch's own layers.
+            example: what the module takes for one row or more, each tensor of shape (rows, ...): a
+                tensor, one an argument, or a dict by the names of the columns. Columns will have
+                to have its shapes a row, and become tensors of its dtypes.
+            loss: what it was trained with, if that is one of torch's for classes; ``outputType``
+                can be 'class' or 'probability' then.
+            imageCols: the binary columns of encoded images, of which the example has the pixels.
+            params: of the model, for example ``featuresCols``, ``featuresAsKwargs``,
+                ``outputCols`` or ``predictionCol``.
+
+        Raises:
+            ConfigError: the example or a Param does not fit the module.
+            ModelError: the module fails on the example.
+        """
+        taking = cls(module, (), builder=module, head=head_of(loss), widths={}, history=[])
+        unknown = [name for name in params if not taking.hasParam(name)]
+        if unknown:
+            raise ConfigError(
+                f"TorchModel has no parameter '{unknown[0]}'. It has: "
+                f"{', '.join(param.name for param in taking.params)}"
+            )
+        if isinstance(example, Mapping):
+            params.setdefault("featuresCols", list(example))
+        taking._set(**params)
+        if isinstance(example, Mapping) and not taking.features_by_name():
+            raise ConfigError(
+                "the example has names: say with featuresAsDict or featuresAsKwargs how the module "
+                "takes them"
+            )
+        features = named_features(example, taking.feature_columns())
+        taking._features = tuple(specs_of(features, imageCols))
+        taking._widths = output_widths(
+            module,
+            features,
+            by_name=taking.features_by_name(),
+            as_kwargs=taking.getFeaturesAsKwargs(),
+        )
+        predicted_columns(taking, taking._head, taking._widths)
+        return taking
+
+    def udf(self) -> Any:
+        """The model as a function of its feature columns, in the order of its arguments.
+
+        Call it with Columns, or register it: ``spark.udf.register("predict", model.udf())``. It
+        gives what ``predictionCol`` would hold, but arrays where that has vectors; of several
+        ``outputCols`` structs. ``transform`` is faster, because it can pack the rows, and it takes
+        pyspark.ml's vectors from Parquet files too.
+
+        It predicts with the module as it is now.
+
+        Raises:
+            ConfigError: there is no active Spark session.
+        """
+        spark = SparkSession.getActiveSession()
+        if spark is None:
+            raise ConfigError("udf() sends the model to executors: start a Spark session before")
+        outputs = predicted_columns(self, self._head, self._widths)
+        predictor = self._predictor(outputs, [each.name for each in self._features], spark)
+        return predict_function(predictor, self._features)
+
+    def _predictor(
+        self, outputs: Sequence[OutputColumn], names: Sequence[str], spark: SparkSession
+    ) -> Predictor:
+        return Predictor(
+            model=self._sharing.share(self.module, self._builder, spark.sparkContext),
+            outputs=outputs,
+            names=names if self.features_by_name() else None,
+            as_kwargs=self.getFeaturesAsKwargs(),
+            manner=self.manner(),
+            settings=TorchSettings.here(),
+        )
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """Called by ``transform``: add the predictions to every row, in the rows' order."""
@@ -89,18 +183,9 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
             )
             for column, trained in zip(columns, self._features, strict=True)
         ]
-        context = dataset.sparkSession.sparkContext
-        shared = self._sharing.share(self.module, self._builder, context)
+        predictor = self._predictor(outputs, [each.name for each in specs], dataset.sparkSession)
         return readable(dataset, columns[0]).withColumns(
-            prediction_columns(
-                shared,
-                dataset,
-                columns,
-                specs,
-                outputs,
-                by_name=self.features_by_name(),
-                as_kwargs=self.getFeaturesAsKwargs(),
-            )
+            prediction_columns(predictor, dataset, columns, specs)
         )
 
     def write(self) -> ModelWriter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Self
 
 from pyspark.ml.param import Param, Params, TypeConverters
@@ -17,6 +16,7 @@ from sparkdl.estimator.schedule_params import ScheduleParams
 from sparkdl.estimator.security_params import SecurityParams
 from sparkdl.losses import ModelLoss
 from sparkdl.protocols import LossFunction
+from sparkdl.spark.cluster.devices import device_name
 from sparkdl.spark.rows.converters import (
     function,
     one_of,
@@ -31,13 +31,6 @@ SEVERAL_OPTIMIZERS = (
     "A training with several optimizers, such as a GAN's, has a loop of its own: write it as a "
     "function, and run that on the workers with sparkdl.run(function)"
 )
-
-
-def _device(value: Any) -> str:
-    text = str(value)
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {value!r}")
-    return text
 
 
 def _loss(value: Any) -> Any:
@@ -119,7 +112,7 @@ class EstimatorParams(
         Params._dummy(),
         "device",
         "where replicas live: auto, cpu, cuda or cuda:N",
-        typeConverter=_device,
+        typeConverter=device_name("device"),
     )
     progress: Param[bool] = Param(
         Params._dummy(),

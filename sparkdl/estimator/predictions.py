@@ -6,7 +6,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.estimator.data_params import InputOutputParams
 from sparkdl.estimator.head import Head, output_function
 from sparkdl.outputs import Widths
-from sparkdl.spark.inference import OutputColumn
+from sparkdl.spark.inference.predictor import OutputColumn
 
 
 def predicted_columns(params: InputOutputParams, head: Head, widths: Widths) -> list[OutputColumn]:
@@ -38,8 +38,8 @@ def predicted_columns(params: InputOutputParams, head: Head, widths: Widths) -> 
                 else f"outputCols has column '{name}', but the model has one output only. Leave "
                 "outputCols out; predictionCol names its column"
             )
-        function, as_vector = output_function(
+        function, wide = output_function(
             output_type if name == prediction else "raw", head, widths[key]
         )
-        columns.append(OutputColumn(name, key, function, as_vector))
+        columns.append(OutputColumn(name, key, function, wide))
     return columns

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from sparkdl.errors import ConfigError
 from sparkdl.spark.cluster.gpus import VISIBLE
+
+
+def device_name(param: str) -> Callable[[Any], str]:
+    """What checks the name of a device.
+
+    Args:
+        param: what it was given for, for messages.
+    """
+
+    def convert(value: Any) -> str:
+        text = str(value)
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+            raise ConfigError(f"{param} must be auto, cpu, cuda or cuda:N, got {value!r}")
+        return text
+
+    return convert
 
 
 def choose_device(device: str, gpu: str | None, number: int) -> str:

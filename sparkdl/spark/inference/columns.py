@@ -73,9 +73,7 @@ def prediction_columns(
     as_vectors = predictor.manner.double
     return {
         each.name: (
-            array_to_vector(predictions[field])
-            if each.wide and as_vectors
-            else predictions[field]
+            array_to_vector(predictions[field]) if each.wide and as_vectors else predictions[field]
         )
         for field, each in zip(predictor.fields, predictor.outputs, strict=True)
     }

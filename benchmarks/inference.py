@@ -1,0 +1,253 @@
+"""Predictions for the rows of Parquet files, against predict_batch_udf and a bare torch loop.
+
+200,000 rows for an MLP on 784 floats, fewer for a small CNN on encoded images and a transformer
+encoder on tokens, in eight files; local-cluster[2,1,2048]. Every measurement is a process of its
+own with a fresh session, which predicts for all rows several times: the first call, from the
+DataFrame to the last row, and rows a second of the later ones. The bare loop is two processes that
+read half of the files each with pyarrow, without Spark; its first call is not compared. All compute
+in float32 with one torch thread, and give ten numbers a row.
+"""
+
+import argparse
+import io
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import prepared
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from inference_models import CASES, Case
+from PIL import Image
+from pyspark.ml.functions import predict_batch_udf
+from pyspark.sql import DataFrame
+from pyspark.sql.types import ArrayType, FloatType
+
+FILES, WORKERS, CALLS = 8, 2, 4
+MASTER = f"local-cluster[{WORKERS},1,2048]"
+CONF = {
+    "spark.executor.memory": "2048m",
+    "spark.ui.enabled": "false",
+    "spark.log.level": "ERROR",
+}
+OURS, PEER, BARE = "sparkdl", "predict_batch_udf", "bare loop"
+AGAINST_PEER, AGAINST_BARE, FIRST_CALL = 1.3, 0.85, 1.0
+Runs = dict[str, list[list[float]]]
+
+
+def main() -> None:
+    """Measures and reports, or is one of the measurements."""
+    options = harness.parser(__doc__)
+    options.add_argument("--case", choices=CASES, action="append", help="by default all")
+    options.add_argument("--part", type=float, default=1.0, help="of the rows, to develop")
+    options.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    chosen = harness.parse(options, repeats=3)
+    if chosen.measure:
+        way, name, folder = chosen.measure
+        print(json.dumps(WAYS[way](CASES[name], Path(folder))), flush=True)
+        return
+    claims: list[harness.Claim] = []
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        cache = Path(directory) / "cache"
+        prepared.prepare(cache)
+        for name in chosen.case or CASES:
+            folder = Path(directory) / name
+            rows = int(CASES[name].rows * chosen.part * (0.1 if chosen.quick else 1.0))
+            write(folder, CASES[name], rows)
+            turns = {way: partial(in_a_process, way, name, folder, cache) for way in WAYS}
+            runs: Runs = harness.interleave(turns, repeats=chosen.repeats)
+            found[name] = {"rows": rows, "seconds": runs}
+            claims += compared(name, rows, runs)
+    harness.report("inference", claims, {"runs": found})
+
+
+def compared(name: str, rows: int, runs: Runs) -> list[harness.Claim]:
+    """Shows the medians and returns what is claimed of them."""
+    first = {
+        way: harness.show(f"{name}, {way}, first call", [calls[0] for calls in each])
+        for way, each in runs.items()
+    }
+    speed = {
+        way: harness.show(
+            f"{name}, {way}",
+            [rows / statistics.median(calls[1:]) for calls in each],
+            unit="rows/s",
+            digits=0,
+        )
+        for way, each in runs.items()
+    }
+    return [
+        harness.Claim(
+            name=f"{name}: rows/s / {PEER}",
+            ratio=speed[OURS] / speed[PEER],
+            target=AGAINST_PEER,
+            at_least=True,
+        ),
+        harness.Claim(
+            name=f"{name}: rows/s / {BARE}",
+            ratio=speed[OURS] / speed[BARE],
+            target=AGAINST_BARE,
+            at_least=True,
+        ),
+        harness.Claim(
+            name=f"{name}: first call / {PEER}",
+            ratio=first[OURS] / first[PEER],
+            target=FIRST_CALL,
+        ),
+    ]
+
+
+def write(folder: Path, case: Case, rows: int) -> None:
+    """Writes the rows of a case in files of the same size."""
+    folder.mkdir()
+    draws = np.random.default_rng(7)
+    for number in range(FILES):
+        count = rows * (number + 1) // FILES - rows * number // FILES
+        column: pa.Array
+        if case.image:
+            column = pa.array([_image(draws, case.shape) for _ in range(count)], pa.binary())
+        else:
+            values = case.draw(draws, count)
+            column = pa.ListArray.from_arrays(
+                np.arange(0, values.size + 1, values.shape[1], dtype=np.int32), values.reshape(-1)
+            )
+        pq.write_table(pa.table({"x": column}), folder / f"{number}.parquet", use_dictionary=False)
+
+
+def _image(draws: np.random.Generator, shape: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    pixels = draws.integers(0, 255, (shape[1], shape[2], shape[0]), dtype=np.uint8)
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def in_a_process(way: str, name: str, folder: Path, cache: Path) -> list[float]:
+    """Returns the seconds of each call in a fresh session."""
+    environment = prepared.environment_of(way, cache) | {"OMP_NUM_THREADS": "1"}
+    script = harness.FOLDER / "inference.py"
+    child = harness.run_child(
+        [sys.executable, script, "--measure", way, name, folder], environment=environment
+    )
+    print(f"  {name}, {way}: {child['calls']}", flush=True)
+    return list(child["calls"])
+
+
+def calls_of(frame_of: Callable[[], DataFrame]) -> dict[str, list[float]]:
+    """Returns the seconds from making the DataFrame to its last row, of several calls."""
+    calls = []
+    for _ in range(CALLS):
+        began = time.perf_counter()
+        frame_of().write.format("noop").mode("overwrite").save()
+        calls.append(round(time.perf_counter() - began, 4))
+    return {"calls": calls}
+
+
+def ours(case: Case, folder: Path) -> dict[str, list[float]]:
+    """Predicts with ``TorchModel.transform``."""
+    from sparkdl import TorchModel, create_session
+
+    spark = create_session("inference", master=MASTER, conf=CONF)
+    spark.range(2).repartition(2).count()  # executors are there
+    model = TorchModel.from_module(
+        case.build(),
+        case.example(),
+        featuresCol="x",
+        imageCols=["x"] if case.image else [],
+        predictionDtype="float32",
+    )
+    return calls_of(lambda: model.transform(spark.read.parquet(str(folder))).select("prediction"))
+
+
+def peer(case: Case, folder: Path) -> dict[str, list[float]]:
+    """Predicts with pyspark's ``predict_batch_udf``."""
+    spark = harness.session(MASTER, CONF)
+    spark.range(2).repartition(2).count()
+    module = spark.sparkContext.broadcast(case.build())
+
+    def make() -> Callable[[np.ndarray], np.ndarray]:
+        network = module.value.eval()
+        torch.set_num_threads(1)
+
+        def predict(inputs: np.ndarray) -> np.ndarray:
+            with torch.inference_mode():
+                predicted: np.ndarray = network(case.tensor(inputs)).numpy()
+            return predicted
+
+        return predict
+
+    # What is no array of numbers comes as an array of objects, without a shape.
+    shapes = None if case.image else [[*case.shape]]
+    predict = predict_batch_udf(
+        make,
+        return_type=ArrayType(FloatType()),
+        batch_size=1024,
+        input_tensor_shapes=shapes,
+    )
+    return calls_of(lambda: spark.read.parquet(str(folder)).select(predict("x")))
+
+
+def bare(case: Case, folder: Path) -> dict[str, list[float]]:
+    """Predicts in two processes without Spark; reading and predicting are timed, not the start."""
+    context = multiprocessing.get_context("spawn")
+    files = sorted(folder.glob("*.parquet"))
+    start = context.Barrier(WORKERS + 1)
+    processes = [
+        context.Process(target=_bare_worker, args=(case.name, files[rank::WORKERS], start))
+        for rank in range(WORKERS)
+    ]
+    for process in processes:
+        process.start()
+    calls = []
+    for _ in range(CALLS):
+        start.wait(harness.CHILD_TIMEOUT_SECONDS)
+        began = time.perf_counter()
+        start.wait(harness.CHILD_TIMEOUT_SECONDS)
+        calls.append(round(time.perf_counter() - began, 4))
+    for process in processes:
+        process.join(harness.CHILD_TIMEOUT_SECONDS)
+    return {"calls": calls}
+
+
+def _bare_worker(name: str, files: list[Path], turn: Any) -> None:
+    case = CASES[name]
+    torch.set_num_threads(1)
+    module = case.build().eval()
+    for _ in range(CALLS):
+        turn.wait(harness.CHILD_TIMEOUT_SECONDS)
+        with torch.inference_mode():
+            for batch in _batches(files):
+                module(case.tensor(_numpy_of(batch, case))).numpy()
+        turn.wait(harness.CHILD_TIMEOUT_SECONDS)
+
+
+def _batches(files: list[Path]) -> Iterator[pa.Array]:
+    for path in files:
+        for batch in pq.ParquetFile(path).iter_batches(1024):
+            yield batch.column(0)
+
+
+def _numpy_of(column: pa.Array, case: Case) -> np.ndarray:
+    if case.image:
+        return np.array(column.to_pylist(), dtype=object)
+    return column.flatten().to_numpy().reshape(len(column), *case.shape)
+
+
+WAYS: Mapping[str, Callable[[Case, Path], dict[str, list[float]]]] = {
+    OURS: ours,
+    PEER: peer,
+    BARE: bare,
+}
+
+if __name__ == "__main__":
+    main()

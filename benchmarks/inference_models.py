@@ -1,0 +1,113 @@
+"""The models and rows of ``inference.py``; a module of its own, for executors to import."""
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+VOCABULARY, LENGTH, SIZE = 5000, 32, 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and the rows that it predicts for.
+
+    Attributes:
+        name: as in ``CASES``.
+        rows: how many.
+        shape: of one row.
+        image: whether a row is an encoded image, else an array.
+        build: makes the model, the same one each time.
+    """
+
+    name: str
+    rows: int
+    shape: tuple[int, ...]
+    image: bool
+    build: Callable[[], nn.Module]
+
+    def draw(self, draws: np.random.Generator, rows: int) -> np.ndarray:
+        """Returns rows of an array column."""
+        if self.name == "transformer":
+            return draws.integers(0, VOCABULARY, (rows, *self.shape))
+        return draws.random((rows, *self.shape), dtype=np.float32)
+
+    def example(self) -> Tensor:
+        """Returns one row as the model takes it."""
+        kinds = {"mlp": torch.float32, "cnn": torch.uint8, "transformer": torch.int64}
+        return torch.zeros((1, *self.shape), dtype=kinds[self.name])
+
+    def tensor(self, rows: np.ndarray) -> Tensor:
+        """Returns rows as the model takes them, from what a column holds."""
+        if not self.image:
+            return torch.from_numpy(rows)
+        pixels = [np.asarray(Image.open(io.BytesIO(row))) for row in rows]
+        return torch.from_numpy(np.stack(pixels).transpose(0, 3, 1, 2).copy())
+
+
+def mlp() -> nn.Module:
+    """784 floats to ten numbers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+class Convolutions(nn.Module):
+    """Bytes of (3, 32, 32) to ten numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 16, 3, stride=2),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(32 * 7 * 7, 10),
+        )
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Outputs for bytes of shape (n, 3, 32, 32)."""
+        outputs: Tensor = self.layers(pixels.float() / 255)
+        return outputs
+
+
+class Encoder(nn.Module):
+    """Tokens of (32,) to ten numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, SIZE)
+        layer = nn.TransformerEncoderLayer(SIZE, 4, 2 * SIZE, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(SIZE, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Outputs for tokens of shape (n, 32), int64."""
+        outputs: Tensor = self.head(self.encoder(self.embedding(tokens)).mean(dim=1))
+        return outputs
+
+
+def cnn() -> nn.Module:
+    """A small CNN."""
+    torch.manual_seed(0)
+    return Convolutions()
+
+
+def transformer() -> nn.Module:
+    """A small transformer encoder."""
+    torch.manual_seed(0)
+    return Encoder()
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("mlp", 200_000, (784,), False, mlp),
+        Case("cnn", 60_000, (3, 32, 32), True, cnn),
+        Case("transformer", 20_000, (LENGTH,), False, transformer),
+    )
+}

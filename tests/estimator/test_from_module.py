@@ -1,0 +1,256 @@
+"""A module that was trained elsewhere predicts on a DataFrame, as it does in this process."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pyspark.ml.functions import vector_to_array
+from pyspark.ml.linalg import Vectors
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from torch import Tensor, nn
+
+from sparkdl import TorchModel
+from sparkdl.errors import ConfigError, DataError, ModelError
+
+WIDTH, ROWS = 6, 40
+FEATURES = np.random.default_rng(3).standard_normal((ROWS, WIDTH)).astype(np.float32)
+TOKENS = np.arange(ROWS)[:, None] * np.array([1, 3, 7]) % 11
+
+
+class Both(nn.Module):
+    """Two outputs of two features, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(11, 4), nn.Linear(WIDTH + 4, 3)
+
+    def forward(self, features: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        pooled = self.embedding(tokens).mean(dim=1)
+        return {"pooled": pooled, "logits": self.layer(torch.cat([features, pooled], dim=1))}
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(WIDTH, 5), nn.Dropout(), nn.Linear(5, 3))
+
+
+@pytest.fixture(scope="module")
+def rows(spark: SparkSession) -> DataFrame:
+    records = [
+        (index, FEATURES[index].tolist(), TOKENS[index].tolist(), Vectors.dense(FEATURES[index]))
+        for index in range(ROWS)
+    ]
+    schema = ["id", "features", "tokens", "vector"]
+    return spark.createDataFrame(records, schema).repartition(3).cache()
+
+
+def values(frame: DataFrame, column: str = "prediction") -> np.ndarray:
+    chosen = F.col(column)
+    if frame.select(column).schema[0].dataType.simpleString() == "vector":
+        chosen = vector_to_array(column)
+    return np.array([row[0] for row in frame.orderBy("id").select(chosen).collect()])
+
+
+def test_a_module_predicts_what_it_predicts_here_and_is_left_as_it_was(rows: DataFrame) -> None:
+    module = classifier()
+    model = TorchModel.from_module(module, torch.zeros(1, WIDTH), loss=nn.CrossEntropyLoss())
+    assert module.training
+    with torch.no_grad():
+        expected = module.eval()(torch.from_numpy(FEATURES))
+    assert np.array_equal(values(model.transform(rows)), expected.argmax(dim=1).numpy())
+    found = values(model.transform(rows, {model.outputType: "probability"}))
+    assert np.allclose(found, expected.softmax(dim=1), atol=1e-6)
+    # Vectors are as good as arrays, whatever the example was.
+    vectors = model.copy({model.featuresCol: "vector", model.outputType: "raw"})
+    assert np.allclose(values(vectors.transform(rows)), expected, atol=1e-6)
+
+
+def test_it_is_saved_and_loaded_as_any_other(rows: DataFrame, tmp_path: Path) -> None:
+    model = TorchModel.from_module(
+        classifier(), torch.zeros(1, WIDTH), predictionCol="scores", predictionDtype="float32"
+    )
+    model.save(str(tmp_path / "model"))
+    again = TorchModel.load(str(tmp_path / "model"))
+    assert again.getPredictionDtype() == "float32"
+    assert again.history == []
+    first, second = model.transform(rows), again.transform(rows)
+    assert first.schema["scores"].dataType.simpleString() == "array<float>"
+    assert np.array_equal(values(first, "scores"), values(second, "scores"))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_rounds_as_the_module_in_half_precision_does(
+    rows: DataFrame, precision: str
+) -> None:
+    dtype = getattr(torch, precision)
+    model = TorchModel.from_module(
+        classifier(), torch.zeros(1, WIDTH), predictPrecision=precision, predictBatchSize=7
+    )
+    with torch.no_grad():
+        expected = classifier().eval().to(dtype)(torch.from_numpy(FEATURES).to(dtype)).double()
+    found = values(model.transform(rows))
+    assert np.allclose(found, expected, rtol=1e-2, atol=1e-2)
+    # What half precision cannot tell apart is not told apart: the option has an effect.
+    assert np.array_equal(found, torch.from_numpy(found).to(dtype).double())
+
+
+def test_several_outputs_of_several_columns_in_transform_and_in_sql(
+    rows: DataFrame, spark: SparkSession
+) -> None:
+    module = Both()
+    model = TorchModel.from_module(
+        module,
+        {"features": torch.zeros(2, WIDTH), "tokens": torch.zeros(2, 3, dtype=torch.int64)},
+        featuresAsKwargs=True,
+        outputCols={"prediction": "logits", "embedding": "pooled"},
+        predictionDtype="float32",
+    )
+    with torch.no_grad():
+        expected = module(torch.from_numpy(FEATURES), torch.from_numpy(TOKENS))
+    predicted = model.transform(rows)
+    assert np.allclose(values(predicted), expected["logits"], atol=1e-6)
+    assert np.allclose(values(predicted, "embedding"), expected["pooled"], atol=1e-6)
+    spark.udf.register("predict", model.udf())
+    rows.createOrReplaceTempView("rows_to_predict")
+    queried = spark.sql(
+        "SELECT id, predict(features, tokens) AS p FROM rows_to_predict WHERE id % 2 = 0"
+    ).select("id", "p.prediction", "p.embedding")
+    assert np.allclose(values(queried), expected["logits"][::2], atol=1e-6)
+    assert np.allclose(values(queried, "embedding"), expected["pooled"][::2], atol=1e-6)
+
+
+def test_the_function_takes_vectors_and_goes_with_the_module_as_it_is_when_made(
+    rows: DataFrame,
+) -> None:
+    module = nn.Linear(WIDTH, 1)
+    model = TorchModel.from_module(module, torch.zeros(1, WIDTH))
+    before = model.udf()
+    with torch.no_grad():
+        old = module(torch.from_numpy(FEATURES))[:, 0]
+        module.weight.zero_()
+        module.bias.fill_(2.0)
+    predicted = rows.select(
+        "id", before("vector").alias("old"), model.udf()("features").alias("new")
+    )
+    assert predicted.schema["old"].dataType.simpleString() == "double"
+    assert np.allclose(values(predicted, "old"), old, atol=1e-6)
+    assert set(values(predicted, "new")) == {2.0}
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (["features", "tokens"], "called with 2 columns, but it takes 1: features"),
+        (["tokens"], "'features' .*3"),
+    ],
+)
+def test_a_function_called_with_what_the_model_does_not_take_says_so(
+    rows: DataFrame, columns: list[str], message: str
+) -> None:
+    model = TorchModel.from_module(nn.Linear(WIDTH, 1), torch.zeros(1, WIDTH))
+    with pytest.raises(Exception, match=message):
+        rows.select(model.udf()(*columns)).collect()
+
+
+def test_encoded_images_are_decoded_as_in_training(spark: SparkSession) -> None:
+    pixels = np.arange(3 * 4 * 4, dtype=np.uint8).reshape(3, 4, 4)
+    encoded = io.BytesIO()
+    Image.fromarray(pixels.transpose(1, 2, 0)).save(encoded, "PNG")
+    photos = spark.createDataFrame([(0, bytearray(encoded.getvalue()))], ["id", "photo"])
+    module = nn.Sequential(Brightness(), nn.Flatten(), nn.Linear(3 * 4 * 4, 1))
+    model = TorchModel.from_module(
+        module,
+        torch.zeros(1, 3, 4, 4, dtype=torch.uint8),
+        featuresCol="photo",
+        imageCols=["photo"],
+    )
+    with torch.no_grad():
+        expected = module(torch.from_numpy(pixels)[None])[:, 0]
+    assert np.allclose(values(model.transform(photos)), expected, atol=1e-5)
+    both = photos.select("id", model.udf()("photo").alias("prediction"))
+    assert np.allclose(values(both), expected, atol=1e-5)
+
+
+class Brightness(nn.Module):
+    """From bytes to 0 to 1."""
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return pixels / 255
+
+
+@pytest.mark.parametrize(
+    ("example", "params", "message"),
+    [
+        (torch.zeros(WIDTH + 1, WIDTH + 1), {}, r"fails on the example .*float32 \(5, 7\)"),
+        (torch.zeros(()), {}, r"each tensor of shape \(rows, ...\); this one is 'features'"),
+        (torch.zeros(0, WIDTH), {}, r"each tensor of shape \(rows, ...\)"),
+        ([], {}, "0 tensors, but 1 feature columns"),
+        ([torch.zeros(1, WIDTH)] * 2, {}, "2 tensors, but 1 feature columns are named: features"),
+        ({"x": torch.zeros(1, WIDTH)}, {}, "featuresAsDict or featuresAsKwargs"),
+        (torch.zeros(1, WIDTH), {"feturesCol": "x"}, "no parameter 'feturesCol'"),
+        (torch.zeros(1, WIDTH), {"imageCols": ["photo"]}, "imageCols names 'photo'"),
+        (torch.zeros(1, WIDTH), {"outputType": "probability"}, "needs a loss that says"),
+        (torch.zeros(1, WIDTH), {"outputCols": {"a": "b"}}, "has one output only"),
+        (torch.zeros(1, WIDTH), {"predictDevice": "tpu"}, "predictDevice must be auto"),
+        (torch.zeros(1, WIDTH), {"predictBatchSize": 0}, "predictBatchSize"),
+    ],
+)
+def test_what_cannot_be_a_model_is_refused_before_any_job(
+    spark: SparkSession, example: Any, params: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ConfigError, ModelError), match=message):
+        TorchModel.from_module(classifier(), example, **params)
+
+
+def test_a_module_on_another_device_or_without_rows_in_its_output_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"on meta, .* give module.cpu\(\)"):
+        TorchModel.from_module(nn.Linear(2, 1, device="meta"), torch.zeros(1, 2))
+
+    class Whole(nn.Module):
+        def forward(self, features: Tensor) -> Tensor:
+            return features.sum()
+
+    with pytest.raises(ModelError, match="nothing with one value, or several, a row"):
+        TorchModel.from_module(Whole(), torch.zeros(1, 2))
+
+
+def test_rows_of_another_shape_than_the_examples_are_refused_by_their_column(
+    rows: DataFrame,
+) -> None:
+    model = TorchModel.from_module(nn.Linear(3, 1), torch.zeros(1, 3))
+    with pytest.raises(Exception, match="'features'"):
+        model.transform(rows).collect()
+    with pytest.raises(DataError, match="does not have"):
+        model.copy({model.featuresCol: "nothing"}).transform(rows)
+
+
+def test_a_stream_of_files_is_predicted_once_also_by_a_query_that_is_started_again(
+    rows: DataFrame, spark: SparkSession, tmp_path: Path
+) -> None:
+    module = classifier()
+    model = TorchModel.from_module(module, torch.zeros(1, WIDTH))
+    halves = rows.where("id < 20"), rows.where("id >= 20")
+    source = str(tmp_path / "source")
+    for half in halves:
+        half.select("id", "features", "vector").write.mode("append").parquet(source)
+        stream = spark.readStream.schema(half.select("id", "features", "vector").schema)
+        query = (
+            model.transform(stream.parquet(source))
+            .select("id", "prediction")
+            .writeStream.option("checkpointLocation", str(tmp_path / "checkpoint"))
+            .trigger(availableNow=True)
+            .start(str(tmp_path / "predicted"), "parquet")
+        )
+        assert query.awaitTermination(120)
+    predicted = spark.read.parquet(str(tmp_path / "predicted"))
+    assert predicted.count() == ROWS
+    with torch.no_grad():
+        expected = module.eval()(torch.from_numpy(FEATURES))
+    assert np.allclose(values(predicted), expected, atol=1e-6)
