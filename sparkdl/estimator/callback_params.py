@@ -11,7 +11,9 @@ from sparkdl.callbacks import Callback
 from sparkdl.errors import ConfigError
 
 
-def _callbacks(value: Any) -> list[Callback]:
+def _callbacks(value: Any) -> list[Callback] | None:
+    if value is None:
+        return None
     wanted = "callbacks must be a list of sparkdl.callbacks.Callback"
     if not isinstance(value, (list, tuple)):
         raise ConfigError(f"{wanted}, got {value!r}")
@@ -37,7 +39,7 @@ class CallbackParams(Params):
         """Gets the value of callbacks or its default value."""
         return self.getOrDefault(self.callbacks)
 
-    def setCallbacks(self, value: Sequence[Callback]) -> Self:
+    def setCallbacks(self, value: Sequence[Callback] | None) -> Self:
         """Sets the value of callbacks."""
         self._set(callbacks=value)
         return self
