@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 
 from sparkdl import TorchModel
 from sparkdl.errors import ConfigError, ModelError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 WIDTH, ROWS = 6, 40
 FEATURES = np.random.default_rng(3).standard_normal((ROWS, WIDTH)).astype(np.float32)
@@ -77,7 +81,7 @@ def test_it_is_saved_and_loaded_as_any_other(rows: DataFrame, tmp_path: Path) ->
         classifier(), torch.zeros(1, WIDTH), predictionCol="scores", predictionDtype="float32"
     )
     model.save(str(tmp_path / "model"))
-    again = TorchModel.load(str(tmp_path / "model"))
+    again = TorchModel.load(str(tmp_path / "model"), trust=True)
     assert again.getPredictionDtype() == "float32"
     assert again.history == []
     first, second = model.transform(rows), again.transform(rows)

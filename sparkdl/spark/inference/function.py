@@ -38,9 +38,10 @@ def predict_function(predictor: Predictor, features: Sequence[ColumnSpec]) -> An
     alone = len(predictor.outputs) == 1
     names = [each.name for each in predictor.outputs]
 
-    def predict(batches: Iterator[Any]) -> Iterator[pa.Array]:
+    def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         def rows() -> Iterator[tuple[Sequence[pa.Array], Sequence[ColumnSpec]]]:
             for batch in batches:
+                # Spark hands over a bare array if there is but one column.
                 arrays = batch if isinstance(batch, tuple) else (batch,)
                 if len(arrays) != len(features):
                     taken = ", ".join(each.name for each in features)
