@@ -60,6 +60,7 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
             featuresAsKwargs=False,
             outputCols=None,
             outputType="auto",
+            shipModules=True,
         )
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
@@ -90,7 +91,9 @@ class TorchModel(Model, InputOutputParams, MLWritable, MLReadable["TorchModel"])
             for column, trained in zip(columns, self._features, strict=True)
         ]
         context = dataset.sparkSession.sparkContext
-        shared = self._sharing.share(self.module, self._builder, context)
+        shared = self._sharing.share(
+            self.module, self._builder, context, ship_modules=self.getShipModules()
+        )
         return readable(dataset, columns[0]).withColumns(
             prediction_columns(
                 shared,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import pyarrow as pa
@@ -19,11 +21,14 @@ from torch import Tensor, nn
 from sparkdl.checkpoint.portable import pickled_module
 from sparkdl.feed.decode import tensors_of
 from sparkdl.feed.packed import unpacked
+from sparkdl.missing_modules import advice
 from sparkdl.outputs import OutputKey, pick
 from sparkdl.protocols import ColumnSpec, Features
 from sparkdl.replica import forward
 from sparkdl.spark.cluster.devices import choose_device
 from sparkdl.spark.launch.assignment import first_gpu
+from sparkdl.spark.modules.arrival import arrive, importable
+from sparkdl.spark.modules.shipping import Shipment, ship
 from sparkdl.spark.rows.columns import InputColumn
 from sparkdl.spark.rows.packing import Source, packed_columns
 from sparkdl.torch_settings import TorchSettings
@@ -60,10 +65,12 @@ class SharedModel:
     Attributes:
         key: names it in the executors' Python processes: the hash of what was pickled.
         pickled: the nn.Module; see ``checkpoint.portable``.
+        shipment: modules of the user's own that it needs.
     """
 
     key: str
     pickled: Broadcast[bytes]
+    shipment: Shipment | None
 
 
 class ModelSharing:
@@ -72,24 +79,32 @@ class ModelSharing:
     def __init__(self) -> None:
         self._last: tuple[SparkContext, SharedModel] | None = None
 
-    def share(self, module: nn.Module, builder: Any, context: SparkContext) -> SharedModel:
+    def share(
+        self, module: nn.Module, builder: Any, context: SparkContext, *, ship_modules: bool
+    ) -> SharedModel:
         """Send a model as it is now, unless this application's executors have it.
 
         Args:
             module: it may have been trained further, or be another one than before.
             builder: what has built it.
             context: of the application, which may be another one than before.
+            ship_modules: whether modules of the user's own are sent with it.
 
         Raises:
             ModelError: it cannot be pickled.
+            ConfigError: a module's text has changed since it was imported.
         """
-        pickled = pickled_module(module, builder)
-        key = hashlib.sha256(pickled).hexdigest()
+        names: set[str] = set()
+        pickled = pickled_module(module, builder, names)
+        shipment = ship(names, context) if ship_modules else None
+        digest = hashlib.sha256(pickled)
+        digest.update(b"" if shipment is None else shipment.digest.encode())
+        key = digest.hexdigest()
         if self._last is not None:
             known, shared = self._last
             if known is context and shared.key == key:
                 return shared
-        shared = SharedModel(key, context.broadcast(pickled))
+        shared = SharedModel(key, context.broadcast(pickled), shipment)
         self._last = context, shared
         return shared
 
@@ -145,10 +160,8 @@ def prediction_columns(
         assert context is not None
         torch.set_num_threads(context.cpus())
         device = choose_device("auto", first_gpu(context), context.partitionId())
-        with settings.hold():  # it may have to be built again
-            module = _load(model, device)
         # Not in inference mode, in which a model cannot differentiate even within enable_grad.
-        with settings.hold(), torch.no_grad():
+        with _loaded_model(model, device, settings) as module, settings.hold(), torch.no_grad():
             for batch in batches:
                 # Spark hands over a bare array if there is but one column.
                 arrays = batch if isinstance(batch, tuple) else (batch,)
@@ -207,15 +220,32 @@ def _to_arrow(outputs: Sequence[Tensor], as_vector: bool) -> pa.Array:
     return pa.ListArray.from_arrays(offsets, flat)
 
 
-_loaded: dict[tuple[str, str], nn.Module] = {}
-"""The last model used in this Python process, by its key and device; Spark reuses the process."""
+class _Loaded(NamedTuple):
+    """A model in this Python process, which Spark uses again, with what it has imported."""
+
+    key: tuple[str, str]
+    module: nn.Module
+    imported: dict[str, types.ModuleType]
 
 
-def _load(model: SharedModel, device: str) -> nn.Module:
+_last: _Loaded | None = None
+"""The last model that this process has used."""
+
+
+@contextmanager
+def _loaded_model(model: SharedModel, device: str, settings: TorchSettings) -> Iterator[nn.Module]:
     """The module on its device, unpickled once in this process for all of its tasks."""
+    global _last
     key = (model.key, device)
-    if key not in _loaded:
-        module: nn.Module = cloudpickle.loads(model.pickled.value)
-        _loaded.clear()
-        _loaded[key] = module.to(device).eval()
-    return _loaded[key]
+    imported = _last.imported if _last is not None and _last.key == key else {}
+    with importable(arrive(model.shipment), imported):
+        try:
+            if _last is None or _last.key != key:
+                _last = None  # never two of them
+                with settings.hold():  # it may have to be built again
+                    module: nn.Module = cloudpickle.loads(model.pickled.value)
+                _last = _Loaded(key, module.to(device).eval(), imported)
+            yield _last.module
+        except ModuleNotFoundError as error:
+            error.add_note(advice(error))
+            raise
