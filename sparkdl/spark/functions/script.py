@@ -75,8 +75,8 @@ def _is_in_place(script: Script) -> bool:
         logger.warning("%s on %s cannot be read: %s", path, socket.gethostname(), error)
         return False
     logger.warning(
-        "%s on %s differs from the driver's, whose text runs instead. Of what is beside it there are "
-        "only the modules that it imports: bring that host's copy up to date",
+        "%s on %s differs from the driver's, whose text runs instead. Beside it are only the "
+        "modules that it imports: bring that host's copy up to date",
         path,
         socket.gethostname(),
     )

@@ -32,6 +32,9 @@ from sparkdl.spark.modules.bundle import is_plain
 from sparkdl.spark.modules.shipping import Shipment
 from sparkdl.spark.rows.scratch import row_directory
 
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EPERM, errno.EACCES)
+"""How the system says that something is already where a folder is to be."""
+
 
 @dataclass(frozen=True)
 class Arrived:
@@ -194,7 +197,7 @@ def _unpacked(shipment: Shipment) -> Path:
         try:
             os.rename(made, folder)
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            if error.errno not in _TAKEN:
                 raise
             # Another process was faster.
             if not _is_ours(folder):

@@ -1,6 +1,6 @@
 """Modules of the user's own on their way to the executors, once for as long as they stay the same.
 
-They travel as a Spark broadcast: it goes once to each executor, also to one that is started again or
+They travel as a Spark broadcast: it goes once to each executor, also to one that starts again or
 comes later, and Spark protects it as it protects its tasks. ``addPyFile`` would leave a file in the
 session for good, and could not replace it by another version.
 """
