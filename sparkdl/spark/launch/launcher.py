@@ -76,7 +76,8 @@ def launch(workers: Workers, job: Job) -> Launch:
     barrier = job.strategy.needs.gang_start
     names: set[str] = set()
     payload = pickled((job, workers.network, keeps_rows_in_memory(spark, workers.store_in)), names)
-    shipment = ship(names, context) if workers.ship_modules else None
+    # The driver builds the initial model in a process of its own, which imports the files.
+    shipment = ship(names, context, refuse_edited=True) if workers.ship_modules else None
 
     @contextmanager
     def start(averager: Averager) -> Iterator[None]:

@@ -52,13 +52,16 @@ class Bundle:
         return packed.getvalue()
 
 
-def collect(names: Iterable[str], finder: Finder, texts: Texts) -> Bundle:
+def collect(
+    names: Iterable[str], finder: Finder, texts: Texts, *, refuse_edited: bool = False
+) -> Bundle:
     """Find what some names are of, and what that imports in turn.
 
     Args:
         names: dotted, of modules or of what modules may have.
         finder: finds the units.
         texts: reads them.
+        refuse_edited: as ``Texts.read`` takes it.
 
     Raises:
         ConfigError: a module's text has changed since it was imported.
@@ -76,7 +79,7 @@ def collect(names: Iterable[str], finder: Finder, texts: Texts) -> Bundle:
             unit = finder.unit_of(name)
             if unit is None or unit.name in units:
                 continue
-            read = _checked(unit, texts.read(unit))
+            read = _checked(unit, texts.read(unit, refuse_edited=refuse_edited))
         except CannotTravelError as error:
             left_out[error.name] = error.reason
             continue

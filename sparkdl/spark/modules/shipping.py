@@ -69,13 +69,21 @@ class Shipment(NamedTuple):
         return cls(digest, tuple(Shipped(*unit) for unit in units), archive, left_out)
 
 
-def ship(names: Iterable[str], context: SparkContext, first: Sequence[str] = ()) -> Shipment | None:
+def ship(
+    names: Iterable[str],
+    context: SparkContext,
+    first: Sequence[str] = (),
+    *,
+    refuse_edited: bool = False,
+) -> Shipment | None:
     """Send what some names need, unless the executors have it.
 
     Args:
         names: dotted, as ``references`` notes them.
         context: of the application.
         first: folders in which to look before all others, as Python does in that of a script.
+        refuse_edited: whether a module's file may not have changed since it was imported, not even
+            if the text that was imported is known.
 
     Returns:
         What a task needs to have it; None if nothing of the user's own is needed.
@@ -84,7 +92,7 @@ def ship(names: Iterable[str], context: SparkContext, first: Sequence[str] = ())
         ConfigError: a module's text has changed since it was imported.
     """
     with _lock:
-        bundle = collect(names, Finder(first, _sent(context)), _texts)
+        bundle = collect(names, Finder(first, _sent(context)), _texts, refuse_edited=refuse_edited)
         if not bundle.units and not bundle.left_out:
             return None
         _warn(bundle)

@@ -13,7 +13,7 @@ import sys
 import types
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, SourceFileLoader
 from pathlib import Path, PurePosixPath
 
@@ -54,7 +54,8 @@ class _Text:
 
     spec: ModuleSpec | None
     source: bytes
-    imports: frozenset[str] = field(repr=False)
+    code: types.CodeType | None
+    imports: frozenset[str]
 
 
 class Texts:
@@ -63,8 +64,13 @@ class Texts:
     def __init__(self) -> None:
         self._held: dict[str, _Text] = {}
 
-    def read(self, unit: Unit) -> UnitFiles:
+    def read(self, unit: Unit, *, refuse_edited: bool) -> UnitFiles:
         """Read a unit.
+
+        Args:
+            unit: what to read.
+            refuse_edited: whether to raise, where else a warning says so, if the text of a module
+                is known as it was imported, and its file says something else by now.
 
         Raises:
             CannotTravelError: it has compiled parts, or is too large.
@@ -75,7 +81,7 @@ class Texts:
         files: dict[str, bytes] = {}
         imports: set[str] = set()
         for path in modules:
-            text = self._text(unit, path)
+            text = self._text(unit, path, refuse_edited)
             files[path] = text.source
             imports |= text.imports
         room = MOST_BYTES - sum(map(len, files.values()))
@@ -94,9 +100,9 @@ class Texts:
             room -= size
         return UnitFiles(files, frozenset(imports), tuple(sorted(too_large)))
 
-    def _text(self, unit: Unit, path: str) -> _Text:
-        name = _module_name(path)
-        spec = _spec_of_file(name, f"{unit.base}{os.sep}{path}")
+    def _text(self, unit: Unit, path: str, refuse_edited: bool) -> _Text:
+        name, file = _module_name(path), f"{unit.base}{os.sep}{path}"
+        spec = _spec_of_file(name, file)
         known = self._held.get(name)
         source = _bytes(unit, path)
         if (
@@ -104,11 +110,13 @@ class Texts:
             and known.spec is spec
             and (spec is not None or known.source == source)
         ):
-            if known.source != source:
+            if known.source != source and _differ(known.code, _code_of(unit, name, path, source)):
+                if refuse_edited:
+                    raise ConfigError(_edited(file, name, "text"))
                 logger.warning(
                     "%s has changed since %s was imported: workers run the text that this process "
                     "runs. importlib.reload(%s) takes up the new one",
-                    path,
+                    file,
                     name,
                     name,
                 )
@@ -120,8 +128,8 @@ class Texts:
             package = name if path.endswith("/__init__.py") else name.rpartition(".")[0]
             names = frozenset(imported_names(code, package))
             if spec is not None and type(spec.loader) is SourceFileLoader:
-                _require_unedited(sys.modules[name], code, f"{unit.base}{os.sep}{path}")
-        text = self._held[name] = _Text(spec, source, names)
+                _require_unedited(sys.modules[name], code, file)
+        text = self._held[name] = _Text(spec, source, code, names)
         return text
 
 
@@ -154,12 +162,19 @@ def _require_unedited(module: types.ModuleType, code: types.CodeType, file: str)
     of_file = {_essence(each) for each in nested_code(code)}
     for function in _functions(module, file):
         if _essence(function.__code__) not in of_file:
-            raise ConfigError(
-                f"{file} has changed since {module.__name__} was imported: this process runs the "
-                f"old {function.__qualname__}, and workers would run the new one. Take up the new "
-                f"text with importlib.reload({module.__name__}), %autoreload in a notebook, or a "
-                "fresh session"
-            )
+            raise ConfigError(_edited(file, module.__name__, function.__qualname__))
+
+
+def _edited(file: str, name: str, what: str) -> str:
+    return (
+        f"{file} has changed since {name} was imported: this process runs the old {what}, and "
+        f"workers would run the new one. Take it up with importlib.reload({name}), %autoreload in "
+        "a notebook, or a fresh session"
+    )
+
+
+def _differ(old: types.CodeType | None, new: types.CodeType | None) -> bool:
+    return old is None or new is None or _essence(old) != _essence(new)
 
 
 def _functions(module: types.ModuleType, file: str) -> Iterator[types.FunctionType]:

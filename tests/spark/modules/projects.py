@@ -45,9 +45,9 @@ def on_path(folder: Path) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(str(folder))
-        for name in set(sys.modules) - before:
-            if is_of(sys.modules[name], folder):
-                del sys.modules[name]
+        new = set(sys.modules) - before
+        for name in [name for name in new if is_of(sys.modules[name], folder)]:
+            del sys.modules[name]
 
 
 def is_of(module: types.ModuleType, folder: Path) -> bool:

@@ -91,8 +91,13 @@ def test_a_module_has_the_text_that_was_imported_until_it_is_imported_anew(
     same = bundle_of("own_text", known=known)
     assert (same.digest, same.files) == (first.digest, {"own_text.py": b"X = 1"})
     assert "importlib.reload(own_text) takes up the new one" in caplog.text
+    with pytest.raises(ConfigError, match=r"own_text\.py has changed since own_text was imported"):
+        collect(["own_text"], Finder(), known, refuse_edited=True)
     importlib.reload(module)
     assert bundle_of("own_text", known=known).files == {"own_text.py": b"X = 2"}
+    write(project, {"own_text.py": "X = 2  # only a comment"}, when=2)
+    same = collect(["own_text"], Finder(), known, refuse_edited=True)
+    assert same.files == {"own_text.py": b"X = 2"}
 
 
 def test_of_a_module_that_is_not_imported_the_newest_text_is_sent(

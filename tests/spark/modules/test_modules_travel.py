@@ -207,7 +207,7 @@ def test_a_fit_and_its_model_can_be_told_to_send_nothing(
     write(project, {"own_net.py": NET})
     own_net = importlib.import_module("own_net")
     asked: list[set[str]] = []
-    monkeypatch.setattr(shipping, "collect", lambda names, *_: asked.append(set(names)))
+    monkeypatch.setattr(shipping, "collect", lambda names, *_, **__: asked.append(set(names)))
     fitted = estimator(own_net.Net, shipModules=False)
     with pytest.raises(WorkerError, match=r"No module named 'own_net'\n.*addPyFile"):
         fitted.fit(frame(spark))
