@@ -39,6 +39,8 @@ class ReferencePickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self._names.add(value.__name__)
             elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
                 self._names.add(value.__module__ or "builtins")
+            else:
+                self._names.add(type(value).__module__)  # which its own pickling may not name
         elif isinstance(value, types.FunctionType):
             package = value.__globals__.get("__package__")
             self._names.update(imported_names(value.__code__, package))

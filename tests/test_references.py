@@ -23,6 +23,14 @@ def names_of(value: Any) -> set[str]:
     return names
 
 
+class Sentinel:
+    def __reduce__(self) -> str:
+        return "SENTINEL"
+
+
+SENTINEL = Sentinel()
+
+
 class Holder:
     def __init__(self, **values: Any) -> None:
         self.values = values
@@ -45,6 +53,7 @@ def test_classes_functions_and_modules_are_named_by_their_module_wherever_they_a
     assert {here, "torch.nn.modules.linear"} <= names_of(Holder(a=[nn.Linear(2, 2)]))
     assert here in names_of({"x": (1, functools.partial(imports_things))})
     assert "math" in names_of([math.sqrt])
+    assert here in names_of([SENTINEL])
     assert "numpy" in names_of(Holder(module=np))
     assert "torch.nn.functional" in names_of(torch.nn.functional.softmax)
     assert names_of([1, "text", None, {"a": 2.0}]) == set()

@@ -87,6 +87,10 @@ def importable(arrived: Arrived, kept: dict[str, types.ModuleType] | None = None
         kept: of those that another block has imported; replaced by what there is at the end. None
             to import all anew.
     """
+    if not arrived.places:
+        with left_behind(dict(arrived.left_out)):
+            yield
+        return
     names = [name for name, _ in arrived.places]
     hidden = _take_out(names)
     _put_in(kept or {})
@@ -105,9 +109,10 @@ def importable(arrived: Arrived, kept: dict[str, types.ModuleType] | None = None
         with left_behind(dict(arrived.left_out)):
             yield
     finally:
-        sys.meta_path.remove(finder)
+        with contextlib.suppress(ValueError):  # the user's code has taken it out
+            sys.meta_path.remove(finder)
         for each in added:
-            with contextlib.suppress(ValueError):  # the user's code has taken it out
+            with contextlib.suppress(ValueError):
                 sys.path.remove(each)
         imported = _take_out(names)
         if kept is not None:

@@ -62,7 +62,7 @@ class Texts:
     """Reads units; remembers the text of modules for as long as they stay as imported."""
 
     def __init__(self) -> None:
-        self._held: dict[str, _Text] = {}
+        self._held: dict[str, _Text] = {}  # by file
 
     def read(self, unit: Unit, *, refuse_edited: bool) -> UnitFiles:
         """Read a unit.
@@ -103,7 +103,7 @@ class Texts:
     def _text(self, unit: Unit, path: str, refuse_edited: bool) -> _Text:
         name, file = _module_name(path), f"{unit.base}{os.sep}{path}"
         spec = _spec_of_file(name, file)
-        known = self._held.get(name)
+        known = self._held.get(file)
         source = _bytes(unit, path)
         if (
             known is not None
@@ -129,7 +129,7 @@ class Texts:
             names = frozenset(imported_names(code, package))
             if spec is not None and type(spec.loader) is SourceFileLoader:
                 _require_unedited(sys.modules[name], code, file)
-        text = self._held[name] = _Text(spec, source, code, names)
+        text = self._held[file] = _Text(spec, source, code, names)
         return text
 
 

@@ -126,8 +126,8 @@ class Finder:
         origin = spec.origin
         if origin in ("built-in", "frozen") or (origin and _is_installed_file(origin)):
             return None
-        if origin is None or not os.path.isabs(origin):
-            origin = None if origin is None else os.path.abspath(origin)
+        if origin is not None:
+            origin = os.path.abspath(origin)
         loader = spec.loader
         archive = loader.archive if isinstance(loader, zipimport.zipimporter) else None
         if origin is None or not os.path.isfile(archive or origin):

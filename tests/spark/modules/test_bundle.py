@@ -100,6 +100,18 @@ def test_a_module_has_the_text_that_was_imported_until_it_is_imported_anew(
     assert same.files == {"own_text.py": b"X = 2"}
 
 
+def test_a_folder_may_be_written_in_more_than_one_way(project: Path) -> None:
+    write(project, {"lib/own_text.py": "X = 1", "other/own_text.py": "X = 'other'"})
+    known = Texts()
+    with on_path(project / "other" / ".." / "lib"):
+        importlib.import_module("own_text")
+        bundle_of("own_text", known=known)
+        write(project, {"lib/own_text.py": "X = 2"}, when=1)
+        script = bundle_of("own_text", known=known, first=[str(project / "other")])
+        assert script.files == {"own_text.py": b"X = 'other'"}
+        assert bundle_of("own_text", known=known).files == {"own_text.py": b"X = 1"}
+
+
 def test_of_a_module_that_is_not_imported_the_newest_text_is_sent(
     project: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

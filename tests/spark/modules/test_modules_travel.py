@@ -31,6 +31,19 @@ def transform(batch):
 """
 
 
+KILLS_ONCE = """
+import os, signal
+from pathlib import Path
+
+def transform(batch):
+    try:
+        Path("{}").touch(exist_ok=False)
+    except FileExistsError:
+        return batch
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def estimator(model: Any, **changes: Any) -> TorchEstimator:
     given: dict[str, Any] = {
         "model": model,
@@ -44,7 +57,7 @@ def estimator(model: Any, **changes: Any) -> TorchEstimator:
 
 @pytest.mark.usefixtures("elsewhere")
 def test_a_model_and_its_loss_are_found_by_fit_and_the_edited_model_by_transform(
-    spark: SparkSession, project: Path
+    spark: SparkSession, project: Path, tmp_path: Path
 ) -> None:
     write(
         project,
@@ -59,10 +72,18 @@ def test_a_model_and_its_loss_are_found_by_fit_and_the_edited_model_by_transform
             "    return torch.nn.functional.cross_entropy(scaled(outputs), targets)",
         },
     )
+    write(project, {"own_killer.py": KILLS_ONCE.format(tmp_path / "killed")})
     own_net = importlib.import_module("own_net")
     own_losses = importlib.import_module("own_losses")
+    own_killer = importlib.import_module("own_killer")
     rows = frame(spark)
-    model = estimator(own_net.Net, loss=own_losses.loss, outputType="raw").fit(rows)
+    model = estimator(
+        own_net.Net,
+        loss=own_losses.loss,
+        batchTransform=own_killer.transform,
+        outputType="raw",
+    ).fit(rows)
+    assert (tmp_path / "killed").exists()  # a process that was started again has trained
     assert type(model.module) is own_net.Net
 
     def predicted() -> torch.Tensor:
