@@ -12,7 +12,6 @@ import pkgutil
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from flights.data import MissingDataError, find_data_folder
@@ -20,7 +19,6 @@ from flights.features import FEATURES
 from flights.job import run_job
 from flights.preparation import Split
 from flights.report import format_history, format_scores
-from flights.shipping import shipped
 from jsonargparse import ArgumentParser, Namespace
 from pyspark.ml.classification import LogisticRegression
 
@@ -86,10 +84,9 @@ def main() -> None:
     spark = create_session(**session)
     try:
         spark.sparkContext.setLogLevel("ERROR")
-        with shipped(spark, Path(__file__).parent / "flights"):
-            given = {key: v for key, v in vars(config.regression).items() if v is not None}
-            regression = LogisticRegression(**given)
-            result = run_job(spark, config.estimator, regression, config.split, config.output)
+        given = {key: v for key, v in vars(config.regression).items() if v is not None}
+        regression = LogisticRegression(**given)
+        result = run_job(spark, config.estimator, regression, config.split, config.output)
     finally:
         spark.stop()
     print(f"\n{format_history(result.model.history)}\n\n{format_scores(result.scores)}")

@@ -7,12 +7,6 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-MODULES_TRAVEL = (
-    "Modules beside your script or notebook do not travel to the executors by themselves: add them "
-    "with spark.sparkContext.addPyFile(path) or spark.submit.pyFiles (a file, or a package as a "
-    "zip), or install the package in the executors' Python"
-)
-
 _OURS = f"{Path(__file__).parent}/"
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]|^<frozen ")

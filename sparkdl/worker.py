@@ -44,6 +44,7 @@ from sparkdl.events import ValidationReport
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ShardFacts
 from sparkdl.feed.feed import Feed, FeedOptions
+from sparkdl.missing_modules import advice
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder, SchedulerBuilder
 from sparkdl.randomness import borrowed_random_numbers, seed_worker
 from sparkdl.replica import Precision, Replica
@@ -53,7 +54,7 @@ from sparkdl.schedule import Unit
 from sparkdl.strategies.base import Run, Strategy
 from sparkdl.strategies.on_worker import OnWorker
 from sparkdl.torch_settings import TorchSettings
-from sparkdl.tracebacks import MODULES_TRAVEL, traceback_of
+from sparkdl.tracebacks import traceback_of
 from sparkdl.transport.address import AveragerAddress
 
 logger = logging.getLogger(__name__)
@@ -508,7 +509,7 @@ def _where(rank: int, run: Run | None) -> str:
 def _advice(error: Exception) -> str:
     """What to do about an error for want of memory or of a module; empty for others."""
     if isinstance(error, ModuleNotFoundError):
-        return f"\n{MODULES_TRAVEL}"
+        return f"\n{advice(error)}"
     if isinstance(error, torch.OutOfMemoryError):
         return "\nThe GPU's memory is full: lower batchSize, or set precision='bf16'"
     # torch's allocator on CPUs has no error of its own.

@@ -34,7 +34,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("events",),
     ("lazy_compiler",),
     ("randomness",),
-    ("torch_settings", "tracebacks"),
+    ("torch_settings", "tracebacks", "references", "missing_modules"),
     ("errors",),
     ("version",),
 ]
@@ -42,7 +42,7 @@ LAYERS: list[tuple[str, ...]] = [
 ROOMS: list[tuple[str, ...]] = [
     ("functions", "inference"),
     ("launch",),
-    ("diagnostics",),
+    ("diagnostics", "modules"),
     ("cluster", "rows", "session", "storage"),
 ]
 HEIGHT = {name: -row for row, names in enumerate(LAYERS) for name in names}

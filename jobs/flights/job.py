@@ -38,7 +38,7 @@ def run_job(
     """Train and compare the models, and save the network.
 
     Args:
-        spark: the session; its executors can import this package.
+        spark: the session.
         estimator: of the network; reads the columns that ``Preparation.apply`` makes and adds
             ``probability``.
         regression: the stronger baseline.

@@ -7,6 +7,7 @@ be pickled. What has built such a module once builds it again, and is given its 
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -14,20 +15,24 @@ from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
 from sparkdl.randomness import borrowed_random_numbers
+from sparkdl.references import ReferencePickler
 
 
-def pickled_module(module: nn.Module, builder: Any) -> bytes:
+def pickled_module(module: nn.Module, builder: Any, names: set[str] | None = None) -> bytes:
     """Pickle a module, such that it is there again when that is loaded.
 
     Args:
         module: as it is now.
         builder: the function that has built it, or the module of which it is a trained copy.
+        names: where to add the names that are looked for when it is loaded and called; see
+            ``references``.
 
     Raises:
         ModelError: neither can be pickled.
     """
     file = io.BytesIO()
-    _dump(module, builder, cloudpickle.Pickler, file)
+    noted = set() if names is None else names
+    _dump(module, builder, lambda file: ReferencePickler(file, noted), file)
     return file.getvalue()
 
 
@@ -48,7 +53,10 @@ class _WithoutValues(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _dump(
-    module: nn.Module, builder: Any, pickler: type[cloudpickle.Pickler], file: io.BytesIO
+    module: nn.Module,
+    builder: Any,
+    pickler: Callable[[io.BytesIO], cloudpickle.Pickler],
+    file: io.BytesIO,
 ) -> None:
     try:
         pickler(file).dump(module)

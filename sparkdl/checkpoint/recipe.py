@@ -146,7 +146,8 @@ def _find_all(recipe: dict[str, Any], name: str, place: Place, trust: Trust) -> 
     except NotFoundError as error:
         raise ConfigError(
             f"{name} was saved as {_shortened.repr(recipe)}, which cannot be imported here: "
-            f"{error}. Install the package that has it, or add it with spark.submit.pyFiles"
+            f"{error}. Install the package that has it, put its folder on sys.path, or add it with "
+            "spark.submit.pyFiles"
         ) from error
 
 

@@ -58,6 +58,13 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
         "model's output: double or vector), or 'auto': class for a classification loss, else raw",
         typeConverter=one_of("outputType", OUTPUT_TYPES),
     )
+    shipModules: Param[bool] = Param(
+        Params._dummy(),
+        "shipModules",
+        "whether modules of your own that the model and the other Params need, neither installed "
+        "nor of the standard library, are sent to the executors",
+        typeConverter=TypeConverters.toBoolean,
+    )
 
     def _set(self, **values: Any) -> Self:
         # pyspark.ml lets None pass without a look at it.
@@ -109,6 +116,15 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
     def setOutputType(self, value: str) -> Self:
         """Sets the value of outputType."""
         self._set(outputType=value)
+        return self
+
+    def getShipModules(self) -> bool:
+        """Gets the value of shipModules or its default value."""
+        return self.getOrDefault(self.shipModules)
+
+    def setShipModules(self, value: bool) -> Self:
+        """Sets the value of shipModules."""
+        self._set(shipModules=value)
         return self
 
     def setFeaturesCol(self, value: str) -> Self:

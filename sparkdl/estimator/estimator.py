@@ -176,6 +176,9 @@ class TorchEstimator(
             free one.
         tls: whether the connections of workers to the driver and to each other are encrypted, with
             a certificate made for this fit; they also are where Spark's settings demand it.
+        shipModules: whether modules of your own that the other arguments need, neither installed
+            nor of the standard library, are sent to the executors, by ``fit`` and by the model's
+            ``transform``; False where the executors have them already.
 
     Raises:
         ConfigError: an argument is unknown or out of range.
@@ -234,6 +237,7 @@ class TorchEstimator(
         collectiveInterface: str | None = None,
         collectivePorts: str | None = None,
         tls: bool = False,
+        shipModules: bool = True,
     ) -> None:
         super().__init__()
         self._setDefault(strategy=ParameterAveraging())

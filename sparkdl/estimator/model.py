@@ -67,6 +67,7 @@ class TorchModel(Model, InputOutputParams, InferenceParams, MLWritable, MLReadab
             featuresAsKwargs=False,
             outputCols=None,
             outputType="auto",
+            shipModules=True,
         )
         self._set_inference_defaults()
 
@@ -148,7 +149,12 @@ class TorchModel(Model, InputOutputParams, InferenceParams, MLWritable, MLReadab
         self, outputs: Sequence[OutputColumn], names: Sequence[str], spark: SparkSession
     ) -> Predictor:
         return Predictor(
-            model=self._sharing.share(self.module, self._builder, spark.sparkContext),
+            model=self._sharing.share(
+                self.module,
+                self._builder,
+                spark.sparkContext,
+                ship_modules=self.getShipModules(),
+            ),
             outputs=outputs,
             names=names if self.features_by_name() else None,
             as_kwargs=self.getFeaturesAsKwargs(),

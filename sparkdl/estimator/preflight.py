@@ -146,6 +146,7 @@ class Preflight:
                 ports=params.getCollectivePorts(),
             ),
             ranks_a_task=ranks,
+            ship_modules=params.getShipModules(),
         )
         # In memory there may not be room for all rows twice.
         self._set_feed(

@@ -26,6 +26,7 @@ from sparkdl.errors import (
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import NO_ROWS
 from sparkdl.feed.feed import FeedOptions
+from sparkdl.references import pickled
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.cluster.run_jobs import RunJobs
@@ -53,6 +54,7 @@ from sparkdl.spark.launch.worker_rows import (
     Workers,
     run_on_rows,
 )
+from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.rows.column_overrides import ColumnOverrides, dtypes, names, shapes
 from sparkdl.spark.rows.columns import input_column
 from sparkdl.spark.rows.converters import in_bytes, one_of, optional_whole, whole
@@ -95,6 +97,7 @@ def run(
     storeIn: str = "disk",
     on_report: OnReport | None = None,
     cwd: str | os.PathLike[str] | None = None,
+    shipModules: bool = True,
     **kwargs: Any,
 ) -> list[Any]:
     """Run a function on several workers at once, each in a Spark task, as ranks of one group.
@@ -128,6 +131,8 @@ def run(
         on_report: called in the driver with rank and numbers of each
             ``sparkdl.current_worker().report(...)``; by default they are printed.
         cwd: the working directory on the workers; by default the driver's, where all have it.
+        shipModules: as the estimator's Param: whether modules of your own that the function or
+            script needs are sent to the workers.
         **kwargs: the function's arguments by name.
 
     Returns:
@@ -160,7 +165,9 @@ def run(
         device=device,
         echo=echoes(spark),
     )
-    return run_call(spark, call, place, num_workers, rows=rows, on_report=on_report)
+    return run_call(
+        spark, call, place, num_workers, rows=rows, on_report=on_report, ship_modules=shipModules
+    )
 
 
 def run_call(
@@ -171,6 +178,7 @@ def run_call(
     *,
     rows: Rows | None = None,
     on_report: OnReport | None = None,
+    ship_modules: bool = True,
     name: str = "num_workers",
 ) -> list[Any]:
     """Do what ``run`` does, with arguments that were looked at.
@@ -182,6 +190,7 @@ def run_call(
         num_workers: how many.
         rows: for the workers.
         on_report: as ``run`` takes it.
+        ship_modules: whether modules of the user's own are sent to the workers.
         name: of the argument with which the user has said how many.
 
     Returns:
@@ -197,7 +206,7 @@ def run_call(
         Board(num_workers, *driver_hosts(spark), tls=tls, open_uri=open_hadoop) as board,
     ):
         require_free_slots(spark, num_workers // ranks, profile, ranks)
-        job = _Job(spark, board, call, place, rows)
+        job = _Job(spark, board, call, place, rows, ship_modules)
         try:
             with stacks_on_signal(board.stacks):
                 _watch(board, job, on_report or _show_report)
@@ -277,7 +286,13 @@ class _Job:
     """The Spark job that runs the workers, in a thread of its own."""
 
     def __init__(
-        self, spark: SparkSession, board: Board, call: Call, place: Place, rows: Rows | None
+        self,
+        spark: SparkSession,
+        board: Board,
+        call: Call,
+        place: Place,
+        rows: Rows | None,
+        ship_modules: bool,
     ) -> None:
         self._spark = spark
         self._profile = gpu_profile(spark, place.device)
@@ -293,11 +308,19 @@ class _Job:
         # The call is pickled by itself: what it imports may be missing on a worker, which is
         # the user's to see.
         feeding = None if rows is None else rows.feeding
-        payload = cloudpickle.dumps((place, feeding, cloudpickle.dumps(call)))
+        names: set[str] = set()
+        payload = cloudpickle.dumps((place, feeding, pickled(call, names)))
+        shipment = None
+        if ship_modules:
+            script = call.function if isinstance(call.function, Script) else None
+            names |= set() if script is None else script.imports()
+            first = [] if script is None else [str(Path(script.path).parent)]
+            shipment = ship(names, spark.sparkContext, first)
         self._task = rank_task(
             "sparkdl.spark.functions.task:run_function_task",
             (payload, astuple(board.address)),
             ranks,
+            shipment,
             apart=True,
         )
         self._thread = self._jobs.start(self._run)

@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparkdl.references import imported_names
+
 logger = logging.getLogger(__name__)
 
 
@@ -23,6 +25,14 @@ class Script:
     """Where it is on the driver, and perhaps on the executors."""
     source: bytes
     """What it says on the driver."""
+
+    def imports(self) -> set[str]:
+        """The dotted names that it imports; none of a text that is no Python."""
+        try:
+            code = compile(self.source, self.path, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError):  # which the workers will say
+            return set()
+        return set(imported_names(code, None))
 
 
 def run_script(script: Script, arguments: Sequence[str]) -> None:
@@ -65,8 +75,8 @@ def _is_in_place(script: Script) -> bool:
         logger.warning("%s on %s cannot be read: %s", path, socket.gethostname(), error)
         return False
     logger.warning(
-        "%s on %s differs from the driver's, whose text runs instead, without the modules beside "
-        "it. Ship those with spark.submit.pyFiles, or bring that host's copy up to date",
+        "%s on %s differs from the driver's, whose text runs instead. Beside it are only the "
+        "modules that it imports: bring that host's copy up to date",
         path,
         socket.gethostname(),
     )

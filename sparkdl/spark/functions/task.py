@@ -30,6 +30,7 @@ from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import check_facts
 from sparkdl.feed.feed import Feed, FeedOptions
 from sparkdl.lazy_compiler import defer_compiler
+from sparkdl.missing_modules import advice
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone
 from sparkdl.spark.cluster.devices import choose_device
@@ -42,7 +43,7 @@ from sparkdl.spark.functions.script import Script, run_script
 from sparkdl.spark.functions.worker import FedRows, FunctionWorker, working_as
 from sparkdl.spark.launch.assignment import Assignment
 from sparkdl.spark.rows.scratch import row_directory
-from sparkdl.tracebacks import MODULES_TRAVEL, traceback_of
+from sparkdl.tracebacks import traceback_of
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +231,7 @@ def _report_errors(board: BoardClient, rank: int, body: Callable[[], bytes]) -> 
         text = traceback_of(error)
         what = f"rank {rank} on {socket.gethostname()}: {type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError):
-            what = f"{what}\n{MODULES_TRAVEL}"
+            what = f"{what}\n{advice(error)}"
         if isinstance(error, DataError):
             board.report_failure(str(error), text, of_data=True)
         else:

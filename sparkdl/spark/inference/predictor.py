@@ -15,7 +15,7 @@ from sparkdl.outputs import OutputKey, pick
 from sparkdl.protocols import ColumnSpec, Features
 from sparkdl.replica import forward
 from sparkdl.spark.cluster.devices import choose_device
-from sparkdl.spark.inference.shared_model import SharedModel, load
+from sparkdl.spark.inference.shared_model import SharedModel, loaded
 from sparkdl.spark.launch.assignment import first_gpu
 from sparkdl.torch_settings import TorchSettings
 
@@ -108,10 +108,9 @@ class Predictor:
         assert context is not None
         torch.set_num_threads(context.cpus())
         device = choose_device(self.manner.device, first_gpu(context), context.partitionId())
-        with self.settings.hold():  # it may have to be built again
-            module = load(self.model, device, self.manner.dtype)
+        model = loaded(self.model, device, self.manner.dtype, self.settings)
         # Not in inference mode, in which a model cannot differentiate even within enable_grad.
-        with self.settings.hold(), torch.no_grad():
+        with model as module, self.settings.hold(), torch.no_grad():
             for columns, specs in batches:
                 features = tensors_of(columns, specs)
                 pieces = [self._predict(module, each) for each in self._pieces(features, device)]

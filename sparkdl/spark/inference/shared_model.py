@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -12,6 +15,10 @@ from pyspark import Broadcast, SparkContext
 from torch import nn
 
 from sparkdl.checkpoint.portable import pickled_module
+from sparkdl.missing_modules import advice
+from sparkdl.spark.modules.arrival import arrive, importable
+from sparkdl.spark.modules.shipping import Shipment, ship
+from sparkdl.torch_settings import TorchSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +28,12 @@ class SharedModel:
     Attributes:
         key: names it in the executors' Python processes: the hash of what was pickled.
         pickled: the nn.Module; see ``checkpoint.portable``.
+        shipment: modules of the user's own that it needs.
     """
 
     key: str
     pickled: Broadcast[bytes]
+    shipment: Shipment | None
 
 
 class ModelSharing:
@@ -33,43 +42,71 @@ class ModelSharing:
     def __init__(self) -> None:
         self._last: tuple[SparkContext, SharedModel] | None = None
 
-    def share(self, module: nn.Module, builder: Any, context: SparkContext) -> SharedModel:
+    def share(
+        self, module: nn.Module, builder: Any, context: SparkContext, *, ship_modules: bool
+    ) -> SharedModel:
         """Send a model as it is now, unless this application's executors have it.
 
         Args:
             module: it may have been trained further, or be another one than before.
             builder: what has built it.
             context: of the application, which may be another one than before.
+            ship_modules: whether modules of the user's own are sent with it.
 
         Raises:
             ModelError: it cannot be pickled.
+            ConfigError: a module's text has changed since it was imported.
         """
-        pickled = pickled_module(module, builder)
-        key = hashlib.sha256(pickled).hexdigest()
+        names: set[str] = set()
+        pickled = pickled_module(module, builder, names)
+        shipment = ship(names, context) if ship_modules else None
+        digest = hashlib.sha256(pickled)
+        digest.update(b"" if shipment is None else shipment.digest.encode())
+        key = digest.hexdigest()
         if self._last is not None:
             known, shared = self._last
             if known is context and shared.key == key:
                 return shared
-        shared = SharedModel(key, context.broadcast(pickled))
+        shared = SharedModel(key, context.broadcast(pickled), shipment)
         self._last = context, shared
         return shared
 
 
-_loaded: dict[tuple[str, str, torch.dtype | None], nn.Module] = {}
-"""The last model used in this Python process; Spark reuses the process."""
+class _Loaded(NamedTuple):
+    """A model in this Python process, which Spark uses again, with what it has imported."""
+
+    key: tuple[str, str, torch.dtype | None]
+    module: nn.Module
+    imported: dict[str, types.ModuleType]
 
 
-def load(model: SharedModel, device: str, dtype: torch.dtype | None) -> nn.Module:
+_last: _Loaded | None = None
+"""The last model that this process has used."""
+
+
+@contextmanager
+def loaded(
+    model: SharedModel, device: str, dtype: torch.dtype | None, settings: TorchSettings
+) -> Iterator[nn.Module]:
     """The module, unpickled once in this process for all of its tasks; in evaluation mode.
 
     Args:
         model: as it was shared.
         device: where it is to be.
         dtype: of its floating-point parameters and buffers; None for those that they have.
+        settings: torch's in the driver, for a module that has to be built again.
     """
+    global _last
     key = (model.key, device, dtype)
-    if key not in _loaded:
-        module: nn.Module = cloudpickle.loads(model.pickled.value)
-        _loaded.clear()
-        _loaded[key] = module.to(device=device, dtype=dtype).eval()
-    return _loaded[key]
+    imported = _last.imported if _last is not None and _last.key == key else {}
+    with importable(arrive(model.shipment), imported):
+        try:
+            if _last is None or _last.key != key:
+                _last = None  # never two of them
+                with settings.hold():
+                    module: nn.Module = cloudpickle.loads(model.pickled.value)
+                    _last = _Loaded(key, module.to(device=device, dtype=dtype).eval(), imported)
+            yield _last.module
+        except ModuleNotFoundError as error:
+            error.add_note(advice(error))
+            raise

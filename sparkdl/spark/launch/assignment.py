@@ -21,6 +21,8 @@ from sparkdl.spark.cluster.gpus import VISIBLE
 from sparkdl.spark.launch.bootstrap import require
 from sparkdl.spark.launch.forked import fork_server
 from sparkdl.spark.launch.rank_host import RankCall, host_ranks
+from sparkdl.spark.modules.arrival import Arrived, arrive, importable
+from sparkdl.spark.modules.shipping import Shipment
 
 _OF_BARRIERS = ("_conn_info", "_port", "_secret")
 """PySpark's, by its version: how a task reaches its barrier in the executor."""
@@ -88,6 +90,7 @@ def run_ranks(
     arguments: tuple[Any, ...],
     ranks: int,
     apart: bool,
+    shipment: tuple[Any, ...] | None,
     versions: dict[str, str],
     batches: Iterator[pa.RecordBatch],
 ) -> Iterator[pa.RecordBatch]:
@@ -99,6 +102,7 @@ def run_ranks(
         arguments: plain values.
         ranks: how many ranks every task is.
         apart: whether a rank that is alone in its task gets a process of its own too.
+        shipment: modules of the user's own, as ``Shipment.plain`` gives them.
         versions: of the packages that a rank needs; see ``bootstrap.require``.
         batches: the task's rows, packed.
 
@@ -109,9 +113,11 @@ def run_ranks(
     context = TaskContext.get()
     assert context is not None
     assigned = assignments(context, ranks)
+    arrived = arrive(Shipment.of(shipment))
     if ranks == 1 and not apart and assigned[0].environment.items() <= os.environ.items():
         require(versions)
-        yield from _function(entry)(*arguments, assigned[0], batches)
+        with importable(arrived):
+            yield from _function(entry)(*arguments, assigned[0], batches)
         return
     surroundings = Surroundings.of(context)
     yield from host_ranks(
@@ -119,7 +125,7 @@ def run_ranks(
             RankCall(
                 rank=each.rank,
                 entry=f"{__name__}:run_rank",
-                arguments=(surroundings, entry, arguments, each),
+                arguments=(surroundings, arrived, entry, arguments, each),
                 environment=each.environment,
             )
             for each in assigned
@@ -162,6 +168,7 @@ class Surroundings:
 
 def run_rank(
     surroundings: Surroundings,
+    arrived: Arrived,
     entry: str,
     arguments: tuple[Any, ...],
     assigned: Assignment,
@@ -171,6 +178,7 @@ def run_rank(
 
     Args:
         surroundings: the task's.
+        arrived: modules of the user's own.
         entry: as in ``run_ranks``.
         arguments: as in ``run_ranks``.
         assigned: the rank's.
@@ -180,7 +188,8 @@ def run_rank(
         What the function does.
     """
     surroundings.restore()
-    yield from _function(entry)(*arguments, assigned, batches)
+    with importable(arrived):
+        yield from _function(entry)(*arguments, assigned, batches)
 
 
 def _function(entry: str) -> Callable[..., Iterator[pa.RecordBatch]]:

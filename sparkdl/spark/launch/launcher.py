@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any
 
-import cloudpickle
 import torch
 from pyspark import cloudpickle as spark_cloudpickle
 
@@ -26,6 +25,7 @@ from sparkdl.errors import (
     WorkerLostError,
 )
 from sparkdl.feed.facts import NO_ROWS
+from sparkdl.references import pickled
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.cluster.slots import require_free_slots
@@ -42,6 +42,7 @@ from sparkdl.spark.launch.worker_rows import (
     run_on_rows,
     with_original_places,
 )
+from sparkdl.spark.modules.shipping import Shipment, ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
 from sparkdl.version import __version__
 from sparkdl.worker import Job
@@ -73,9 +74,10 @@ def launch(workers: Workers, job: Job) -> Launch:
     context = spark.sparkContext
     jobs = RunJobs(context, workers.description)
     barrier = job.strategy.needs.gang_start
-    payload = cloudpickle.dumps(
-        (job, workers.network, keeps_rows_in_memory(spark, workers.store_in))
-    )
+    names: set[str] = set()
+    payload = pickled((job, workers.network, keeps_rows_in_memory(spark, workers.store_in)), names)
+    # The driver builds the initial model in a process of its own, which imports the files.
+    shipment = ship(names, context, refuse_edited=True) if workers.ship_modules else None
 
     @contextmanager
     def start(averager: Averager) -> Iterator[None]:
@@ -96,7 +98,7 @@ def launch(workers: Workers, job: Job) -> Launch:
             echoes(spark),
         )
         task = rank_task(
-            "sparkdl.spark.launch.task:run_worker_task", arguments, workers.ranks_a_task
+            "sparkdl.spark.launch.task:run_worker_task", arguments, workers.ranks_a_task, shipment
         )
         if barrier:
             profile = gpu_profile(spark, workers.device)
@@ -150,7 +152,12 @@ def launch(workers: Workers, job: Job) -> Launch:
 
 
 def rank_task(
-    entry: str, arguments: tuple[Any, ...], ranks_a_task: int, *, apart: bool = False
+    entry: str,
+    arguments: tuple[Any, ...],
+    ranks_a_task: int,
+    shipment: Shipment | None,
+    *,
+    apart: bool = False,
 ) -> Task:
     """The task that runs a worker's function for each of its ranks.
 
@@ -158,13 +165,14 @@ def rank_task(
         entry: ``module:function``; see ``assignment.run_ranks``.
         arguments: plain values.
         ranks_a_task: how many ranks each task is.
+        shipment: modules of the user's own that the function needs.
         apart: whether a rank that is alone in its task gets a process of its own too.
     """
     # A plain str: torch's own kind cannot be unpickled where torch is missing.
     versions = {"torch": str(torch.__version__)}
     return bootstrap.make_task(
         "sparkdl.spark.launch.assignment:run_ranks",
-        (entry, arguments, ranks_a_task, apart, versions),
+        (entry, arguments, ranks_a_task, apart, shipment and shipment.plain(), versions),
         {"sparkdl": __version__},
     )
 

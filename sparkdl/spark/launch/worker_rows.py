@@ -50,6 +50,7 @@ class Workers:
         network: how they reach each other.
         store_in: where they keep their rows: ``disk`` or ``memory``.
         ranks_a_task: how many of them each task is; divides ``num_workers``.
+        ship_modules: whether modules of the user's own are sent to them.
     """
 
     frame: DataFrame
@@ -61,6 +62,7 @@ class Workers:
     network: Network
     store_in: str = "disk"
     ranks_a_task: int = 1
+    ship_modules: bool = True
 
     @property
     def num_tasks(self) -> int:

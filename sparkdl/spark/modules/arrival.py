@@ -1,0 +1,226 @@
+"""Modules of the user's own on an executor: importable for one task, and nothing left of it after.
+
+Spark's Python processes are used again, by other programs too. So a task takes out what was
+imported under the same names before, and puts it back when it ends; the next task imports anew what
+may have been edited since. Where all files lie on this host as on the driver, in local mode or on a
+shared file system, they are imported from there, with whatever lies beside them. Elsewhere they are
+unpacked, once on each executor, into a folder that only this user may enter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import io
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import types
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from sparkdl.errors import SetupError
+from sparkdl.missing_modules import left_behind
+from sparkdl.spark.modules.bundle import is_plain
+from sparkdl.spark.modules.shipping import Shipment
+from sparkdl.spark.rows.scratch import row_directory
+
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EPERM, errno.EACCES)
+"""How the system says that something is already where a folder is to be."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Where modules of the user's own are on this host.
+
+    Attributes:
+        places: by the dotted name of each the folder that it is in.
+        search: folders for ``sys.path``, for processes that a worker starts.
+        left_out: what did not come, with the reasons.
+    """
+
+    places: tuple[tuple[str, str], ...]
+    search: tuple[str, ...]
+    left_out: tuple[tuple[str, str], ...]
+
+
+def arrive(shipment: Shipment | None) -> Arrived:
+    """Have the modules of a shipment on this host.
+
+    Raises:
+        SetupError: its archive holds what does not belong there, or there is no place for it.
+    """
+    if shipment is None:
+        return Arrived((), (), ())
+    if shipment.archive is None:
+        return Arrived((), (), shipment.left_out)
+    folder = _unpacked(shipment)
+    bases = {unit.base for unit in shipment.units}
+    in_place = all(
+        unit.base is not None and _is_same(folder, Path(unit.base), unit.relative)
+        for unit in shipment.units
+    )
+    places = tuple(
+        (
+            unit.name,
+            str((Path(unit.base or "") if in_place else folder) / Path(unit.relative).parent),
+        )
+        for unit in shipment.units
+    )
+    search = tuple(sorted(base for base in bases if base)) if in_place else (str(folder),)
+    return Arrived(places, search, shipment.left_out)
+
+
+@contextmanager
+def importable(arrived: Arrived, kept: dict[str, types.ModuleType] | None = None) -> Iterator[None]:
+    """Have modules importable for the length of a ``with`` block.
+
+    Args:
+        arrived: the modules.
+        kept: of those that another block has imported; replaced by what there is at the end. None
+            to import all anew.
+    """
+    if not arrived.places:
+        with left_behind(dict(arrived.left_out)):
+            yield
+        return
+    names = [name for name, _ in arrived.places]
+    hidden = _take_out(names)
+    _put_in(kept or {})
+    folders = {
+        ".".join(name.split(".")[:depth])
+        for name in names
+        for depth in range(1, name.count(".") + 1)
+    }
+    unknown = [name for name in folders if name not in sys.modules]
+    finder = _Finder(dict(arrived.places))
+    added = [each for each in arrived.search if each not in sys.path]
+    sys.meta_path.insert(0, finder)
+    sys.path += added
+    importlib.invalidate_caches()
+    try:
+        with left_behind(dict(arrived.left_out)):
+            yield
+    finally:
+        with contextlib.suppress(ValueError):  # the user's code has taken it out
+            sys.meta_path.remove(finder)
+        for each in added:
+            with contextlib.suppress(ValueError):
+                sys.path.remove(each)
+        imported = _take_out(names)
+        if kept is not None:
+            kept.clear()
+            kept.update(imported)
+        _put_in(hidden)
+        for name in sorted(unknown, key=len, reverse=True):
+            # Folders that are no packages, unless something else is in them.
+            if not any(each.startswith(f"{name}.") for each in sys.modules):
+                _take_out([name])
+
+
+class _Finder:
+    """Finds the modules of a shipment, before Python looks anywhere else; a meta path finder."""
+
+    def __init__(self, places: dict[str, str]) -> None:
+        self._places = places
+
+    def find_spec(
+        self,
+        name: str,
+        path: Sequence[str] | None = None,
+        target: types.ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """Called by Python for each import of what is not in ``sys.modules``."""
+        place = self._places.get(name)
+        return None if place is None else PathFinder.find_spec(name, [place])
+
+
+def _take_out(names: Sequence[str]) -> dict[str, types.ModuleType]:
+    """Have Python forget modules and all in them; returns what it knew."""
+    prefixes = tuple(f"{name}." for name in names)
+    known = [each for each in sys.modules if each in names or each.startswith(prefixes)]
+    taken = {name: sys.modules.pop(name) for name in known}
+    for name, module in taken.items():
+        parent, _, last = name.rpartition(".")
+        if vars(sys.modules.get(parent, object)).get(last) is module:
+            delattr(sys.modules[parent], last)
+    return taken
+
+
+def _put_in(modules: dict[str, types.ModuleType]) -> None:
+    sys.modules.update(modules)
+    for name, module in modules.items():
+        parent, _, last = name.rpartition(".")
+        if parent and parent not in modules and parent in sys.modules:
+            setattr(sys.modules[parent], last, module)
+
+
+def _is_same(folder: Path, base: Path, relative: str) -> bool:
+    """Whether a file, or all files below a folder, are the same in two places."""
+    top = folder / relative
+    paths = [top]
+    if top.is_dir():
+        paths = [
+            Path(inner, file)
+            for inner, folders, files in os.walk(top)
+            if Path(inner).name != "__pycache__"
+            for file in files
+        ]
+    try:
+        return all(
+            (there := base / path.relative_to(folder)).stat().st_size == path.stat().st_size
+            and there.read_bytes() == path.read_bytes()
+            for path in paths
+        )
+    except OSError:  # it is not there, or may not be read
+        return False
+
+
+def _unpacked(shipment: Shipment) -> Path:
+    """The folder with the files of a shipment, which the processes of an executor share."""
+    parent = row_directory(None)
+    folder = parent / f"sparkdl-modules-{shipment.digest}"
+    if _is_ours(folder):
+        return folder
+    assert shipment.archive is not None
+    made = Path(tempfile.mkdtemp(prefix="sparkdl-modules-", dir=parent))  # for this user alone
+    try:
+        with zipfile.ZipFile(io.BytesIO(shipment.archive.value)) as archive:
+            for entry in archive.infolist():
+                if not is_plain(entry.filename):
+                    raise SetupError(f"modules arrived with a file {entry.filename!r}")
+                path = made / entry.filename
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(archive.read(entry))
+        try:
+            os.rename(made, folder)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            # Another process was faster.
+            if not _is_ours(folder):
+                raise SetupError(
+                    f"{folder} is another user's, or open to others, so modules cannot be unpacked "
+                    "there. Remove it, or give Spark local directories of its own"
+                ) from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return folder
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether there is a folder that only this user can write to."""
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return False
+    return (
+        stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    )

@@ -1,0 +1,159 @@
+"""Modules of the user's own on their way to the executors, once for as long as they stay the same.
+
+They travel as a Spark broadcast: it goes once to each executor, also to one that starts again or
+comes later, and Spark protects it as it protects its tasks. ``addPyFile`` would leave a file in the
+session for good, and could not replace it by another version.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+from pyspark import Broadcast, SparkContext, SparkFiles
+
+from sparkdl.missing_modules import HOW_OTHERS_TRAVEL
+from sparkdl.spark.modules.bundle import Bundle, collect
+from sparkdl.spark.modules.texts import Texts
+from sparkdl.spark.modules.units import Finder
+
+logger = logging.getLogger(__name__)
+
+KEPT = 8
+"""Sets of modules whose broadcast is kept, of those that were sent last."""
+
+
+class Shipped(NamedTuple):
+    """A module or package on its way.
+
+    Attributes:
+        name: dotted.
+        relative: its file or folder, as seen from where Python looks for it.
+        base: where Python looks for it on the driver; None for what is in an archive.
+    """
+
+    name: str
+    relative: str
+    base: str | None
+
+
+class Shipment(NamedTuple):
+    """Modules of the user's own, as a task receives them.
+
+    Attributes:
+        digest: of all their files.
+        units: the modules and packages.
+        archive: the zip file with them; None if there are none.
+        left_out: what had to stay, with the reasons.
+    """
+
+    digest: str
+    units: tuple[Shipped, ...]
+    archive: Broadcast[bytes] | None
+    left_out: tuple[tuple[str, str], ...]
+
+    def plain(self) -> tuple[Any, ...]:
+        """The same of plain values, for a Python that may lack this package."""
+        return (self.digest, tuple(map(tuple, self.units)), self.archive, self.left_out)
+
+    @classmethod
+    def of(cls, plain: tuple[Any, ...] | None) -> Shipment | None:
+        """The shipment of plain values; None of None."""
+        if plain is None:
+            return None
+        digest, units, archive, left_out = plain
+        return cls(digest, tuple(Shipped(*unit) for unit in units), archive, left_out)
+
+
+def ship(
+    names: Iterable[str],
+    context: SparkContext,
+    first: Sequence[str] = (),
+    *,
+    refuse_edited: bool = False,
+) -> Shipment | None:
+    """Send what some names need, unless the executors have it.
+
+    Args:
+        names: dotted, as ``references`` notes them.
+        context: of the application.
+        first: folders in which to look before all others, as Python does in that of a script.
+        refuse_edited: whether a module's file may not have changed since it was imported, not even
+            if the text that was imported is known.
+
+    Returns:
+        What a task needs to have it; None if nothing of the user's own is needed.
+
+    Raises:
+        ConfigError: a module's text has changed since it was imported.
+    """
+    with _lock:
+        bundle = collect(names, Finder(first, _sent(context)), _texts, refuse_edited=refuse_edited)
+        if not bundle.units and not bundle.left_out:
+            return None
+        _warn(bundle)
+        return Shipment(
+            digest=bundle.digest,
+            units=tuple(
+                Shipped(unit.name, unit.relative, None if unit.archive else unit.base)
+                for unit in bundle.units.values()
+            ),
+            archive=_broadcast(bundle, context) if bundle.units else None,
+            left_out=tuple(bundle.left_out.items()),
+        )
+
+
+_lock = threading.Lock()
+_texts = Texts()
+_told: set[str] = set()
+_sent_last: tuple[SparkContext, OrderedDict[str, Broadcast[bytes]]] | None = None
+
+
+def _broadcast(bundle: Bundle, context: SparkContext) -> Broadcast[bytes]:
+    global _sent_last
+    if _sent_last is None or _sent_last[0] is not context:
+        _sent_last = context, OrderedDict()
+    known, digest = _sent_last[1], bundle.digest
+    if digest not in known:
+        archive = bundle.archive()
+        logger.info(
+            "sending %s to the executors: %d files, %d bytes",
+            ", ".join(bundle.units),
+            len(bundle.files),
+            len(archive),
+        )
+        known[digest] = context.broadcast(archive)
+        while len(known) > KEPT:
+            known.popitem(last=False)
+    known.move_to_end(digest)
+    return known[digest]
+
+
+def _sent(context: SparkContext) -> list[str]:
+    """Where the driver has what Spark itself sends to the executors."""
+    archives = context.getConf().get("spark.submit.pyFiles", "") or ""
+    names = [PurePosixPath(each).name for each in archives.split(",") if each]
+    return [SparkFiles.getRootDirectory(), *names]
+
+
+def _warn(bundle: Bundle) -> None:
+    """Say once what stays."""
+    told = [
+        f"the module {name} {reason}, so it does not travel to the executors. {HOW_OTHERS_TRAVEL}"
+        for name, reason in bundle.left_out.items()
+    ]
+    if bundle.too_large:
+        shown = ", ".join(bundle.too_large[:5])
+        told.append(
+            f"{len(bundle.too_large)} data files in your packages are too large to travel to the "
+            f"executors, or have too odd a name: {shown}. Read them from a path that all hosts "
+            "have, or add them with spark.sparkContext.addFile"
+        )
+    for text in told:
+        if text not in _told:
+            _told.add(text)
+            logger.warning("%s", text)

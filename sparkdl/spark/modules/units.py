@@ -1,0 +1,191 @@
+"""Which modules are the user's own, and what travels as one: a module, or a package as a whole.
+
+The user's own is what Python finds neither in the standard library nor among installed packages:
+beside a notebook or script, on ``PYTHONPATH``, in a checkout that was installed in place
+(``pip install -e``). What Spark itself has sent to the driver is on the executors already.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+import sysconfig
+import types
+import zipimport
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
+from pathlib import Path
+
+from sparkdl.checkpoint.identity import BY_NAME, INSTALLED
+
+_NEVER = (BY_NAME - sys.stdlib_module_names) | {"py4j", "__main__", "__mp_main__", "builtins"}
+_STANDARD = tuple(
+    f"{os.path.realpath(sysconfig.get_paths()[name])}{os.sep}" for name in ("stdlib", "platstdlib")
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module, or a package with all that is in it.
+
+    Attributes:
+        name: dotted, if it is in packages that are no more than folders.
+        file: of the module, or of the package's ``__init__``; absolute.
+        is_package: whether it is a package.
+        archive: the zip file that it is in; None for a folder.
+    """
+
+    name: str
+    file: str
+    is_package: bool
+    archive: str | None = None
+
+    @property
+    def base(self) -> str:
+        """The folder or zip file in which Python finds it by its name."""
+        parents = self.name.count(".") + 1 + self.is_package
+        return str(Path(self.file).parents[parents - 1])
+
+    @property
+    def relative(self) -> str:
+        """The file or folder that it is, as seen from ``base``, with slashes."""
+        path = self.name.replace(".", "/")
+        return path if self.is_package else path + Path(self.file).suffix
+
+
+class CannotTravelError(Exception):
+    """A module of the user's own that has to stay.
+
+    Attributes:
+        name: the module's.
+        reason: continues a sentence that begins with its name.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} {reason}")
+        self.name = name
+        self.reason = reason
+
+
+class Finder:
+    """Finds the units that names are of.
+
+    Args:
+        first: folders that are looked in before all others, as that of a script is.
+        sent: folders and file names of what Spark has sent, and so need not travel.
+    """
+
+    def __init__(self, first: Sequence[str] = (), sent: Sequence[str] = ()) -> None:
+        self._first = list(first)
+        self._sent = tuple(sent)
+
+    def unit_of(self, name: str) -> Unit | None:
+        """The unit of a module, or of what a module has; None if it is not the user's own.
+
+        Args:
+            name: dotted.
+
+        Raises:
+            CannotTravelError: it is the user's own, but cannot be sent.
+        """
+        parts = name.split(".")
+        if parts[0] in _NEVER:
+            return None
+        within: Sequence[str] | None = None
+        for depth in range(1, len(parts) + 1):
+            found = ".".join(parts[:depth])
+            spec = self._spec(found, within)
+            if spec is None:
+                return None
+            if spec.origin is None and spec.submodule_search_locations is not None:
+                within = list(spec.submodule_search_locations)  # a folder without __init__.py
+                continue
+            return self._unit(found, spec)
+        return None
+
+    def _spec(self, name: str, within: Sequence[str] | None) -> ModuleSpec | None:
+        if within is None and self._first:
+            spec = PathFinder.find_spec(name, self._first)
+            if spec is not None and spec.origin is not None:
+                return spec
+        module = sys.modules.get(name)
+        if module is not None:
+            return spec_of(module)
+        try:
+            if within is None:
+                return importlib.util.find_spec(name)
+            return PathFinder.find_spec(name, within)
+        except Exception:  # finders may raise anything; what cannot be found here cannot be needed
+            return None
+
+    def _unit(self, name: str, spec: ModuleSpec) -> Unit | None:
+        is_package = spec.submodule_search_locations is not None
+        origin = spec.origin
+        if origin in ("built-in", "frozen") or (origin and _is_installed_file(origin)):
+            return None
+        if origin is not None:
+            origin = os.path.abspath(origin)
+        loader = spec.loader
+        archive = loader.archive if isinstance(loader, zipimport.zipimporter) else None
+        if origin is None or not os.path.isfile(archive or origin):
+            raise CannotTravelError(name, "was not loaded from a file")
+        unit = Unit(name, origin, is_package, archive)
+        top = name.partition(".")[0]
+        if self._is_sent(unit) or _is_recorded(unit.base, top):
+            return None
+        if name in sys.stdlib_module_names:
+            raise CannotTravelError(name, "has the name of a module of the standard library")
+        if origin.endswith(tuple(EXTENSION_SUFFIXES)):
+            raise CannotTravelError(name, f"is a compiled extension ({origin})")
+        inside = f"{unit.relative}/__init__" if is_package else unit.relative
+        if not origin.startswith(os.path.join(unit.base, *inside.split("/"))):
+            raise CannotTravelError(name, f"was loaded from {origin}, a file of another name")
+        return unit
+
+    def _is_sent(self, unit: Unit) -> bool:
+        place = unit.archive or unit.file
+        folders = tuple(f"{each}{os.sep}" for each in self._sent)
+        return place.startswith(folders) or Path(place).name in self._sent
+
+
+def spec_of(module: types.ModuleType) -> ModuleSpec | None:
+    """How a module was found; also of one that was put in place by hand from a file."""
+    spec: ModuleSpec | None = getattr(module, "__spec__", None)
+    if spec is not None:
+        return spec
+    file = getattr(module, "__file__", None)
+    is_package = hasattr(module, "__path__")
+    return ModuleSpec(module.__name__, None, origin=file, is_package=is_package)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed_file(origin: str) -> bool:
+    if INSTALLED.search(origin):
+        return True
+    return os.path.realpath(origin).startswith(_STANDARD)
+
+
+def _is_recorded(base: str, top: str) -> bool:
+    """Whether pip has installed a package into a folder of the user's choice (``--target``)."""
+    try:
+        changed = os.stat(base).st_mtime_ns
+    except OSError:
+        return False
+    return top in _recorded(base, changed)
+
+
+@functools.lru_cache(maxsize=64)
+def _recorded(base: str, changed: int) -> frozenset[str]:
+    found: set[str] = set()
+    if not os.path.isdir(base):
+        return frozenset()
+    for record in Path(base).glob("*.dist-info/RECORD"):
+        try:
+            lines = record.read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        found |= {line.partition(",")[0].partition("/")[0].partition(".")[0] for line in lines}
+    return frozenset(found)
