@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from sparkdl.averager.center_update import Memory
-from sparkdl.averager.events import EpochValidated, NewRows
-from sparkdl.averager.events import RunEvent as Event
 from sparkdl.averager.kept import KeptState
 from sparkdl.averager.membership import Tolerance, too_many_losses
 from sparkdl.averager.progress import Progress
+from sparkdl.averager.run_events import EpochValidated, NewRows
+from sparkdl.averager.run_events import RunEvent as Event
 from sparkdl.averager.saving import CheckpointPlan, Resumed
 from sparkdl.averager.server import Averager
 from sparkdl.callbacks.base import Callback, Calls, Training

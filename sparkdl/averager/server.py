@@ -15,12 +15,12 @@ from sparkdl.averager import events as on
 from sparkdl.averager.center import Center
 from sparkdl.averager.center_update import CenterUpdate, Memory
 from sparkdl.averager.coordinator import Coordinator
-from sparkdl.averager.events import RunEvent
 from sparkdl.averager.kept import KeptState
 from sparkdl.averager.loop import Loop
 from sparkdl.averager.membership import Tolerance
 from sparkdl.averager.progress import Progress
 from sparkdl.averager.round_policy import RoundPolicy
+from sparkdl.averager.run_events import RunEvent
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
 from sparkdl.averager.wire_format import WireFormat
 from sparkdl.errors import ConfigError, SparkDLError, TrainingError

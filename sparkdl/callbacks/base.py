@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sparkdl.averager.events import (
+from sparkdl.averager.run_events import (
     CheckpointSaved,
     EpochValidated,
     RoundCommitted,

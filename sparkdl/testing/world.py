@@ -18,7 +18,7 @@ import cloudpickle
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.averager.events import RunEvent as Event
+from sparkdl.averager.run_events import RunEvent as Event
 from sparkdl.averager.server import Averager
 from sparkdl.callbacks import Callback
 from sparkdl.checkpoint.policy import CheckpointPolicy
