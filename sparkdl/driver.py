@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from sparkdl.averager.center_update import Memory
-from sparkdl.averager.kept import KeptState
+from sparkdl.averager.kept import KeptModel, KeptState
 from sparkdl.averager.membership import Tolerance, too_many_losses
 from sparkdl.averager.progress import Progress
 from sparkdl.averager.run_events import EpochValidated, NewRows
@@ -195,15 +195,18 @@ def run(
             plan = _plan(checkpoints, job, world_size, replica, layout)
             held.enter_context(plan.store.held(checkpoints.application))
             resumed = _find(checkpoints, plan, job.epochs, world_size)
-        update, memory = job.strategy.center_update, None
+        update, memory, kept_model = job.strategy.center_update, None, None
         if resumed is not None:
             center, memory = resumed.read_center(layout, update)
+            if callbacks or has_ended(resumed, job.epochs):
+                kept_model = resumed.read_kept_model(layout)
 
         def open_averager(
             center: list[Tensor],
             memory: Memory | None,
             progress: Progress | None,
             kept: Mapping[int, KeptState],
+            kept_model: KeptModel | None,
         ) -> Averager:
             return Averager(
                 layout,
@@ -224,25 +227,33 @@ def run(
                 tls=job.tls,
                 frozen=replica.frozen.fingerprint,
                 followed=bool(callbacks),
+                kept_model=kept_model,
             )
 
         progress = None if resumed is None else resumed.progress
-        serve = _Serving(_Examiner(job, check, resumed), on_event, callbacks, job.epochs, progress)
-        averager = open_averager(center, memory, progress, {})
+        serve = _Serving(
+            _Examiner(job, check, resumed),
+            on_event,
+            callbacks,
+            _training(job.epochs, progress, kept_model),
+        )
+        averager = open_averager(center, memory, progress, {}, kept_model)
         losses: list[str] = []
         try:
             while not _finished(averager, launch, plan, serve, losses, job.resubmissions):
                 averager = open_averager(
-                    averager.center, averager.memory, averager.progress, averager.kept
+                    averager.center,
+                    averager.memory,
+                    averager.progress,
+                    averager.kept,
+                    averager.kept_model,
                 )
-            serve.settle(averager)
+            trained = serve.settle(averager)
         except BaseException as error:
             serve.calls.end(error)
             raise
         serve.calls.end(None)
-        for values, tensor in zip(
-            replica.segments(with_optimizer=False), averager.center, strict=False
-        ):
+        for values, tensor in zip(replica.segments(with_optimizer=False), trained, strict=False):
             values.copy_(tensor)
         return Outcome(replica.release(), averager.history, serve.calls.training.stopped)
 
@@ -296,6 +307,15 @@ def _finished(
     return False
 
 
+def _training(epochs: int, progress: Progress | None, kept_model: KeptModel | None) -> Training:
+    """What callbacks see when a training begins or goes on."""
+    history = () if progress is None else progress.history
+    # Of an epoch behind which nothing was committed the workers validate once more.
+    known = len(history) if progress is None or progress.rounds else len(history) - 1
+    kept_epoch = None if kept_model is None else kept_model.epoch
+    return Training(epochs, history[: max(known, 0)], kept_epoch)
+
+
 class _Serving:
     """Looks at what the workers report, lets them train, and passes it on.
 
@@ -303,8 +323,7 @@ class _Serving:
         examine: looks at their rows.
         on_event: told of what is reported.
         callbacks: told of what concerns them.
-        epochs: how many are wanted.
-        progress: how far the training had come when it began.
+        training: what they see.
 
     Attributes:
         calls: to the callbacks.
@@ -315,16 +334,11 @@ class _Serving:
         examine: _Examiner,
         on_event: Callable[[Event], None],
         callbacks: Sequence[Callback],
-        epochs: int,
-        progress: Progress | None,
+        training: Training,
     ) -> None:
         self._examine = examine
         self._on_event = on_event
-        self._kept: list[Tensor] | None = None
-        history = () if progress is None else progress.history
-        # Of an epoch behind which nothing was committed the workers validate once more.
-        known = len(history) if progress is None or progress.rounds else len(history) - 1
-        self.calls = Calls(callbacks, Training(epochs, history[: max(known, 0)]))
+        self.calls = Calls(callbacks, training)
 
     def __call__(self, averager: Averager) -> None:
         """Serve the workers of an averager to the end."""
@@ -336,19 +350,18 @@ class _Serving:
                 averager.fail(error)
                 raise
 
-    def settle(self, averager: Averager) -> None:
-        """After the end, make the center the model that is to be returned, and its checkpoint."""
+    def settle(self, averager: Averager) -> Sequence[Tensor]:
+        """After the end, see that all is in a checkpoint; returns the model's segments."""
         training = self.calls.training
         if training.stopped is not None:
             logger.info("the training was stopped: %s", training.stopped)
-        progress = averager.progress
-        is_last = training.kept_epoch == progress.epoch - 1 and not progress.rounds
-        if self._kept is not None and not is_last:
-            averager.put_back(self._kept)
-            logger.info("the model of epoch %d is returned", training.kept_epoch)
-            averager.save_center(anew=True)
-        elif training.stopped is not None:
+        kept = averager.kept_model
+        if training.stopped is not None or kept is not None:
             averager.save_center()
+        if kept is None:
+            return averager.center
+        logger.info("the model of epoch %d is returned", kept.epoch)
+        return kept.values
 
     def _note(self, averager: Averager, event: Event) -> None:
         if isinstance(event, NewRows):
@@ -361,7 +374,9 @@ class _Serving:
             self.calls(event)
         training = self.calls.training
         if isinstance(event, EpochValidated) and training.kept_epoch == event.summary.epoch:
-            self._kept = [segment.clone() for segment in averager.center]
+            kept = averager.kept_model
+            if kept is None or kept.epoch != event.summary.epoch:  # one of a checkpoint is the same
+                averager.keep_model(event.summary.epoch)
         if training.stopped is not None:
             averager.stop(training.stopped)
         elif isinstance(event, DataFacts):

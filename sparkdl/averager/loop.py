@@ -26,6 +26,7 @@ from sparkdl.averager.channel import Channel, LeftError
 from sparkdl.averager.conversation import Worker
 from sparkdl.averager.coordinator import Coordinator
 from sparkdl.averager.events import Event, Member
+from sparkdl.averager.kept import KeptModel
 from sparkdl.averager.run_events import RunEvent
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
 from sparkdl.errors import CheckpointError, SparkDLError, TrainingError
@@ -52,11 +53,14 @@ class Loop:
         center: what is decided about.
         plan: where checkpoints go; None for none.
         resumed: the checkpoint with which this process began, if there was one.
+        kept_model: what was kept of the center until then.
 
     Attributes:
         reports: what the driver is told; None when the run has ended.
         lock: held while the coordinator decides; whoever reads what it knows takes it.
         saving: the checkpoint that is being put together.
+        kept_model: what is kept of the center; part of each checkpoint that begins from then on.
+        saved_model: the same, as the last checkpoint has it.
     """
 
     def __init__(
@@ -65,11 +69,13 @@ class Loop:
         center: Center,
         plan: CheckpointPlan | None,
         resumed: Resumed | None,
+        kept_model: KeptModel | None = None,
     ) -> None:
         self.coordinator = coordinator
         self.center = center
         self.saving: Saving | None = None
         self.resumed = resumed
+        self.kept_model = self.saved_model = kept_model
         self.reports: queue.SimpleQueue[RunEvent | None] = queue.SimpleQueue()
         self.lock = threading.RLock()
         self._plan = plan
@@ -420,7 +426,10 @@ class Loop:
     def _begin_checkpoint(self, decision: do.BeginCheckpoint) -> None:
         assert self._plan is not None
         data = decision.data.lasting()
-        self.saving = Saving(self._plan, decision.progress, data, self.center.copy())
+        self.saved_model = self.kept_model
+        self.saving = Saving(
+            self._plan, decision.progress, data, self.center.copy(), self.saved_model
+        )
 
     def _write_checkpoint(self) -> None:
         saving = self.saving

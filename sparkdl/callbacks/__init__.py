@@ -5,6 +5,7 @@
 
 from sparkdl.callbacks.base import Callback, Training
 from sparkdl.callbacks.early_stopping import EarlyStopping
+from sparkdl.callbacks.model_checkpoint import ModelCheckpoint
 from sparkdl.callbacks.time_budget import TimeBudget
 
-__all__ = ["Callback", "EarlyStopping", "TimeBudget", "Training"]
+__all__ = ["Callback", "EarlyStopping", "ModelCheckpoint", "TimeBudget", "Training"]

@@ -32,15 +32,18 @@ class Training:
         history: the epochs that have ended, with the loss on held-out rows if there are any; those
             before a checkpoint included.
         stopped: why a callback has ended the training; None if none has.
-        kept_epoch: the epoch whose model the fit returns, if a callback has kept one.
+        kept_epoch: the epoch whose model the fit returns, if a callback has kept one, perhaps
+            before a checkpoint.
         began: when ``on_start`` was called, of the clock ``time.monotonic``.
     """
 
-    def __init__(self, epochs: int, history: Sequence[EpochSummary] = ()) -> None:
+    def __init__(
+        self, epochs: int, history: Sequence[EpochSummary] = (), kept_epoch: int | None = None
+    ) -> None:
         self.epochs = epochs
         self.history = list(history)
         self.stopped: str | None = None
-        self.kept_epoch: int | None = None
+        self.kept_epoch = kept_epoch
         self.began = time.monotonic()
 
     def stop(self, reason: str) -> None:
@@ -55,8 +58,8 @@ class Training:
     def keep_model(self) -> None:
         """Have the fit return the model of the epoch that has just ended, whatever follows.
 
-        To be called in ``on_epoch``. It is kept in the driver's memory, one model at a time: the
-        last call counts.
+        To be called in ``on_epoch``. It is kept in the driver's memory and in checkpoints, one
+        model at a time: the last call counts.
         """
         self.kept_epoch = self.history[-1].epoch
 
