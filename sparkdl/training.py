@@ -76,6 +76,7 @@ def identity(job: Job, world_size: int, replica: Replica, layout: Layout) -> dic
         "reshuffle every": job.feed.reshuffle_every,
         "clip norm": job.clip_norm,
         "precision": job.precision,
+        "callbacks on workers": describe(list(job.callbacks)),
         "seed": job.seed,
         "number of workers": world_size,
         "first epoch": "streamed" if job.feed.stream_first_epoch else "read first",

@@ -1,4 +1,4 @@
-"""What is called in the driver while a fit goes on, and may end it.
+"""What is called while a fit goes on: in the driver, where it may end the fit, and on workers.
 
 ``base.py`` has what every callback is; the others are ready to be used.
 """
@@ -7,5 +7,16 @@ from sparkdl.callbacks.base import Callback, Training
 from sparkdl.callbacks.early_stopping import EarlyStopping
 from sparkdl.callbacks.model_checkpoint import ModelCheckpoint
 from sparkdl.callbacks.time_budget import TimeBudget
+from sparkdl.hooks import Hooks
+from sparkdl.worker_callback import WorkerCallback, WorkerStep
 
-__all__ = ["Callback", "EarlyStopping", "ModelCheckpoint", "TimeBudget", "Training"]
+__all__ = [
+    "Callback",
+    "EarlyStopping",
+    "Hooks",
+    "ModelCheckpoint",
+    "TimeBudget",
+    "Training",
+    "WorkerCallback",
+    "WorkerStep",
+]

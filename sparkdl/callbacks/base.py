@@ -7,10 +7,8 @@ there holds for the model of exactly that epoch. Without callbacks they do not w
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from sparkdl.averager.run_events import (
     CheckpointSaved,
@@ -22,6 +20,7 @@ from sparkdl.averager.run_events import (
 from sparkdl.errors import CallbackError, SparkDLError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts
+from sparkdl.hooks import Hooks
 
 
 class Training:
@@ -64,26 +63,15 @@ class Training:
         self.kept_epoch = self.history[-1].epoch
 
 
-class Callback:
+class Callback(Hooks):
     """Called in the driver as a fit goes on; override what is of interest.
 
-    An error that a method raises ends the fit, with the method's name. A method whose name begins
-    with ``on_`` and is none of these is refused, for it would never be called.
+    An error that a method raises ends the fit, with the method's name. A method that looks as if it
+    were called, and is none of these, is refused.
     """
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse methods that look as if they were called.
-
-        Raises:
-            TypeError: there is one.
-        """
-        super().__init_subclass__(**options)
-        for name, value in vars(cls).items():
-            if name.startswith("on_") and inspect.isfunction(value) and name not in HOOKS:
-                raise TypeError(
-                    f"{cls.__name__}.{name} would never be called: callbacks are called by "
-                    f"{', '.join(HOOKS)}"
-                )
+    kind = "callbacks in the driver"
+    methods = ("on_start", "on_round", "on_epoch", "on_checkpoint", "on_worker_lost", "on_end")
 
     def on_start(self, training: Training, facts: DataFacts) -> None:
         """All rows are known, or the first of each worker, and nobody has trained on them yet.
@@ -122,9 +110,6 @@ class Callback:
             training: the fit.
             error: what ended it; None if it is a success.
         """
-
-
-HOOKS = ("on_start", "on_round", "on_epoch", "on_checkpoint", "on_worker_lost", "on_end")
 
 
 class Calls:

@@ -14,7 +14,7 @@ from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.callbacks import Callback
+from sparkdl.callbacks import Callback, WorkerCallback
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.driver import run
 from sparkdl.errors import ConfigError
@@ -89,13 +89,14 @@ class TorchEstimator(
         scheduler: optimizer -> torch's LRScheduler, for example ``partial(CosineAnnealingLR,
             T_max=10)``; None for a learning rate that stays. It has to follow from the number of
             its steps alone, but for ``ReduceLROnPlateau``, which follows the loss of each epoch: on
-            the held-out rows (``validationIndicatorCol``), or without those while it was trained.
+            the held-out rows, or without those while it was trained.
         schedulerEvery: after what the scheduler takes a step: ``epoch``, or ``step`` for every step
             of the optimizer. Steps are then those of the worker with the most rows: workers that
             have fewer catch up at the end of the epoch.
-        callbacks: called in the driver after rounds, epochs and more; see ``sparkdl.callbacks``.
+        callbacks: called in the driver after rounds, epochs and more, or, each
+            ``WorkerCallback``, on the workers around each step; see ``sparkdl.callbacks``.
             ``EarlyStopping`` and ``TimeBudget`` end the training, with the model of the best epoch
-            or with the model so far.
+            or with the model so far; ``ModelCheckpoint`` has the best epoch's model returned.
         strategy: how the replicas agree; ``ParameterAveraging(period=5)`` by default.
         featuresCol: the features column: a number, an array of numbers or a vector a row. The model
             receives shape (rows,) for numbers and (rows, k) for arrays and vectors.
@@ -109,6 +110,9 @@ class TorchEstimator(
             loss of your own must then give one value a row.
         validationIndicatorCol: a boolean column; rows where it is true are not trained on, and the
             loss on them is in ``model.history``.
+        validationFraction: the fraction of the rows that is held out instead, 0 < fraction < 1. A
+            row's side follows from its content (features, labels, weight) and ``seed``, so that it
+            is the same in every fit; rows of the same content are on the same side.
         columnShapes: the shape of one row by column, for nested arrays, matrices, binary columns
             and images ([channels, height, width]).
         columnDtypes: the tensor's dtype by column, for example ``{"x": "bfloat16"}``; of a binary
@@ -190,7 +194,7 @@ class TorchEstimator(
         optimizer: OptimizerBuilder,
         scheduler: SchedulerBuilder | None = None,
         schedulerEvery: str = "epoch",
-        callbacks: list[Callback] | None = None,
+        callbacks: list[Callback | WorkerCallback] | None = None,
         # Without its argument: what reads job configurations looks for the subclasses of a class.
         strategy: Strategy | None = None,  # type: ignore[type-arg]
         featuresCol: str = "features",
@@ -201,6 +205,7 @@ class TorchEstimator(
         labelCols: list[str] | None = None,
         weightCol: str | None = None,
         validationIndicatorCol: str | None = None,
+        validationFraction: float | None = None,
         columnShapes: dict[str, list[int]] | None = None,
         columnDtypes: dict[str, str] | None = None,
         imageCols: list[str] | None = None,
@@ -297,7 +302,7 @@ class TorchEstimator(
             checkpoints=self.checkpoint_policy(spark.sparkContext.applicationId),
             check=ready.check,
             on_event=progress,
-            callbacks=self.getCallbacks() or (),
+            callbacks=self.driver_callbacks(),
         )
         return TorchModel(
             outcome.module,

@@ -134,6 +134,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
             mine = itertools.islice(remaining, self.accumulate)
             for batch, loss in state.step(run.replica, mine, all_turns=self.sync_batch_norm):
                 run.count(batch, loss)
+            run.end_step()
             together.steps += 1
             together.give_sign_of_life(run)
             together.hand_over_if_due(run, self.commit_every, lambda: self._agreed(run, state))
