@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -50,6 +51,7 @@ from sparkdl.protocols import (
 from sparkdl.randomness import borrowed_random_numbers
 from sparkdl.replica import Replica
 from sparkdl.training import has_ended, identity, require_progress, require_same_rows
+from sparkdl.warm_start import WarmStart
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
@@ -148,6 +150,7 @@ def run(
     check: Callable[[DataFacts], None] = lambda facts: None,
     on_event: Callable[[Event], None] = lambda event: None,
     callbacks: Sequence[Callback] = (),
+    warm_start: WarmStart | None = None,
 ) -> Outcome:
     """Serve the rounds of one run from the initial center to the trained module.
 
@@ -162,6 +165,8 @@ def run(
             those; what it raises ends the run.
         on_event: called in this thread for the data's facts and each window and epoch reported.
         callbacks: called in this thread too, and may end the training.
+        warm_start: values to begin with, which fit the model; of those that are frozen ``job`` has
+            to see. By default those that the model is built with.
 
     Raises:
         ConfigError: the newest checkpoint is of another training or of other rows, another process
@@ -175,6 +180,8 @@ def run(
         SystemExit: the process was told to end by SIGTERM, and a checkpoint has been written.
     """
     replica = first_replica(job)
+    if warm_start is not None:
+        warm_start.apply(replica.module)
     try:
         layout, center = initial_center(
             replica, with_optimizer=job.strategy.needs.exchanges_optimizer_state
@@ -192,7 +199,8 @@ def run(
                     f"{job.strategy} keeps state on its workers that no checkpoint holds. Leave "
                     "out checkpointPath, or shard_optimizer and powersgd"
                 )
-            plan = _plan(checkpoints, job, world_size, replica, layout)
+            config = identity(job, world_size, replica, layout, warm_start)
+            plan = _plan(checkpoints, job.epochs, config)
             held.enter_context(plan.store.held(checkpoints.application))
             resumed = _find(checkpoints, plan, job.epochs, world_size)
         update, memory, kept_model = job.strategy.center_update, None, None
@@ -474,9 +482,7 @@ def _saved_on_sigterm(averager: Averager, plan: CheckpointPlan | None) -> Iterat
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _plan(
-    policy: CheckpointPolicy, job: Job, world_size: int, replica: Replica, layout: Layout
-) -> CheckpointPlan:
+def _plan(policy: CheckpointPolicy, epochs: int, config: Mapping[str, Any]) -> CheckpointPlan:
     """When and where checkpoints are written, and what the training is that they are of."""
     return CheckpointPlan(
         store=CheckpointStore(
@@ -484,8 +490,8 @@ def _plan(
         ),
         every=policy.every,
         every_rounds=policy.every_rounds,
-        last_epoch=job.epochs,
-        config=identity(job, world_size, replica, layout),
+        last_epoch=epochs,
+        config=config,
     )
 
 

@@ -7,9 +7,10 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from pyspark.ml import Estimator
+from pyspark.ml.param import Param
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame
 from torch import nn
@@ -34,6 +35,7 @@ from sparkdl.strategies import ParameterAveraging, Strategy
 logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., None])
+ParamMap = dict[Param[Any], Any]
 
 
 def _arguments_are_params(init: F) -> F:
@@ -85,7 +87,9 @@ class TorchEstimator(
             computes its own loss: it is called with ``labels=`` of ``labelCol``, or with each of
             ``labelCols`` by its name, and returns the loss as output ``loss``, as the first of a
             tuple or by itself.
-        optimizer: parameters -> Optimizer, for example ``partial(torch.optim.SGD, lr=0.1)``.
+        optimizer: parameters -> Optimizer, for example ``partial(torch.optim.SGD, lr=0.1)``. A
+            function whose first argument is called ``named_parameters`` is given pairs (name,
+            parameter) instead, to make parameter groups of.
         scheduler: optimizer -> torch's LRScheduler, for example ``partial(CosineAnnealingLR,
             T_max=10)``; None for a learning rate that stays. It has to follow from the number of
             its steps alone, but for ``ReduceLROnPlateau``, which follows the loss of each epoch: on
@@ -268,9 +272,61 @@ class TorchEstimator(
         estimator: TorchEstimator = cls.read(trust=trust).load(path)
         return estimator
 
-    def _fit(self, dataset: DataFrame) -> TorchModel:
+    @overload
+    def fit(
+        self,
+        dataset: DataFrame,
+        params: ParamMap | None = None,
+        *,
+        warm_start: TorchModel | None = None,
+    ) -> TorchModel: ...
+
+    @overload
+    def fit(
+        self,
+        dataset: DataFrame,
+        params: list[ParamMap] | tuple[ParamMap, ...],
+        *,
+        warm_start: TorchModel | None = None,
+    ) -> list[TorchModel]: ...
+
+    def fit(
+        self,
+        dataset: DataFrame,
+        params: ParamMap | list[ParamMap] | tuple[ParamMap, ...] | None = None,
+        *,
+        warm_start: TorchModel | None = None,
+    ) -> TorchModel | list[TorchModel]:
+        """Train the model on a DataFrame.
+
+        Args:
+            dataset: the rows.
+            params: values of Params for this call, by Param; or a list of them, for a model each.
+            warm_start: a model whose parameters and buffers the training begins with, instead of
+                those that ``model`` builds. The optimizer and its schedule begin anew, and so does
+                the history. A checkpoint of the training comes before it, and is refused with
+                another one.
+
+        Returns:
+            The trained ``TorchModel``; a list of them for a list of ``params``.
+
+        Raises:
+            ModelError: the model cannot be trained, or ``warm_start`` is of another one.
+        """
+        if warm_start is None:
+            return super().fit(dataset, params)  # type: ignore[arg-type] # lists too
+        if not isinstance(warm_start, TorchModel):
+            raise ConfigError(
+                f"warm_start must be a TorchModel, got one of type {type(warm_start).__name__}"
+            )
+        if isinstance(params, (list, tuple)):
+            return [self.fit(dataset, each, warm_start=warm_start) for each in params]
+        changed = self.copy(params) if params else self
+        return changed._fit(dataset, warm_start)
+
+    def _fit(self, dataset: DataFrame, warm_start: TorchModel | None = None) -> TorchModel:
         """Called by ``fit``; see the class."""
-        ready = Preflight(self, dataset)
+        ready = Preflight(self, dataset, None if warm_start is None else warm_start.module)
         spark, workers = dataset.sparkSession, ready.workers
         with (
             in_turn(spark, workers.num_tasks, gpu_profile(spark, workers.device)),
@@ -303,6 +359,7 @@ class TorchEstimator(
             check=ready.check,
             on_event=progress,
             callbacks=self.driver_callbacks(),
+            warm_start=ready.warm_start,
         )
         return TorchModel(
             outcome.module,

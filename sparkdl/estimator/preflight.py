@@ -45,6 +45,7 @@ from sparkdl.spark.session.encryption import (
     require_trusted_network,
 )
 from sparkdl.spark.session.session import require_classic_session
+from sparkdl.warm_start import WarmStart
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Preflight:
     Args:
         params: the estimator.
         frame: the DataFrame to fit.
+        warm_start: the model whose values it begins with; None for new ones.
 
     Raises:
         ConfigError: more workers than slots.
@@ -66,13 +68,16 @@ class Preflight:
         job: what every worker trains.
         workers: where and on which rows.
         head: what the model's outputs mean.
+        warm_start: values to begin with; None for new ones.
         checked: what only the rows could tell; there after ``check``.
     """
 
     checked: Checked
     _has_stepped = False
 
-    def __init__(self, params: EstimatorParams, frame: DataFrame) -> None:
+    def __init__(
+        self, params: EstimatorParams, frame: DataFrame, warm_start: nn.Module | None = None
+    ) -> None:
         require_classic_session(frame)
         self._params = params
         for name in ("model", "loss", "optimizer", "scheduler", "strategy", "batchTransform"):
@@ -83,6 +88,11 @@ class Preflight:
         loss = params.loss_function()
         builder, self._replica = _build_whole(builder, params, frame)
         require_portable(self._replica.module, builder)
+        self.warm_start: WarmStart | None = None
+        if warm_start is not None:
+            self.warm_start = WarmStart(warm_start)
+            self.warm_start.require_fits(self._replica.module)
+            builder = self.warm_start.builder(builder, self._replica.module)
         scheduler_every = cast(Unit, params.getSchedulerEvery())
         scheduler = params.getScheduler()
         schedule = require_schedule(self._replica.optimizer, scheduler, scheduler_every)
