@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from sparkdl.errors import CallbackError
+from sparkdl.errors import CallbackError, TrainingError
 from sparkdl.hooks import Hooks
 from sparkdl.replica import Replica
 
@@ -81,13 +81,26 @@ class StepCalls:
         self._rank = rank
         self._replica = replica
         self._step: WorkerStep
+        self._under_way = False
+
+    def begin_anew(self) -> None:
+        """Forget a step that was not taken to its end."""
+        self._under_way = False
 
     def before(self, epoch: int, step: int, step_of_epoch: int) -> None:
         """Tell of a step that begins.
 
         Raises:
             CallbackError: a callback failed.
+            TrainingError: nobody was told that the step before was taken.
         """
+        if self._under_way:
+            raise TrainingError(
+                "the strategy begins a step, and has not said that it has taken the one before: "
+                "callbacks on workers would miss it. Use run.train(batch), or call run.end_step() "
+                "after each optimizer step"
+            )
+        self._under_way = True
         self._step = WorkerStep(
             rank=self._rank,
             epoch=epoch,
@@ -111,6 +124,7 @@ class StepCalls:
         Raises:
             CallbackError: a callback failed.
         """
+        self._under_way = False
         self._each("after_step")
 
     def _each(self, method: Literal["before_step", "after_step"]) -> None:

@@ -16,6 +16,10 @@ logger = logging.getLogger(__name__)
 
 Metric = Literal["validation_loss", "loss"]
 """The loss on held-out rows, or while training."""
+HOLD_OUT = (
+    "there are none: set validationFraction, or name a column that marks them "
+    "(validationIndicatorCol), or set metric='loss'"
+)
 
 
 def require_metric(metric: object) -> None:
@@ -40,16 +44,19 @@ def require_measured(name: str, metric: Metric, facts: DataFacts) -> None:
         ConfigError: it is that on held-out rows, and there are none.
     """
     if metric == "validation_loss" and facts.complete and not facts.held_out:
-        raise ConfigError(
-            f"{name} follows the loss on held-out rows, and there are none: set validationFraction,"
-            " or name a column that marks them (validationIndicatorCol), or set metric='loss'"
-        )
+        raise ConfigError(f"{name} follows the loss on held-out rows, and {HOLD_OUT}")
 
 
 def value_of(summary: EpochSummary, metric: Metric) -> float:
-    """An epoch's loss; infinite where it is NaN, which is never an improvement."""
+    """An epoch's loss; infinite where it is NaN, which is never an improvement.
+
+    Raises:
+        ConfigError: it is that on held-out rows, and there were none.
+    """
     value = summary.validation_loss if metric == "validation_loss" else summary.loss
-    return math.inf if value is None or math.isnan(value) else value
+    if value is None:
+        raise ConfigError(f"epoch {summary.epoch} has no loss on held-out rows, for {HOLD_OUT}")
+    return math.inf if math.isnan(value) else value
 
 
 def best_epoch(
@@ -62,10 +69,11 @@ def best_epoch(
         metric: by which loss.
         min_delta: by how much it has to be below the best one before.
     """
-    best = None
+    best, lowest = None, math.inf
     for summary in history:
-        if best is None or value_of(summary, metric) < value_of(best, metric) - min_delta:
-            best = summary
+        value = value_of(summary, metric)
+        if best is None or value < lowest - min_delta:
+            best, lowest = summary, value
     return best
 
 

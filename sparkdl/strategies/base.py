@@ -58,6 +58,8 @@ class Run:
         self.step_of_epoch = position.step_of_epoch
         self.examples = 0
         self.loss_sum = 0.0
+        if self.calls is not None:
+            self.calls.begin_anew()
 
     def start_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Count a new epoch, of which some steps may have been taken already."""

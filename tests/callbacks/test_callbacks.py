@@ -261,6 +261,25 @@ def test_the_best_model_of_before_a_checkpoint_is_returned_after_it(
     assert "whose model is not in it" not in caplog.text
 
 
+def test_a_fit_that_was_ended_within_an_epoch_still_has_the_best_model(tmp_path: Path) -> None:
+    class Interrupt(Callback):
+        rounds = 0
+
+        def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
+            self.rounds += 1
+            if self.rounds == 4 * 5 + 2:
+                training.stop("two rounds after the fifth epoch")
+
+    job, shards = oscillating(epochs=9)
+    straight = run_world(job, shards, callbacks=[ModelCheckpoint()])
+    assert lowest(straight.history) < 5
+    policy = CheckpointPolicy(path=str(tmp_path))
+    run_world(job, shards, checkpoints=policy, callbacks=[ModelCheckpoint(), Interrupt()])
+    resumed = run_world(job, shards, checkpoints=policy, callbacks=[ModelCheckpoint()])
+    assert len(resumed.history) == 9
+    assert same(resumed.module, straight.module)
+
+
 def test_a_training_goes_on_from_its_last_model_and_not_from_the_one_that_was_kept(
     tmp_path: Path,
 ) -> None:
@@ -300,6 +319,9 @@ def test_a_best_epoch_that_nobody_kept_is_told_of(
 def test_a_model_checkpoint_follows_a_loss_that_there_is() -> None:
     with pytest.raises(ConfigError, match="metric must be validation_loss or loss"):
         ModelCheckpoint("accuracy")  # type: ignore[arg-type]
+    summary = EpochSummary(epoch=1, loss=0.0, examples=1, rounds=1, seconds=1.0)
+    with pytest.raises(ConfigError, match="epoch 1 has no loss on held-out rows"):
+        ModelCheckpoint().on_epoch(Training(1, [summary]), summary)
     with pytest.raises(ConfigError, match="ModelCheckpoint follows the loss on held-out rows"):
         run_world(
             make_job(mlp(), epochs=2),

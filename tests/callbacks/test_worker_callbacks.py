@@ -132,6 +132,25 @@ def test_an_error_ends_the_fit_with_name_rank_and_step(hook: str) -> None:
     assert "raise KeyError" in error.value.worker_traceback
 
 
+class StepsAlone(ParameterAveraging):
+    """Takes steps in a way of its own, and forgets to say that they were taken."""
+
+    def train_epoch(self, run: Any, state: Any, batches: Any) -> None:
+        for batch in batches:
+            run.count_step()
+            run.count(batch, run.replica.step(batch))
+            self.after_step(run, state, batch)
+        self.end_epoch(run, state)
+
+
+def test_a_strategy_of_whose_steps_callbacks_would_not_hear_is_told_so() -> None:
+    job = make_job(mlp(), strategy=StepsAlone(period=1))
+    run_world(job, classification(SIZES).shards())
+    watched = replace(job, callbacks=(Halved(),))
+    with pytest.raises(WorkerError, match=r"step 2: .* call run\.end_step\(\) after"):
+        run_world(watched, classification(SIZES).shards())
+
+
 def test_a_method_that_would_never_be_called_on_workers_is_refused() -> None:
     for name in ("on_epoch", "after_epoch", "before_steps"):
         with pytest.raises(TypeError, match=f"Misspelt.{name} would never be called"):
