@@ -406,8 +406,9 @@ def _take_center(
     )
     if position is None:
         return None
-    if run.step and not averager.resumes:
-        # It has connected again, and the steps before that belong to no commit.
+    if not averager.resumes:
+        # An optimizer may remember with what values it was built. If the worker has connected
+        # again, its steps before that belong to no commit.
         replica.rebuild_optimizer()
     whole = strategy.needs.exchanges_optimizer_state
     if whole and not averager.resumes:

@@ -63,6 +63,27 @@ def test_it_is_as_if_the_model_had_been_built_with_those_values(strategy: Any, b
     assert torch.equal(trained.get_parameter("3.weight"), normed(2).get_parameter("3.weight"))
 
 
+class Anchored(torch.optim.SGD):
+    """Is drawn back to the values with which it was built."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.anchors = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter, anchor in zip(self.param_groups[0]["params"], self.anchors, strict=True):
+            parameter.lerp_(anchor, 0.5)
+
+
+def test_an_optimizer_that_remembers_where_it_began_began_there() -> None:
+    job = make_job(mlp(), epochs=2, optimizer=partial(Anchored, lr=0.1))
+    trained = run_world(job, SHARDS, warm_start=WarmStart(mlp(seed=8))).module
+    oracle = run_world(replace(job, model=as_builder(mlp(seed=8))), SHARDS).module
+    assert same(trained, oracle)
+
+
 def test_a_resumed_training_has_its_checkpoint_and_the_same_beginning(tmp_path: Path) -> None:
     job, policy = make_job(mlp(), epochs=1), CheckpointPolicy(path=str(tmp_path))
     begun, longer = WarmStart(mlp(seed=8)), replace(job, epochs=3)

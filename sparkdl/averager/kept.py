@@ -54,7 +54,7 @@ class KeptState:
             yield block
 
 
-@dataclass(frozen=True)
+@dataclass
 class KeptModel:
     """A copy of the center of some time, without the optimizer's state; not written to.
 
@@ -62,7 +62,9 @@ class KeptModel:
         epoch: behind which it was the center.
         values: a tensor of ``center_dtype`` for each segment of the layout that is none of the
             optimizer's.
+        saved: whether a checkpoint has it.
     """
 
     epoch: int
     values: Sequence[Tensor]
+    saved: bool = False

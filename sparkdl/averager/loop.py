@@ -60,7 +60,6 @@ class Loop:
         lock: held while the coordinator decides; whoever reads what it knows takes it.
         saving: the checkpoint that is being put together.
         kept_model: what is kept of the center; part of each checkpoint that begins from then on.
-        saved_model: the same, as the last checkpoint has it.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Loop:
         self.center = center
         self.saving: Saving | None = None
         self.resumed = resumed
-        self.kept_model = self.saved_model = kept_model
+        self.kept_model = kept_model
         self.reports: queue.SimpleQueue[RunEvent | None] = queue.SimpleQueue()
         self.lock = threading.RLock()
         self._plan = plan
@@ -426,9 +425,8 @@ class Loop:
     def _begin_checkpoint(self, decision: do.BeginCheckpoint) -> None:
         assert self._plan is not None
         data = decision.data.lasting()
-        self.saved_model = self.kept_model
         self.saving = Saving(
-            self._plan, decision.progress, data, self.center.copy(), self.saved_model
+            self._plan, decision.progress, data, self.center.copy(), self.kept_model
         )
 
     def _write_checkpoint(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import shutil
 import sys
 import threading
@@ -138,6 +139,8 @@ class Saving:
         if self.failed:
             self.abandon()
             return
+        if self._kept_model is not None:
+            self._kept_model.saved = True
         self._plan.store.prune()
         seconds = time.monotonic() - self._started
         logger.info("wrote %s in %.2f s", self._open().directory, seconds)
@@ -298,12 +301,12 @@ class Resumed:
         model = [segment for segment in layout if segment.kind != "optimizer"]
         due = {f"{i}": (each.center_dtype, (each.numel,)) for i, each in enumerate(model)}
         epoch = said.get("epoch", "")
-        if found != due or not (epoch.isascii() and epoch.isdigit()):
+        if found != due or not re.fullmatch("[0-9]{1,9}", epoch):
             raise CheckpointError(
                 f"{self.saved.directory}/{KEPT_MODEL} is of another model: it holds {found} of "
-                f"epoch {epoch!r}"
+                f"epoch {epoch!r:.20}"
             )
-        return KeptModel(int(epoch), [tensors[name] for name in due])
+        return KeptModel(int(epoch), [tensors[name] for name in due], saved=True)
 
     def own_state_bytes(self, rank: int) -> int:
         """Size of a rank's own state; 0 if there is none."""

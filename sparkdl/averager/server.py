@@ -227,11 +227,12 @@ class Averager:
             # Nothing is committed any more, so the center stays as it is.
             assert self._coordinator.ended
             is_saved = self._coordinator.checkpoints.has_last_commit
-            if self._plan is None or (is_saved and self.kept_model is self._loop.saved_model):
+            kept = self.kept_model
+            if self._plan is None or (is_saved and (kept is None or kept.saved)):
                 return
             data = self._coordinator.shards.facts.lasting()
             progress = self._coordinator.committed.progress()
-            saving = Saving(self._plan, progress, data, self._center.named(), self.kept_model)
+            saving = Saving(self._plan, progress, data, self._center.named(), kept)
         if is_saved:
             saving.take_over_own_states()
         saving.publish()
