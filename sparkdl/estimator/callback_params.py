@@ -13,7 +13,9 @@ from sparkdl.errors import ConfigError
 AnyCallback = Callback | WorkerCallback
 
 
-def _callbacks(value: Any) -> list[AnyCallback]:
+def _callbacks(value: Any) -> list[AnyCallback] | None:
+    if value is None:
+        return None
     wanted = "callbacks must be a list of sparkdl.callbacks.Callback or WorkerCallback"
     if not isinstance(value, (list, tuple)):
         raise ConfigError(f"{wanted}, got {value!r}")
@@ -40,7 +42,7 @@ class CallbackParams(Params):
         """Gets the value of callbacks or its default value."""
         return self.getOrDefault(self.callbacks)
 
-    def setCallbacks(self, value: Sequence[AnyCallback]) -> Self:
+    def setCallbacks(self, value: Sequence[AnyCallback] | None) -> Self:
         """Sets the value of callbacks."""
         self._set(callbacks=value)
         return self

@@ -86,6 +86,11 @@ def test_one_that_cannot_travel_to_the_workers_is_told_of(spark: SparkSession) -
         estimator(callbacks=[Steps("here", threading.Lock())]).fit(frame(spark))  # type: ignore[arg-type]
 
 
+def test_none_takes_them_away() -> None:
+    assert estimator(callbacks=[MyOwn()]).setCallbacks(None).getCallbacks() is None
+    assert estimator(callbacks=None).driver_callbacks() == []
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
