@@ -18,6 +18,7 @@ from typing import TypeVar
 import harness
 import numpy as np
 
+from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
 from sparkdl.averager.coordinator import Coordinator
 from sparkdl.averager.progress import Position
@@ -245,11 +246,11 @@ class _Run:
 
     def _tell(self, event: on.Event) -> None:
         for decision in self._coordinator.handle(event, self._now):
-            if isinstance(decision, on.Commit):
+            if isinstance(decision, do.Commit):
                 # Each change counts the same, however many make up an update.
                 self.center = self.center + sum(self._changes) / len(self.steps)
                 self._changes = []
-            elif isinstance(decision, (on.Reply, on.Welcome)):
+            elif isinstance(decision, (do.Reply, do.Welcome)):
                 self._begin(decision.member)
 
     def _begin(self, member: on.Member) -> None:

@@ -14,15 +14,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
 from sparkdl.averager.center_update import Memory
-from sparkdl.averager.events import EpochValidated, NewRows
-from sparkdl.averager.events import RunEvent as Event
-from sparkdl.averager.kept import KeptState
+from sparkdl.averager.kept import KeptModel, KeptState
 from sparkdl.averager.membership import Tolerance, too_many_losses
 from sparkdl.averager.progress import Progress
+from sparkdl.averager.run_events import EpochValidated, NewRows
+from sparkdl.averager.run_events import RunEvent as Event
 from sparkdl.averager.saving import CheckpointPlan, Resumed
 from sparkdl.averager.server import Averager
 from sparkdl.callbacks.base import Callback, Calls, Training
@@ -50,6 +51,7 @@ from sparkdl.protocols import (
 from sparkdl.randomness import borrowed_random_numbers
 from sparkdl.replica import Replica
 from sparkdl.training import has_ended, identity, require_progress, require_same_rows
+from sparkdl.warm_start import WarmStart
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
@@ -148,6 +150,7 @@ def run(
     check: Callable[[DataFacts], None] = lambda facts: None,
     on_event: Callable[[Event], None] = lambda event: None,
     callbacks: Sequence[Callback] = (),
+    warm_start: WarmStart | None = None,
 ) -> Outcome:
     """Serve the rounds of one run from the initial center to the trained module.
 
@@ -162,6 +165,8 @@ def run(
             those; what it raises ends the run.
         on_event: called in this thread for the data's facts and each window and epoch reported.
         callbacks: called in this thread too, and may end the training.
+        warm_start: values to begin with, which fit the model; of those that are frozen ``job`` has
+            to see. By default those that the model is built with.
 
     Raises:
         ConfigError: the newest checkpoint is of another training or of other rows, another process
@@ -175,6 +180,8 @@ def run(
         SystemExit: the process was told to end by SIGTERM, and a checkpoint has been written.
     """
     replica = first_replica(job)
+    if warm_start is not None:
+        warm_start.apply(replica.module)
     try:
         layout, center = initial_center(
             replica, with_optimizer=job.strategy.needs.exchanges_optimizer_state
@@ -192,18 +199,22 @@ def run(
                     f"{job.strategy} keeps state on its workers that no checkpoint holds. Leave "
                     "out checkpointPath, or shard_optimizer and powersgd"
                 )
-            plan = _plan(checkpoints, job, world_size, replica, layout)
+            config = identity(job, world_size, replica, layout, warm_start)
+            plan = _plan(checkpoints, job.epochs, config)
             held.enter_context(plan.store.held(checkpoints.application))
             resumed = _find(checkpoints, plan, job.epochs, world_size)
-        update, memory = job.strategy.center_update, None
+        update, memory, kept_model = job.strategy.center_update, None, None
         if resumed is not None:
             center, memory = resumed.read_center(layout, update)
+            if callbacks or has_ended(resumed, job.epochs):
+                kept_model = resumed.read_kept_model(layout)
 
         def open_averager(
             center: list[Tensor],
             memory: Memory | None,
             progress: Progress | None,
             kept: Mapping[int, KeptState],
+            kept_model: KeptModel | None,
         ) -> Averager:
             return Averager(
                 layout,
@@ -224,25 +235,33 @@ def run(
                 tls=job.tls,
                 frozen=replica.frozen.fingerprint,
                 followed=bool(callbacks),
+                kept_model=kept_model,
             )
 
         progress = None if resumed is None else resumed.progress
-        serve = _Serving(_Examiner(job, check, resumed), on_event, callbacks, job.epochs, progress)
-        averager = open_averager(center, memory, progress, {})
+        serve = _Serving(
+            _Examiner(job, check, resumed),
+            on_event,
+            callbacks,
+            _training(job.epochs, progress, kept_model),
+        )
+        averager = open_averager(center, memory, progress, {}, kept_model)
         losses: list[str] = []
         try:
             while not _finished(averager, launch, plan, serve, losses, job.resubmissions):
                 averager = open_averager(
-                    averager.center, averager.memory, averager.progress, averager.kept
+                    averager.center,
+                    averager.memory,
+                    averager.progress,
+                    averager.kept,
+                    averager.kept_model,
                 )
-            serve.settle(averager)
+            trained = serve.settle(averager)
         except BaseException as error:
             serve.calls.end(error)
             raise
         serve.calls.end(None)
-        for values, tensor in zip(
-            replica.segments(with_optimizer=False), averager.center, strict=False
-        ):
+        for values, tensor in zip(replica.segments(with_optimizer=False), trained, strict=False):
             values.copy_(tensor)
         return Outcome(replica.release(), averager.history, serve.calls.training.stopped)
 
@@ -296,6 +315,15 @@ def _finished(
     return False
 
 
+def _training(epochs: int, progress: Progress | None, kept_model: KeptModel | None) -> Training:
+    """What callbacks see when a training begins or goes on."""
+    history = () if progress is None else progress.history
+    # Of an epoch behind which nothing was committed the workers validate once more.
+    known = len(history) if progress is None or progress.rounds else len(history) - 1
+    kept_epoch = None if kept_model is None else kept_model.epoch
+    return Training(epochs, history[: max(known, 0)], kept_epoch)
+
+
 class _Serving:
     """Looks at what the workers report, lets them train, and passes it on.
 
@@ -303,8 +331,7 @@ class _Serving:
         examine: looks at their rows.
         on_event: told of what is reported.
         callbacks: told of what concerns them.
-        epochs: how many are wanted.
-        progress: how far the training had come when it began.
+        training: what they see.
 
     Attributes:
         calls: to the callbacks.
@@ -315,16 +342,11 @@ class _Serving:
         examine: _Examiner,
         on_event: Callable[[Event], None],
         callbacks: Sequence[Callback],
-        epochs: int,
-        progress: Progress | None,
+        training: Training,
     ) -> None:
         self._examine = examine
         self._on_event = on_event
-        self._kept: list[Tensor] | None = None
-        history = () if progress is None else progress.history
-        # Of an epoch behind which nothing was committed the workers validate once more.
-        known = len(history) if progress is None or progress.rounds else len(history) - 1
-        self.calls = Calls(callbacks, Training(epochs, history[: max(known, 0)]))
+        self.calls = Calls(callbacks, training)
 
     def __call__(self, averager: Averager) -> None:
         """Serve the workers of an averager to the end."""
@@ -336,19 +358,18 @@ class _Serving:
                 averager.fail(error)
                 raise
 
-    def settle(self, averager: Averager) -> None:
-        """After the end, make the center the model that is to be returned, and its checkpoint."""
+    def settle(self, averager: Averager) -> Sequence[Tensor]:
+        """After the end, see that all is in a checkpoint; returns the model's segments."""
         training = self.calls.training
         if training.stopped is not None:
             logger.info("the training was stopped: %s", training.stopped)
-        progress = averager.progress
-        is_last = training.kept_epoch == progress.epoch - 1 and not progress.rounds
-        if self._kept is not None and not is_last:
-            averager.put_back(self._kept)
-            logger.info("the model of epoch %d is returned", training.kept_epoch)
-            averager.save_center(anew=True)
-        elif training.stopped is not None:
+        kept = averager.kept_model
+        if training.stopped is not None or kept is not None:
             averager.save_center()
+        if kept is None:
+            return averager.center
+        logger.info("the model of epoch %d is returned", kept.epoch)
+        return kept.values
 
     def _note(self, averager: Averager, event: Event) -> None:
         if isinstance(event, NewRows):
@@ -361,7 +382,9 @@ class _Serving:
             self.calls(event)
         training = self.calls.training
         if isinstance(event, EpochValidated) and training.kept_epoch == event.summary.epoch:
-            self._kept = [segment.clone() for segment in averager.center]
+            kept = averager.kept_model
+            if kept is None or kept.epoch != event.summary.epoch:  # one of a checkpoint is the same
+                averager.keep_model(event.summary.epoch)
         if training.stopped is not None:
             averager.stop(training.stopped)
         elif isinstance(event, DataFacts):
@@ -459,9 +482,7 @@ def _saved_on_sigterm(averager: Averager, plan: CheckpointPlan | None) -> Iterat
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _plan(
-    policy: CheckpointPolicy, job: Job, world_size: int, replica: Replica, layout: Layout
-) -> CheckpointPlan:
+def _plan(policy: CheckpointPolicy, epochs: int, config: Mapping[str, Any]) -> CheckpointPlan:
     """When and where checkpoints are written, and what the training is that they are of."""
     return CheckpointPlan(
         store=CheckpointStore(
@@ -469,8 +490,8 @@ def _plan(
         ),
         every=policy.every,
         every_rounds=policy.every_rounds,
-        last_epoch=job.epochs,
-        config=identity(job, world_size, replica, layout),
+        last_epoch=epochs,
+        config=config,
     )
 
 

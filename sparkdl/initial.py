@@ -37,6 +37,7 @@ from sparkdl.randomness import seed_worker
 from sparkdl.replica import Replica, flatten, forward
 from sparkdl.torch_settings import TorchSettings
 from sparkdl.transport.framing import octets_of
+from sparkdl.warm_start import WithFrozenValues
 
 _START = """
 import pickle, sys
@@ -122,6 +123,8 @@ def prepare(model: ModelBuilder) -> None:
 
 def _draws(model: ModelBuilder) -> bool:
     """Whether a builder may draw; the copy of an instance does not."""
+    if isinstance(model, WithFrozenValues):
+        return _draws(model.model)
     return not (isinstance(model, functools.partial) and model.func is copy.deepcopy)
 
 

@@ -7,7 +7,7 @@ each other is defined here, so that none has to import another.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -28,8 +28,9 @@ Targets = Tensor | tuple[Tensor, ...]
 LossFunction = Callable[..., Tensor]
 """(outputs, targets) -> scalar tensor, the mean over the minibatch."""
 
-OptimizerBuilder = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-"""parameters -> Optimizer, for example ``partial(torch.optim.SGD, lr=0.1)``."""
+OptimizerBuilder = Callable[[Any], torch.optim.Optimizer]
+"""parameters -> Optimizer, for example ``partial(torch.optim.SGD, lr=0.1)``; or named_parameters ->
+Optimizer, of pairs (name, parameter), if the argument has that name."""
 
 SchedulerBuilder = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 """optimizer -> LRScheduler, for example ``partial(CosineAnnealingLR, T_max=10)``."""

@@ -19,6 +19,7 @@ from sparkdl.errors import ModelError, TrainingError
 from sparkdl.frozen import FrozenParameters
 from sparkdl.lazy_compiler import defer_compiler
 from sparkdl.losses import ModelLoss, loss_of_rows, weighted_mean
+from sparkdl.optimizers import NamedParameters, build_optimizer
 from sparkdl.protocols import (
     Batch,
     Features,
@@ -114,7 +115,8 @@ class Replica:
         self.module = module.to(self.device)
         self.loss = loss.to(self.device) if isinstance(loss, nn.Module) else loss
         self._loss_of_rows = loss_of_rows(self.loss)
-        self._trainable = [p for p in module.parameters() if p.requires_grad]
+        self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        self._trainable = [parameter for _, parameter in self._named]
         if not self._trainable:
             raise ModelError(
                 f"{type(module).__name__} has no parameter that requires a gradient: there is "
@@ -126,7 +128,7 @@ class Replica:
         self._optimizer_groups: list[FlatGroup] = []
         defer_compiler()
         self._build_optimizer = optimizer
-        self.optimizer = optimizer(self.trainable())
+        self.optimizer = build_optimizer(optimizer, self._named)
         self._build_schedule = partial(Schedule, build=scheduler, every=scheduler_every)
         self.schedule = self._build_schedule(self.optimizer)
         self._forget_optimizer_state()
@@ -148,19 +150,23 @@ class Replica:
         """The parameters that the optimizer works on: what required a gradient when built."""
         return self._trainable
 
+    def named_trainable(self) -> NamedParameters:
+        """The same with their names in the module."""
+        return self._named
+
     def rebuild_optimizer(
         self,
         build: Callable[
-            [OptimizerBuilder, list[nn.Parameter]], torch.optim.Optimizer
-        ] = lambda builder, parameters: builder(parameters),
+            [OptimizerBuilder, NamedParameters], torch.optim.Optimizer
+        ] = build_optimizer,
     ) -> None:
         """Replace the optimizer by one that has not taken a step.
 
         Args:
-            build: given the builder of the first one, and the parameters; by default it is built
-                as that was.
+            build: given the builder of the first one, and the parameters with their names; by
+                default it is built as that was.
         """
-        self.optimizer = build(self._build_optimizer, self.trainable())
+        self.optimizer = build(self._build_optimizer, self._named)
         self.schedule = self._build_schedule(self.optimizer)
         self._forget_optimizer_state()
 
@@ -170,7 +176,7 @@ class Replica:
         What it keeps elsewhere than in its ``state`` stays.
         """
         # Some have state before their first step, which only they know how to make.
-        self.optimizer.state = self._build_optimizer(self.trainable()).state
+        self.optimizer.state = build_optimizer(self._build_optimizer, self._named).state
         self._forget_optimizer_state()
 
     def step(self, batch: Batch) -> Tensor:

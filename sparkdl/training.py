@@ -11,18 +11,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from sparkdl.averager.saving import Resumed
 from sparkdl.checkpoint.identity import describe, describe_model, describe_optimizer, text_of
 from sparkdl.checkpoint.policy import difference, refuse
 from sparkdl.errors import CheckpointError
 from sparkdl.feed.columns import FeedSchema
+from sparkdl.optimizers import build_optimizer
 from sparkdl.protocols import ColumnSpec, Layout
 from sparkdl.replica import Replica
 from sparkdl.schedule import Schedule
+from sparkdl.warm_start import WarmStart
 from sparkdl.worker import Job
 
 
-def identity(job: Job, world_size: int, replica: Replica, layout: Layout) -> dict[str, Any]:
+def identity(
+    job: Job,
+    world_size: int,
+    replica: Replica,
+    layout: Layout,
+    warm_start: WarmStart | None = None,
+) -> dict[str, Any]:
     """What defines a training, but for its rows and the number of its epochs.
 
     Args:
@@ -30,23 +40,25 @@ def identity(job: Job, world_size: int, replica: Replica, layout: Layout) -> dic
         world_size: how many there are.
         replica: freshly built.
         layout: of its state, as much as replicas exchange.
+        warm_start: with what values it begins, if not with those it was built with.
 
     Returns:
         JSON, for ``checkpoint.policy.require_same``.
     """
     # Not the replica's, into which a schedule has put functions and settings of its own.
-    fresh = job.optimizer(replica.trainable())
+    fresh = build_optimizer(job.optimizer, replica.named_trainable())
     optimizer = describe_optimizer(fresh)
     hyperparameters = {
         f"{key} of parameter group {index}": text_of(value)
         for index, group in enumerate(fresh.param_groups)
         for key, value in group.items()
         if key != "params"
-    }
+    } | _membership(fresh, replica)
     schedule = Schedule(fresh, job.scheduler, job.scheduler_every).describe()
     kind = type(job.strategy)
     return {
         "model": describe_model(replica.module),
+        "warm start": None if warm_start is None else warm_start.describe(),
         "state": [[segment.kind, str(segment.dtype), segment.numel] for segment in layout],
         "frozen parameters": _frozen(replica),
         # Values are saved in the order in which they lie in memory.
@@ -76,9 +88,22 @@ def identity(job: Job, world_size: int, replica: Replica, layout: Layout) -> dic
         "reshuffle every": job.feed.reshuffle_every,
         "clip norm": job.clip_norm,
         "precision": job.precision,
+        "callbacks on workers": describe(list(job.callbacks)),
         "seed": job.seed,
         "number of workers": world_size,
         "first epoch": "streamed" if job.feed.stream_first_epoch else "read first",
+    }
+
+
+def _membership(optimizer: torch.optim.Optimizer, replica: Replica) -> dict[str, str]:
+    """Which parameters are in which group, unless all are in one."""
+    names = {parameter: name for name, parameter in replica.named_trainable()}
+    groups = [[names.get(p, "?") for p in group["params"]] for group in optimizer.param_groups]
+    if groups == [list(names.values())]:
+        return {}
+    return {
+        f"parameters of parameter group {index}": ", ".join(group)
+        for index, group in enumerate(groups)
     }
 
 

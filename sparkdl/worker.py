@@ -56,6 +56,7 @@ from sparkdl.strategies.on_worker import OnWorker
 from sparkdl.torch_settings import TorchSettings
 from sparkdl.tracebacks import traceback_of
 from sparkdl.transport.address import AveragerAddress
+from sparkdl.worker_callback import StepCalls, WorkerCallback
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,8 @@ class Job:
     """Whether features by name are the model's arguments by those names, not one dict."""
     feed: FeedOptions = field(default_factory=FeedOptions)
     """How the rows are fed."""
+    callbacks: tuple[WorkerCallback, ...] = ()
+    """Called on the workers around each step."""
     tls: bool = False
     """Whether the connections of workers to the driver and to each other are encrypted."""
     settings: TorchSettings = field(default_factory=TorchSettings.here)
@@ -217,6 +220,8 @@ def _train_replica(
         ) as averager:
             joined = True
             run = Run(place.rank, replica, averager)
+            if job.callbacks:
+                run.calls = StepCalls(job.callbacks, place.rank, replica)
             try:
                 _train(job, place, run, strategy, averager, address.token, batches)
             except (StoppedError, DeadlineError):
@@ -402,8 +407,9 @@ def _take_center(
     )
     if position is None:
         return None
-    if run.step and not averager.resumes:
-        # It has connected again, and the steps before that belong to no commit.
+    if not averager.resumes:
+        # An optimizer may remember with what values it was built. If the worker has connected
+        # again, its steps before that belong to no commit.
         replica.rebuild_optimizer()
     whole = strategy.needs.exchanges_optimizer_state
     if whole and not averager.resumes:

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,18 @@ def task_rank() -> int:
     """The partition of the running Spark task; -1 in the driver."""
     context = TaskContext.get()
     return -1 if context is None else context.partitionId()
+
+
+def decayed(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], lr: float = 0.1
+) -> torch.optim.Optimizer:
+    """SGD with weight decay on weights, and none on biases."""
+    named = list(named_parameters)
+    groups = [
+        {"params": [p for name, p in named if name.endswith("weight")], "weight_decay": 0.5},
+        {"params": [p for name, p in named if not name.endswith("weight")]},
+    ]
+    return torch.optim.SGD(groups, lr=lr)
 
 
 class Net(nn.Module):

@@ -664,6 +664,22 @@ def test_a_center_of_another_model_is_refused_in_words(tmp_path: Path) -> None:
         Resumed.of(saved).read_center((Segment("parameters", torch.float32, 3),))
 
 
+@pytest.mark.parametrize(
+    ("name", "epoch"), [("0", "two"), ("0", "9" * 5000), ("0", "-1"), ("1", "2"), ("0", "")]
+)
+def test_a_kept_model_of_another_training_is_refused_in_words(
+    tmp_path: Path, name: str, epoch: str
+) -> None:
+    pending = CheckpointStore(str(tmp_path), keep_last=1).begin()
+    with pending.create("kept-model.safetensors") as file:
+        write_tensors(file, {name: torch.ones(3)}, {"epoch": epoch})
+    pending.publish({"config": {}, "data": None, "progress": Progress.start(1).as_json()})
+    saved = CheckpointStore(str(tmp_path), keep_last=1).newest()
+    assert saved is not None
+    with pytest.raises(CheckpointError, match="is of another model"):
+        Resumed.of(saved).read_kept_model((Segment("parameters", torch.float32, 3),))
+
+
 class Unreadable(io.BytesIO):
     """A file on a disk that has just failed."""
 

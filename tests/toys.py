@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from sparkdl.averager import Averager
-from sparkdl.averager.events import RunEvent as Event
+from sparkdl.averager.run_events import RunEvent as Event
 from sparkdl.driver import as_builder
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import DataFacts
@@ -141,11 +141,22 @@ def relative_error(module: nn.Module, oracle: nn.Module) -> float:
 
 
 def sgd_on_union(
-    model: nn.Module, data: Data, *, lr: float, epochs: int, batch_size: int, dtype: torch.dtype
+    model: nn.Module,
+    data: Data,
+    *,
+    epochs: int,
+    batch_size: int,
+    dtype: torch.dtype,
+    lr: float = 0.1,
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
 ) -> nn.Module:
-    """Single-process SGD; step t trains on the ranks' t-th minibatches put together."""
+    """Single-process SGD; step t trains on the ranks' t-th minibatches put together.
+
+    ``optimizer_of`` makes another optimizer of the module.
+    """
     module = copy.deepcopy(model).train()
-    optimizer = torch.optim.SGD(module.parameters(), lr=lr)
+    build = optimizer_of or (lambda module: torch.optim.SGD(module.parameters(), lr=lr))
+    optimizer = build(module)
     for epoch in range(1, epochs + 1):
         plans = [batches_by_hand(data, rank, epoch, batch_size) for rank in range(len(data.sizes))]
         for step in range(max(map(len, plans))):

@@ -16,9 +16,9 @@ import torch
 
 from fuzzing.calling import Call, Message, Place, Said, any_way, dialogue
 from fuzzing.loop import Fault, Target, require_threads_gone
-from sparkdl.averager.events import NewRows
 from sparkdl.averager.headers import window_header
 from sparkdl.averager.membership import Tolerance
+from sparkdl.averager.run_events import NewRows
 from sparkdl.averager.saving import CheckpointPlan
 from sparkdl.averager.server import Averager
 from sparkdl.averager.wire_format import BFloat16Changes, FullPrecision, WireFormat

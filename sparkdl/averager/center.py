@@ -158,6 +158,14 @@ class Center:
             self._frames[key] = self._framed(self.values, of_kind)
         return self._frames[key]
 
+    def model(self) -> list[Tensor]:
+        """A copy of what is the model's, without the optimizer's state."""
+        return [
+            values.clone()
+            for segment, values in zip(self.layout, self.values, strict=True)
+            if segment.kind != "optimizer"
+        ]
+
     def named(self) -> dict[str, Tensor]:
         """All that a checkpoint has to hold of it, by name."""
         return named(self.layout, self.values, self.memory)

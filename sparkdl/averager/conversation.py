@@ -74,6 +74,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
 from sparkdl.averager.accumulator import Accumulator
 from sparkdl.averager.center import Center
@@ -182,7 +183,7 @@ class Worker:
         else:
             self.channel.send([], then=self._taken)
 
-    def reply(self, decision: on.Reply) -> None:
+    def reply(self, decision: do.Reply) -> None:
         """Send what a round came to."""
         if decision.own_state:
             self.ask_own_state()

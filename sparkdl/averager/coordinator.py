@@ -26,11 +26,15 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
 from sparkdl.averager.center_update import Contributions
 from sparkdl.averager.checkpointing import Checkpointing, Schedule
 from sparkdl.averager.committed import CommittedProgress
-from sparkdl.averager.events import Decision, Event, Member
+from sparkdl.averager.conduct import Conduct
+from sparkdl.averager.decisions import Decision
+from sparkdl.averager.epoch_losses import EpochLosses
+from sparkdl.averager.events import Event, Member
 from sparkdl.averager.gathers import Gathers
 from sparkdl.averager.kept import KeptState
 from sparkdl.averager.lateness import Lateness
@@ -38,16 +42,20 @@ from sparkdl.averager.membership import FencedError, Membership, Tolerance
 from sparkdl.averager.progress import Position, Progress
 from sparkdl.averager.round import Loss, Round
 from sparkdl.averager.round_policy import All, RoundPolicy
+from sparkdl.averager.run_events import (
+    CheckpointSaved,
+    EpochValidated,
+    NewRows,
+    RoundCommitted,
+    RunEvent,
+    WorkerLost,
+)
 from sparkdl.averager.shards import Shards
-from sparkdl.errors import DeadlineError, ModelError, SparkDLError, TrainingError
+from sparkdl.errors import DeadlineError, SparkDLError, TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.feed.facts import ShardFacts
 
 logger = logging.getLogger(__name__)
-
-ONE_LAST_WINDOW = (
-    "A strategy has to exchange exactly one window with last=True in each epoch, on every rank"
-)
 
 
 class Coordinator:
@@ -110,12 +118,9 @@ class Coordinator:
         self._stop_wanted: on.StopWanted | None = None
         self._world_size = world_size
         self._deadline_s = deadline_s
-        self._frozen = frozen
         self._gathers = Gathers(world_size)
-        # Of how many epochs the driver was told what they came to, and has approved them.
-        self._told = self._approved_epochs = self.committed.epochs_with_known_loss(validates=True)
-        # Who waits for what the last epoch came to.
-        self._wanting: dict[int, on.EpochLossesWanted] = {}
+        self._conduct = Conduct(self.members, self.round, self.committed, self._gathers, frozen)
+        self._epoch_losses = EpochLosses(self.committed, self.shards, needs_approval=followed)
         self._lateness = Lateness(
             self.members,
             self.shards,
@@ -123,7 +128,7 @@ class Coordinator:
             self.round,
             self.committed,
             self.checkpoints,
-            self._wanting,
+            self._epoch_losses.wanted,
         )
         self._started = False
         # Who has read its rows and waits to be let in; who of those has come back to a run.
@@ -227,14 +232,7 @@ class Coordinator:
         before = self.members.join(event.member, self._now)
         if before is not None:
             self._lose(before, "was replaced before its connection was known to be lost")
-        if event.member.frozen != self._frozen:
-            raise ModelError(
-                f"{event.member} has built the model with other parameters that require no "
-                "gradient than the driver has, or with other values in them. They are never sent, "
-                "so all have to build the same: does the function given as model read a file that "
-                "is another one on that host, or draw random numbers that do not follow from "
-                "torch's seed? A module given as model is sent to all as it is"
-            )
+        self._conduct.require_same_frozen(event.member)
 
     def _rows_found(self, event: on.RowsFound) -> None:
         member, shard = event.member, event.shard
@@ -244,12 +242,12 @@ class Coordinator:
                 raise TrainingError(f"rank {rank} said a second time what its rows are")
             self._note_shard(rank, shard)
             self._shown[rank] = member
-            self._decided.append(on.Report(on.NewRows(rank, shard)))
+            self._decided.append(do.Report(NewRows(rank, shard)))
             return
         self.shards.row_servers[rank] = event.row_server
         begins = not self._resumed and self.committed.positions[rank] == Position()
         if not shard.complete and not begins:
-            self._decided.append(on.ReadOn(member))
+            self._decided.append(do.ReadOn(member))
             return
         self._note_shard(rank, shard)
         self._ready[rank] = member
@@ -263,7 +261,7 @@ class Coordinator:
         news = self.shards.note(rank, shard)
         self.members.note_reading(rank, reading=not shard.complete)
         if news is not None:
-            self._decided.append(on.Report(news))
+            self._decided.append(do.Report(news))
 
     def _start(self, event: on.Started) -> None:
         if self._started:
@@ -279,7 +277,7 @@ class Coordinator:
         member = self._shown.pop(event.rank, None)
         if member is not None:
             self.members.hear(event.rank, self._now)
-            self._decided.append(on.GoOn(member))
+            self._decided.append(do.GoOn(member))
 
     def _admit(self, *, saves: bool = False, final: Sequence[on.WindowClosed] = ()) -> None:
         """Let those in who came back, and those go on who need not wait for others any more.
@@ -293,24 +291,15 @@ class Coordinator:
         for is_final, windows in ((False, self.round.release()), (True, final)):
             for window in windows:
                 self._sent[window.member.rank] = self._updates
-                reply = on.Reply(window.member, is_final, window.takes_reply, saves)
+                reply = do.Reply(window.member, is_final, window.takes_reply, saves)
                 self._decided.append(reply)
         if saves and not final:
             waiting = chain(self.round.at_barrier.values(), self.round.through.values())
-            self._decided.extend(on.AskOwnState(window.member) for window in waiting)
+            self._decided.extend(do.AskOwnState(window.member) for window in waiting)
         for rank in knocking:
             self.members.hear(rank, self._now)
             self._sent[rank] = self._updates
-            self._decided.append(on.Welcome(self._ready.pop(rank)))
-
-    def _require_admitted(self, member: Member) -> None:
-        """Check that a worker has been let start.
-
-        Raises:
-            TrainingError: it has not.
-        """
-        if member.rank not in self.round.admitted:
-            raise TrainingError(f"{member} acts as if it had been let start, and it has not")
+            self._decided.append(do.Welcome(self._ready.pop(rank)))
 
     def _workers_expected(self, event: on.WorkersExpected) -> None:
         if self.members.joined < self._world_size:
@@ -318,10 +307,9 @@ class Coordinator:
                 self.members.hear(rank, self._now)
 
     def _gave(self, event: on.Gave) -> None:
-        self._require_admitted(event.member)
-        self._require_everyone(
-            event.member, "takes part in what the workers exchange among themselves"
-        )
+        self._conduct.require_admitted(event.member)
+        what = "takes part in what the workers exchange among themselves"
+        self._conduct.require_everyone(event.member, what, self._done)
         if event.member.rank in self._giving:
             raise TrainingError(f"{event.member} gave twice before all others had given once")
         self._giving[event.member.rank] = event.member
@@ -329,28 +317,20 @@ class Coordinator:
         if values is not None:
             members, self._giving = tuple(self._giving.values()), {}
             self.members.expect_anew(self._now)
-            self._decided.append(on.Tell(members, values))
+            self._decided.append(do.Tell(members, values))
 
     # Rounds.
 
     def _window_closed(self, event: on.WindowClosed) -> None:
         member, report = event.member, event.report
         rank = member.rank
-        self._require_admitted(member)
+        self._conduct.require_admitted(member)
         if rank in self.round.held:
             raise TrainingError(f"{member} closed a window twice")
         self.members.end_window(rank, self._now)
-        self._require_everyone(member, f"contributed a window of epoch {report.epoch}")
-        if report.epoch != self.committed.epoch:
-            raise TrainingError(
-                f"{member} contributed a window of epoch {report.epoch}, but the run is in epoch "
-                f"{self.committed.epoch}. {ONE_LAST_WINDOW}"
-            )
-        out_of_turn = rank in self.round.entered or rank in self.round.at_barrier
-        if rank not in self.round.active or out_of_turn:
-            raise TrainingError(
-                f"rank {rank} contributed out of turn in epoch {report.epoch}, step {report.step}"
-            )
+        what = f"contributed a window of epoch {report.epoch}"
+        self._conduct.require_everyone(member, what, self._done)
+        self._conduct.require_turn(event)
         self.round.hold(event)
 
     def _enter_held(self) -> None:
@@ -362,12 +342,12 @@ class Coordinator:
     def _enter(self, window: on.WindowClosed) -> None:
         member, weight = window.member, window.report.weight
         if self.round.enter(window):
-            self._decided.append(on.OpenSum(tuple(sorted(self.round.group))))
+            self._decided.append(do.OpenSum(tuple(sorted(self.round.group))))
         staleness = self._staleness(member.rank)
-        receive = on.Receive(member, weight, staleness)
-        self._decided.append(receive if weight else on.Skip(member.rank))
+        receive = do.Receive(member, weight, staleness)
+        self._decided.append(receive if weight else do.Skip(member.rank))
         if not self.round.policy.in_step:
-            self._decided.extend(map(on.Skip, self.round.leave_out()))
+            self._decided.extend(map(do.Skip, self.round.leave_out()))
         if not weight:
             self._complete(member.rank)
 
@@ -389,19 +369,19 @@ class Coordinator:
         weighted = [report for report in reports if report.weight]
         weights = tuple(report.weight for report in weighted)
         staleness = max((report.staleness for report in weighted), default=0)
-        self._decided.append(on.Commit(Contributions(weights, self._world_size, staleness)))
+        self._decided.append(do.Commit(Contributions(weights, self._world_size, staleness)))
         self._updates += bool(weights)
         self.committed.commit(
             reports,
             {window.member.rank: window.kept for window in windows if window.kept is not None},
         )
-        self._decided.extend(map(on.Report, reports))
-        self._tell_callbacks(on.RoundCommitted(self.committed.round, tuple(reports)))
+        self._decided.extend(map(do.Report, reports))
+        self._tell_callbacks(RoundCommitted(self.committed.round, tuple(reports)))
         waiting = [*self.round.at_barrier.values(), *self.round.through.values()]
         final: list[on.WindowClosed] = []
         if not self.round.pending:
             summary = self.committed.end_epoch(self._now)
-            self._decided.append(on.Report(summary))
+            self._decided.append(do.Report(summary))
             self.checkpoints.end_epoch(summary.epoch)
             self._tell_of_epochs()
             final = self.round.end_epoch()
@@ -424,41 +404,29 @@ class Coordinator:
             self.members.pass_turn(self._now)
 
     def _validated(self, event: on.Validated) -> None:
-        self._require_admitted(event.member)
+        self._conduct.require_admitted(event.member)
         self.committed.validated(event.report)
         self._tell_of_epochs()
 
     def _tell_of_epochs(self) -> None:
         """Tell driver and workers of epochs of which it is known now what they came to."""
-        validates = bool(self.shards.facts.held_out)
-        known = self.committed.epochs_with_known_loss(validates=validates)
-        for summary in self.committed.history[self._told : known] if known > self._told else ():
-            self._told = summary.epoch
-            self._tell_callbacks(on.EpochValidated(summary))
-        self._tell_epoch_losses()
+        for summary in self._epoch_losses.news():
+            self._tell_callbacks(EpochValidated(summary))
+        self._answer_epoch_losses()
 
     def _epoch_approved(self, event: on.EpochApproved) -> None:
-        self._approved_epochs = max(self._approved_epochs, event.epoch)
-        self._tell_epoch_losses()
+        self._epoch_losses.approve(event.epoch)
+        self._answer_epoch_losses()
 
     def _epoch_losses_wanted(self, event: on.EpochLossesWanted) -> None:
-        member, ended = event.member, self.committed.epoch - 1
-        self._require_admitted(member)
-        if event.epochs > ended:
-            raise TrainingError(
-                f"{member} wants to know what {event.epochs} epochs came to, and {ended} have ended"
-            )
-        self._wanting[member.rank] = event
-        self._tell_epoch_losses()
+        self._conduct.require_admitted(event.member)
+        self._epoch_losses.want(event)
+        self._answer_epoch_losses()
 
-    def _tell_epoch_losses(self) -> None:
-        known = min(self._told, self._approved_epochs) if self.followed else self._told
-        told = [event for event in self._wanting.values() if event.epochs <= known]
-        for event in told:
-            del self._wanting[event.member.rank]
-            losses = self.committed.epoch_losses(event.known + 1, event.epochs)
-            self._decided.append(on.TellEpochLosses(event.member, losses))
-        if told:
+    def _answer_epoch_losses(self) -> None:
+        answers = self._epoch_losses.answers()
+        self._decided.extend(answers)
+        if answers:
             self.members.expect_anew(self._now)
 
     # Checkpoints.
@@ -472,18 +440,18 @@ class Coordinator:
         if not self.checkpoints.begin_if_due(windows, self._now):
             return False
         progress = self.committed.progress()
-        self._decided.append(on.BeginCheckpoint(progress, self.shards.facts))
+        self._decided.append(do.BeginCheckpoint(progress, self.shards.facts))
         if not self.checkpoints.awaited:
-            self._decided.append(on.WriteCheckpoint())
+            self._decided.append(do.WriteCheckpoint())
         return True
 
     def _do_without_own_state(self, rank: int) -> None:
         """Take note that a rank's own state has come, or never will."""
         if self.checkpoints.forgo(rank):
-            self._decided.append(on.WriteCheckpoint())
+            self._decided.append(do.WriteCheckpoint())
 
     def _checkpoint_written(self, event: on.CheckpointWritten) -> None:
-        self._tell_callbacks(on.CheckpointSaved())
+        self._tell_callbacks(CheckpointSaved())
         told_to_end = self.checkpoints.finish()
         if told_to_end is not None:
             self._fail(told_to_end)
@@ -498,9 +466,9 @@ class Coordinator:
             self._dismiss(member)
         self.round.requeue()
 
-    def _tell_callbacks(self, event: on.RunEvent) -> None:
+    def _tell_callbacks(self, event: RunEvent) -> None:
         if self.followed:
-            self._decided.append(on.Report(event))
+            self._decided.append(do.Report(event))
 
     # Losing, leaving, failing.
 
@@ -510,21 +478,21 @@ class Coordinator:
         if self._is_done(rank):
             return
         error = self.members.lose(member, why, self._now)
-        self._decided.append(on.Drop(member))
+        self._decided.append(do.Drop(member))
         if error is not None:
             self._fail(error)
             return
         logger.warning("%s; going on with the others until it comes back", self.members.losses[-1])
-        self._tell_callbacks(on.WorkerLost(rank, why))
-        for waiting in (self._ready, self._shown, self._giving, self._wanting):
+        self._tell_callbacks(WorkerLost(rank, why))
+        for waiting in (self._ready, self._shown, self._giving, self._epoch_losses.wanted):
             waiting.pop(rank, None)
         self._gathers.withdraw(rank)
         self._knocking.discard(rank)
         loss = self.round.lose(rank)
         if loss is Loss.BROKEN:
-            self._decided.append(on.StartOver(self.round.start_over()))
+            self._decided.append(do.StartOver(self.round.start_over()))
         elif loss is Loss.SKIPPED:
-            self._decided.extend(map(on.Skip, [rank, *self.round.leave_out()]))
+            self._decided.extend(map(do.Skip, [rank, *self.round.leave_out()]))
         if not self.round.is_open:
             self._admit()
         self._do_without_own_state(rank)
@@ -544,8 +512,8 @@ class Coordinator:
     def _finish(self, event: on.Finished) -> None:
         member = event.member
         if not member.gone:
-            self._require_admitted(member)
-            self._require_end_of_epoch(member)
+            self._conduct.require_admitted(member)
+            self._conduct.require_end_of_epoch(member)
         elif self.members.of(member.rank) is not member:
             return  # another has its place, and finishes for the rank
         if self.checkpoints.under_way:
@@ -553,54 +521,27 @@ class Coordinator:
         else:
             self._dismiss(member)
 
-    def _require_end_of_epoch(self, member: Member) -> None:
-        """Check that a rank does not leave others who wait for it.
-
-        Raises:
-            TrainingError: it does.
-        """
-        under_way = self.round.entered or self.round.held or self.round.through
-        if self._gathers.present is not None:
-            what = "while others wait for it in what the workers exchange among themselves"
-        elif under_way or self.committed.has_windows:
-            what = f"in epoch {self.committed.epoch}, which is not over. {ONE_LAST_WINDOW}"
-        else:
-            return
-        raise TrainingError(f"{member} has left the run {what}")
-
-    def _require_everyone(self, member: Member, what: str) -> None:
-        """Check that nobody has left for good whom a worker would wait for.
-
-        Raises:
-            TrainingError: somebody has.
-        """
-        if left := self._done:
-            raise TrainingError(
-                f"{member} {what}, but {self.members.name(left)} left the run before: each worker "
-                "has to train as many epochs as the others"
-            )
-
     def _dismiss(self, member: Member) -> None:
         self._finished.add(member.rank)
-        self._decided.append(on.Dismiss(member))
+        self._decided.append(do.Dismiss(member))
         if len(self._finished) == self._world_size:
-            self._decided.append(on.End(None))
+            self._decided.append(do.End(None))
 
     def _stop(self, event: on.StopWanted) -> None:
         """End the run as it is; with a checkpoint that is being written, once it is there."""
         self._stop_wanted = event
         if not self.checkpoints.under_way:
             self.stopped = event.reason
-            self._decided.append(on.End(None, event.reason))
+            self._decided.append(do.End(None, event.reason))
 
     def _fail(self, error: SparkDLError) -> None:
         # Who was told to end may see the workers end too.
         self.failure = self.checkpoints.told_to_end or error
-        self._decided.append(on.End(self.failure))
+        self._decided.append(do.End(self.failure))
 
     def _refuse(self, member: Member, reason: str) -> None:
         member.gone = True
-        self._decided.append(on.Refuse(member, reason))
+        self._decided.append(do.Refuse(member, reason))
 
     # The clock.
 
@@ -649,7 +590,7 @@ class Coordinator:
         self._said_waiting = self._now
         windows = self.round.at_barrier | self.round.through
         through = {rank: window.member for rank, window in windows.items()}
-        wanting = {rank: event.member for rank, event in self._wanting.items()}
+        wanting = {rank: event.member for rank, event in self._epoch_losses.wanted.items()}
         waiting = self._ready | self._shown | self._giving | self._leaving | through | wanting
         if waiting:
-            self._decided.append(on.SayWaiting(tuple(waiting.values())))
+            self._decided.append(do.SayWaiting(tuple(waiting.values())))

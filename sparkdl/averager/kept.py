@@ -1,9 +1,12 @@
-"""What the driver keeps of one worker, to start it again from its last committed window."""
+"""What the driver keeps: of workers to start them again, of the center to return it in the end."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from sparkdl.errors import TrainingError
 
@@ -49,3 +52,19 @@ class KeptState:
         self._file.seek(0)
         while block := self._file.read(size):
             yield block
+
+
+@dataclass
+class KeptModel:
+    """A copy of the center of some time, without the optimizer's state; not written to.
+
+    Attributes:
+        epoch: behind which it was the center.
+        values: a tensor of ``center_dtype`` for each segment of the layout that is none of the
+            optimizer's.
+        saved: whether a checkpoint has it.
+    """
+
+    epoch: int
+    values: Sequence[Tensor]
+    saved: bool = False

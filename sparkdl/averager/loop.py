@@ -19,12 +19,15 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
 from sparkdl.averager.center import Center
 from sparkdl.averager.channel import Channel, LeftError
 from sparkdl.averager.conversation import Worker
 from sparkdl.averager.coordinator import Coordinator
 from sparkdl.averager.events import Event, Member
+from sparkdl.averager.kept import KeptModel
+from sparkdl.averager.run_events import RunEvent
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
 from sparkdl.errors import CheckpointError, SparkDLError, TrainingError
 from sparkdl.transport.framing import header_message
@@ -50,11 +53,13 @@ class Loop:
         center: what is decided about.
         plan: where checkpoints go; None for none.
         resumed: the checkpoint with which this process began, if there was one.
+        kept_model: what was kept of the center until then.
 
     Attributes:
         reports: what the driver is told; None when the run has ended.
         lock: held while the coordinator decides; whoever reads what it knows takes it.
         saving: the checkpoint that is being put together.
+        kept_model: what is kept of the center; part of each checkpoint that begins from then on.
     """
 
     def __init__(
@@ -63,12 +68,14 @@ class Loop:
         center: Center,
         plan: CheckpointPlan | None,
         resumed: Resumed | None,
+        kept_model: KeptModel | None = None,
     ) -> None:
         self.coordinator = coordinator
         self.center = center
         self.saving: Saving | None = None
         self.resumed = resumed
-        self.reports: queue.SimpleQueue[on.RunEvent | None] = queue.SimpleQueue()
+        self.kept_model = kept_model
+        self.reports: queue.SimpleQueue[RunEvent | None] = queue.SimpleQueue()
         self.lock = threading.RLock()
         self._plan = plan
         self._workers: dict[Channel, Worker] = {}
@@ -346,49 +353,49 @@ class Loop:
             for decision in decisions:
                 self._carry_out(decision)
 
-    def _carry_out(self, decision: on.Decision) -> None:
+    def _carry_out(self, decision: do.Decision) -> None:
         match decision:
-            case on.Receive(member, weight, staleness):
+            case do.Receive(member, weight, staleness):
                 total, scale = self.center.sum, self.center.scale(staleness)
                 assert total is not None
                 self._do(member, lambda worker: worker.receive(total, weight, scale))
-            case on.Reply(member):
+            case do.Reply(member):
                 self._do(member, lambda worker: worker.reply(decision))
-            case on.Skip(rank):
+            case do.Skip(rank):
                 self._skip(rank)
-            case on.OpenSum(ranks):
+            case do.OpenSum(ranks):
                 self.center.open_sum(ranks)
-            case on.Commit(contributions):
+            case do.Commit(contributions):
                 self.center.commit(contributions)
-            case on.Report(event):
+            case do.Report(event):
                 self.reports.put(event)
-            case on.Welcome(member):
+            case do.Welcome(member):
                 self._do(member, Worker.welcome)
-            case on.ReadOn(member):
+            case do.ReadOn(member):
                 self._do(member, lambda worker: worker.channel.send_header({"read_on": True}))
-            case on.GoOn(member):
+            case do.GoOn(member):
                 self._do(member, lambda worker: worker.channel.send_header({"go_on": True}))
-            case on.AskOwnState(member):
+            case do.AskOwnState(member):
                 self._do(member, lambda worker: worker.ask_own_state(now=True))
-            case on.Tell(members, gathered):
+            case do.Tell(members, gathered):
                 self._send_all(members, {"gathered": list(gathered)})
-            case on.TellEpochLosses(member, losses):
+            case do.TellEpochLosses(member, losses):
                 self._send_all((member,), {"epoch_losses": losses})
-            case on.SayWaiting(members):
+            case do.SayWaiting(members):
                 self._send_all(members, {"waiting": True})
-            case on.StartOver(members):
+            case do.StartOver(members):
                 self._start_over(members)
-            case on.Drop(member):
+            case do.Drop(member):
                 self._do(member, lambda worker: self._close(worker.channel))
-            case on.Dismiss(member):
+            case do.Dismiss(member):
                 self._do(member, lambda worker: self._part(worker.channel, {"finished": True}))
-            case on.Refuse(member, reason):
+            case do.Refuse(member, reason):
                 self._do(member, lambda worker: self._part(worker.channel, {"stopped": reason}))
-            case on.BeginCheckpoint():
+            case do.BeginCheckpoint():
                 self._begin_checkpoint(decision)
-            case on.WriteCheckpoint():
+            case do.WriteCheckpoint():
                 self._write_checkpoint()
-            case on.End():
+            case do.End():
                 self._end(decision)
 
     def _do(self, member: Member, act: Callable[[Worker], None]) -> None:
@@ -415,10 +422,12 @@ class Loop:
         for _, index in list(self._await_turn.values()):
             self.pass_turn(index)
 
-    def _begin_checkpoint(self, decision: on.BeginCheckpoint) -> None:
+    def _begin_checkpoint(self, decision: do.BeginCheckpoint) -> None:
         assert self._plan is not None
         data = decision.data.lasting()
-        self.saving = Saving(self._plan, decision.progress, data, self.center.copy())
+        self.saving = Saving(
+            self._plan, decision.progress, data, self.center.copy(), self.kept_model
+        )
 
     def _write_checkpoint(self) -> None:
         saving = self.saving
@@ -436,7 +445,7 @@ class Loop:
         self._writer = threading.Thread(target=write, name="sparkdl-saving", daemon=True)
         self._writer.start()
 
-    def _end(self, decision: on.End) -> None:
+    def _end(self, decision: do.End) -> None:
         if decision.failure is not None or decision.stopped is not None:
             self._await_turn.clear()
             farewell = {"stopped": self.coordinator.farewell}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
+import shutil
 import sys
 import threading
 import time
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from sparkdl.averager.center import named
 from sparkdl.averager.center_update import CenterUpdate, Memory, ReplaceByMean, new_memory
+from sparkdl.averager.kept import KeptModel
 from sparkdl.averager.progress import Progress
 from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint, SavedCheckpoint
 from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
@@ -29,6 +32,7 @@ from sparkdl.protocols import Layout
 logger = logging.getLogger(__name__)
 
 CENTER = "center.safetensors"
+KEPT_MODEL = "kept-model.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,7 @@ class Saving:
         progress: what it is of.
         data: the facts about the rows, for whoever resumes; JSON.
         center: the center's tensors by name, not written to any more.
+        kept_model: what the fit is to return instead of the last center, if a callback says so.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class Saving:
         progress: Progress,
         data: dict[str, Any],
         center: Mapping[str, Tensor],
+        kept_model: KeptModel | None = None,
     ) -> None:
         self.failed = False
         self._started = time.monotonic()
@@ -89,6 +95,7 @@ class Saving:
         self._progress = progress
         self._data = data
         self._center = center
+        self._kept_model = kept_model
         self._lock = threading.Lock()
         self._pending: PendingCheckpoint | None = None
 
@@ -96,11 +103,32 @@ class Saving:
         """Where a rank's own state goes, block by block."""
         return OwnStateFile(self, own_state_file(rank))
 
+    def take_over_own_states(self) -> None:
+        """Take the workers' own states from the newest checkpoint, if it is of the same commit."""
+        with self.giving_up():
+            newest = self._plan.store.newest()
+            if newest is None:
+                return
+            before = Resumed.of(newest).progress
+            if (before.rounds, before.positions) != (
+                self._progress.rounds,
+                self._progress.positions,
+            ):
+                return
+            for name in map(own_state_file, range(len(before.positions))):
+                if newest.has(name):
+                    with newest.open(name) as source, self.create(name) as target:
+                        shutil.copyfileobj(source, target)
+
     def publish(self) -> None:
         """Write the center and make the checkpoint exist; every own state is there."""
         with self.giving_up():
             with self.create(CENTER) as file:
                 write_tensors(file, self._center)
+            if (kept := self._kept_model) is not None:
+                with self.create(KEPT_MODEL) as file:
+                    names = {f"{index}": values for index, values in enumerate(kept.values)}
+                    write_tensors(file, names, {"epoch": f"{kept.epoch}"})
             self._open().publish(
                 {
                     "config": dict(self._plan.config),
@@ -111,6 +139,8 @@ class Saving:
         if self.failed:
             self.abandon()
             return
+        if self._kept_model is not None:
+            self._kept_model.saved = True
         self._plan.store.prune()
         seconds = time.monotonic() - self._started
         logger.info("wrote %s in %.2f s", self._open().directory, seconds)
@@ -253,6 +283,30 @@ class Resumed:
             [read[id(segment)] for segment in values],
             [{key: read[id(empty)] for key, empty in kept.items()} for kept in memory],
         )
+
+    def read_kept_model(self, layout: Layout) -> KeptModel | None:
+        """The model that was kept for the fit to return; None if there is none.
+
+        Args:
+            layout: kinds and sizes of the center's segments.
+
+        Raises:
+            CheckpointError: the file cannot be read, or is of another model.
+        """
+        if not self.saved.has(KEPT_MODEL):
+            return None
+        with self.saved.open(KEPT_MODEL) as file:
+            tensors, said = read_tensors(file)
+        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        model = [segment for segment in layout if segment.kind != "optimizer"]
+        due = {f"{i}": (each.center_dtype, (each.numel,)) for i, each in enumerate(model)}
+        epoch = said.get("epoch", "")
+        if found != due or not re.fullmatch("[0-9]{1,9}", epoch):
+            raise CheckpointError(
+                f"{self.saved.directory}/{KEPT_MODEL} is of another model: it holds {found} of "
+                f"epoch {epoch!r:.20}"
+            )
+        return KeptModel(int(epoch), [tensors[name] for name in due], saved=True)
 
     def own_state_bytes(self, rank: int) -> int:
         """Size of a rank's own state; 0 if there is none."""

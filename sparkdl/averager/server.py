@@ -15,12 +15,12 @@ from sparkdl.averager import events as on
 from sparkdl.averager.center import Center
 from sparkdl.averager.center_update import CenterUpdate, Memory
 from sparkdl.averager.coordinator import Coordinator
-from sparkdl.averager.events import RunEvent
-from sparkdl.averager.kept import KeptState
+from sparkdl.averager.kept import KeptModel, KeptState
 from sparkdl.averager.loop import Loop
 from sparkdl.averager.membership import Tolerance
 from sparkdl.averager.progress import Progress
 from sparkdl.averager.round_policy import RoundPolicy
+from sparkdl.averager.run_events import RunEvent
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
 from sparkdl.averager.wire_format import WireFormat
 from sparkdl.errors import ConfigError, SparkDLError, TrainingError
@@ -57,6 +57,7 @@ class Averager:
             built others ends the run.
         followed: whether callbacks follow the run: ``events`` has more for them, and workers begin
             an epoch when ``approve_epoch`` was called for the one before.
+        kept_model: what was kept of the center before; by default nothing.
 
     Raises:
         ConfigError: the wire format is for workers that stay in step, and the policy lets them
@@ -84,6 +85,7 @@ class Averager:
         tls: bool = False,
         frozen: str = "",
         followed: bool = False,
+        kept_model: KeptModel | None = None,
     ) -> None:
         self._coordinator = Coordinator(
             world_size,
@@ -106,7 +108,7 @@ class Averager:
             )
         self._plan = plan
         self._center = Center(layout, center, world_size, wire_format, update, memory)
-        self._loop = Loop(self._coordinator, self._center, plan, resumed)
+        self._loop = Loop(self._coordinator, self._center, plan, resumed, kept_model)
         token = secrets.token_urlsafe(32)
         name = advertised_host or host
         self._port = Listener(host, token, self._admit, advertised_host=name, encrypted=tls)
@@ -199,34 +201,40 @@ class Averager:
         """End the run with ``reason`` as soon as a commit has become a checkpoint."""
         self._loop.post(on.Preempted(reason))
 
-    def put_back(self, center: Sequence[Tensor]) -> None:
-        """After the end, have the center be what it was before.
+    @property
+    def kept_model(self) -> KeptModel | None:
+        """What ``keep_model`` has kept last, perhaps before a checkpoint."""
+        return self._loop.kept_model
+
+    def keep_model(self, epoch: int) -> None:
+        """Keep a copy of the center, also in the checkpoints that follow.
+
+        To be called before ``approve_epoch``, while workers wait and the center stays as it is.
 
         Args:
-            center: a copy of ``center``, of some time.
+            epoch: that has just ended.
         """
-        for values, before in zip(self._center.values, center, strict=True):
-            values.copy_(before)
+        self._loop.kept_model = KeptModel(epoch, self._center.model())
 
-    def save_center(self, *, anew: bool = False) -> None:
-        """After the end, write a checkpoint of the last commit if that is not one yet.
+    def save_center(self) -> None:
+        """After the end, write a checkpoint if the last one lacks the last commit or what is kept.
 
-        Without the workers' own states. Nothing if nothing was committed.
-
-        Args:
-            anew: whether to write one even so, for the center is not what was committed.
+        Nothing if nothing was committed. The workers' own states are in it if they were saved with
+        that commit before.
         """
         self._loop.join_writer()
         with self._loop.lock:
             # Nothing is committed any more, so the center stays as it is.
             assert self._coordinator.ended
-            if self._plan is None:
-                return
-            if self._coordinator.checkpoints.has_last_commit and not anew:
+            is_saved = self._coordinator.checkpoints.has_last_commit
+            kept = self.kept_model
+            if self._plan is None or (is_saved and (kept is None or kept.saved)):
                 return
             data = self._coordinator.shards.facts.lasting()
             progress = self._coordinator.committed.progress()
-            saving = Saving(self._plan, progress, data, self._center.named())
+            saving = Saving(self._plan, progress, data, self._center.named(), kept)
+        if is_saved:
+            saving.take_over_own_states()
         saving.publish()
 
     def fail(self, error: SparkDLError) -> None:

@@ -1,10 +1,22 @@
-"""What is called in the driver while a fit goes on, and may end it.
+"""What is called while a fit goes on: in the driver, where it may end the fit, and on workers.
 
 ``base.py`` has what every callback is; the others are ready to be used.
 """
 
 from sparkdl.callbacks.base import Callback, Training
 from sparkdl.callbacks.early_stopping import EarlyStopping
+from sparkdl.callbacks.model_checkpoint import ModelCheckpoint
 from sparkdl.callbacks.time_budget import TimeBudget
+from sparkdl.hooks import Hooks
+from sparkdl.worker_callback import WorkerCallback, WorkerStep
 
-__all__ = ["Callback", "EarlyStopping", "TimeBudget", "Training"]
+__all__ = [
+    "Callback",
+    "EarlyStopping",
+    "Hooks",
+    "ModelCheckpoint",
+    "TimeBudget",
+    "Training",
+    "WorkerCallback",
+    "WorkerStep",
+]

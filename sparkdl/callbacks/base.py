@@ -7,12 +7,10 @@ there holds for the model of exactly that epoch. Without callbacks they do not w
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from sparkdl.averager.events import (
+from sparkdl.averager.run_events import (
     CheckpointSaved,
     EpochValidated,
     RoundCommitted,
@@ -22,6 +20,7 @@ from sparkdl.averager.events import (
 from sparkdl.errors import CallbackError, SparkDLError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts
+from sparkdl.hooks import Hooks
 
 
 class Training:
@@ -32,15 +31,18 @@ class Training:
         history: the epochs that have ended, with the loss on held-out rows if there are any; those
             before a checkpoint included.
         stopped: why a callback has ended the training; None if none has.
-        kept_epoch: the epoch whose model the fit returns, if a callback has kept one.
+        kept_epoch: the epoch whose model the fit returns, if a callback has kept one, perhaps
+            before a checkpoint.
         began: when ``on_start`` was called, of the clock ``time.monotonic``.
     """
 
-    def __init__(self, epochs: int, history: Sequence[EpochSummary] = ()) -> None:
+    def __init__(
+        self, epochs: int, history: Sequence[EpochSummary] = (), kept_epoch: int | None = None
+    ) -> None:
         self.epochs = epochs
         self.history = list(history)
         self.stopped: str | None = None
-        self.kept_epoch: int | None = None
+        self.kept_epoch = kept_epoch
         self.began = time.monotonic()
 
     def stop(self, reason: str) -> None:
@@ -55,32 +57,21 @@ class Training:
     def keep_model(self) -> None:
         """Have the fit return the model of the epoch that has just ended, whatever follows.
 
-        To be called in ``on_epoch``. It is kept in the driver's memory, one model at a time: the
-        last call counts.
+        To be called in ``on_epoch``. It is kept in the driver's memory and in checkpoints, one
+        model at a time: the last call counts.
         """
         self.kept_epoch = self.history[-1].epoch
 
 
-class Callback:
+class Callback(Hooks):
     """Called in the driver as a fit goes on; override what is of interest.
 
-    An error that a method raises ends the fit, with the method's name. A method whose name begins
-    with ``on_`` and is none of these is refused, for it would never be called.
+    An error that a method raises ends the fit, with the method's name. A method that looks as if it
+    were called, and is none of these, is refused.
     """
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse methods that look as if they were called.
-
-        Raises:
-            TypeError: there is one.
-        """
-        super().__init_subclass__(**options)
-        for name, value in vars(cls).items():
-            if name.startswith("on_") and inspect.isfunction(value) and name not in HOOKS:
-                raise TypeError(
-                    f"{cls.__name__}.{name} would never be called: callbacks are called by "
-                    f"{', '.join(HOOKS)}"
-                )
+    kind = "callbacks in the driver"
+    methods = ("on_start", "on_round", "on_epoch", "on_checkpoint", "on_worker_lost", "on_end")
 
     def on_start(self, training: Training, facts: DataFacts) -> None:
         """All rows are known, or the first of each worker, and nobody has trained on them yet.
@@ -119,9 +110,6 @@ class Callback:
             training: the fit.
             error: what ended it; None if it is a success.
         """
-
-
-HOOKS = ("on_start", "on_round", "on_epoch", "on_checkpoint", "on_worker_lost", "on_end")
 
 
 class Calls:

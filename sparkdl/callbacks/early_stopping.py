@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from sparkdl.callbacks.base import Callback, Training
+from sparkdl.callbacks.best_epoch import (
+    Metric,
+    best_epoch,
+    require_measured,
+    require_metric,
+    value_of,
+    warn_if_lost,
+)
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
 from sparkdl.feed.facts import DataFacts
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,10 @@ class EarlyStopping(Callback):
     """End the training when the loss has not fallen for some epochs.
 
     What it decides follows from the history alone, so that a fit that goes on from a checkpoint
-    stops where it would have stopped.
+    stops where it would have stopped; the best model so far is part of each checkpoint.
 
     Args:
-        metric: ``validation_loss``, which needs held-out rows (``validationIndicatorCol``), or
-            ``loss``, the training loss.
+        metric: ``validation_loss``, which needs held-out rows, or ``loss``, the training loss.
         patience: epochs without improvement after which it ends, >= 1.
         min_delta: by how much the loss has to fall to count as an improvement, >= 0.
         restore_best: whether the fit returns the model of the best epoch, not of the last.
@@ -34,14 +36,13 @@ class EarlyStopping(Callback):
         ConfigError: an argument is out of range.
     """
 
-    metric: Literal["validation_loss", "loss"] = "validation_loss"
+    metric: Metric = "validation_loss"
     patience: int = 3
     min_delta: float = 0.0
     restore_best: bool = True
 
     def __post_init__(self) -> None:
-        if self.metric not in ("validation_loss", "loss"):
-            raise ConfigError(f"metric must be validation_loss or loss, got {self.metric!r}")
+        require_metric(self.metric)
         if type(self.patience) is not int or self.patience < 1:
             raise ConfigError(
                 f"patience must be a whole number >= 1 of epochs, got {self.patience!r}"
@@ -53,46 +54,25 @@ class EarlyStopping(Callback):
 
     def on_start(self, training: Training, facts: DataFacts) -> None:
         """Look at the epochs before a checkpoint; they may have been enough."""
-        if self.metric == "validation_loss" and facts.complete and not facts.held_out:
-            raise ConfigError(
-                "EarlyStopping follows the loss on held-out rows, and there are none: name a "
-                "column that marks them (validationIndicatorCol), or set metric='loss'"
-            )
-        best = self._best(training.history)
-        if self.restore_best and best is not None and best < len(training.history) - 1:
-            logger.warning(
-                "of the epochs before the checkpoint epoch %d was the best, whose model is not "
-                "in it: the fit returns that of a better one, or of the last",
-                training.history[best].epoch,
-            )
+        require_measured(type(self).__name__, self.metric, facts)
+        if self.restore_best:
+            warn_if_lost(training, self._best(training))
         self._stop_if_due(training)
 
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:
         """Keep the model if it is the best, and stop if the best one was long ago."""
-        if self.restore_best and self._best(training.history) == len(training.history) - 1:
+        if self.restore_best and self._best(training) is summary:
             training.keep_model()
         self._stop_if_due(training)
 
     def _stop_if_due(self, training: Training) -> None:
-        best = self._best(training.history)
-        if best is None or len(training.history) - 1 - best < self.patience:
+        best = self._best(training)
+        if best is None or training.history[-1].epoch - best.epoch < self.patience:
             return
-        epoch = training.history[best]
         training.stop(
-            f"{self.metric} has not fallen below {self._value(epoch):.6g} (epoch {epoch.epoch}) "
-            f"for {self.patience} epochs"
+            f"{self.metric} has not fallen below {value_of(best, self.metric):.6g} (epoch "
+            f"{best.epoch}) for {self.patience} epochs"
         )
 
-    def _best(self, history: Sequence[EpochSummary]) -> int | None:
-        """Where the last improvement is; None before the first epoch."""
-        best = None
-        for index, summary in enumerate(history):
-            value = self._value(summary)
-            if best is None or value < self._value(history[best]) - self.min_delta:
-                best = index
-        return best
-
-    def _value(self, summary: EpochSummary) -> float:
-        value = summary.validation_loss if self.metric == "validation_loss" else summary.loss
-        # NaN is never an improvement.
-        return math.inf if value is None or math.isnan(value) else value
+    def _best(self, training: Training) -> EpochSummary | None:
+        return best_epoch(training.history, self.metric, self.min_delta)

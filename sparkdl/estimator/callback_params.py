@@ -1,4 +1,4 @@
-"""The Param of what is called in the driver while a fit goes on."""
+"""The Param of what is called while a fit goes on."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from typing import Any, Self
 
 from pyspark.ml.param import Param, Params
 
-from sparkdl.callbacks import Callback
+from sparkdl.callbacks import Callback, Hooks, WorkerCallback
 from sparkdl.errors import ConfigError
 
+AnyCallback = Callback | WorkerCallback
 
-def _callbacks(value: Any) -> list[Callback] | None:
+
+def _callbacks(value: Any) -> list[AnyCallback] | None:
     if value is None:
         return None
-    wanted = "callbacks must be a list of sparkdl.callbacks.Callback"
+    wanted = "callbacks must be a list of sparkdl.callbacks.Callback or WorkerCallback"
     if not isinstance(value, (list, tuple)):
         raise ConfigError(f"{wanted}, got {value!r}")
     for each in value:
-        if isinstance(each, type) and issubclass(each, Callback):
+        if isinstance(each, type) and issubclass(each, Hooks):
             raise ConfigError(f"{wanted}, and has the class {each.__name__}: call it")
-        if not isinstance(each, Callback):
+        if not isinstance(each, AnyCallback):
             raise ConfigError(f"{wanted}, and has {each!r}")
     return list(value)
 
@@ -28,18 +30,27 @@ def _callbacks(value: Any) -> list[Callback] | None:
 class CallbackParams(Params):
     """The Param of ``TorchEstimator``; its docstring says what it is for."""
 
-    callbacks: Param[list[Callback] | None] = Param(
+    callbacks: Param[list[AnyCallback] | None] = Param(
         Params._dummy(),
         "callbacks",
-        "called in the driver after rounds, epochs and more; may end the training; None for none",
+        "called in the driver after rounds, epochs and more, where they may end the training, or "
+        "on the workers around each step; None for none",
         typeConverter=_callbacks,
     )
 
-    def getCallbacks(self) -> list[Callback] | None:
+    def getCallbacks(self) -> list[AnyCallback] | None:
         """Gets the value of callbacks or its default value."""
         return self.getOrDefault(self.callbacks)
 
-    def setCallbacks(self, value: Sequence[Callback] | None) -> Self:
+    def setCallbacks(self, value: Sequence[AnyCallback] | None) -> Self:
         """Sets the value of callbacks."""
         self._set(callbacks=value)
         return self
+
+    def driver_callbacks(self) -> list[Callback]:
+        """Those that are called in the driver."""
+        return [each for each in self.getCallbacks() or () if isinstance(each, Callback)]
+
+    def worker_callbacks(self) -> tuple[WorkerCallback, ...]:
+        """Those that are called on the workers."""
+        return tuple(e for e in self.getCallbacks() or () if isinstance(e, WorkerCallback))

@@ -9,11 +9,11 @@ from pyspark.ml.param.shared import (
     HasFeaturesCol,
     HasLabelCol,
     HasPredictionCol,
-    HasValidationIndicatorCol,
     HasWeightCol,
 )
 
 from sparkdl.errors import ConfigError
+from sparkdl.estimator.validation_params import ValidationParams
 from sparkdl.outputs import OutputKey
 from sparkdl.spark.rows.column_overrides import dtypes, names, outputs, shapes
 from sparkdl.spark.rows.converters import one_of, optional_function, optional_whole, whole
@@ -159,7 +159,7 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
         return self.getFeaturesAsDict() or self.getFeaturesAsKwargs()
 
 
-class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, HasValidationIndicatorCol):
+class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, ValidationParams):
     """Params of ``TorchEstimator`` about the columns and how they are fed."""
 
     labelCols: Param[list[str] | None] = Param(
@@ -256,11 +256,6 @@ class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, HasValidationIndi
     def setWeightCol(self, value: str) -> Self:
         """Sets the value of weightCol."""
         self._set(weightCol=value)
-        return self
-
-    def setValidationIndicatorCol(self, value: str) -> Self:
-        """Sets the value of validationIndicatorCol."""
-        self._set(validationIndicatorCol=value)
         return self
 
     def getColumnShapes(self) -> dict[str, list[int]] | None:

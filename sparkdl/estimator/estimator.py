@@ -7,14 +7,15 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from pyspark.ml import Estimator
+from pyspark.ml.param import Param
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.callbacks import Callback
+from sparkdl.callbacks import Callback, WorkerCallback
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.driver import run
 from sparkdl.errors import ConfigError
@@ -34,6 +35,7 @@ from sparkdl.strategies import ParameterAveraging, Strategy
 logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., None])
+ParamMap = dict[Param[Any], Any]
 
 
 def _arguments_are_params(init: F) -> F:
@@ -85,17 +87,20 @@ class TorchEstimator(
             computes its own loss: it is called with ``labels=`` of ``labelCol``, or with each of
             ``labelCols`` by its name, and returns the loss as output ``loss``, as the first of a
             tuple or by itself.
-        optimizer: parameters -> Optimizer, for example ``partial(torch.optim.SGD, lr=0.1)``.
+        optimizer: parameters -> Optimizer, for example ``partial(torch.optim.SGD, lr=0.1)``. A
+            function whose first argument is called ``named_parameters`` is given pairs (name,
+            parameter) instead, to make parameter groups of.
         scheduler: optimizer -> torch's LRScheduler, for example ``partial(CosineAnnealingLR,
             T_max=10)``; None for a learning rate that stays. It has to follow from the number of
             its steps alone, but for ``ReduceLROnPlateau``, which follows the loss of each epoch: on
-            the held-out rows (``validationIndicatorCol``), or without those while it was trained.
+            the held-out rows, or without those while it was trained.
         schedulerEvery: after what the scheduler takes a step: ``epoch``, or ``step`` for every step
             of the optimizer. Steps are then those of the worker with the most rows: workers that
             have fewer catch up at the end of the epoch.
-        callbacks: called in the driver after rounds, epochs and more; see ``sparkdl.callbacks``.
+        callbacks: called in the driver after rounds, epochs and more, or, each
+            ``WorkerCallback``, on the workers around each step; see ``sparkdl.callbacks``.
             ``EarlyStopping`` and ``TimeBudget`` end the training, with the model of the best epoch
-            or with the model so far.
+            or with the model so far; ``ModelCheckpoint`` has the best epoch's model returned.
         strategy: how the replicas agree; ``ParameterAveraging(period=5)`` by default.
         featuresCol: the features column: a number, an array of numbers or a vector a row. The model
             receives shape (rows,) for numbers and (rows, k) for arrays and vectors.
@@ -109,6 +114,9 @@ class TorchEstimator(
             loss of your own must then give one value a row.
         validationIndicatorCol: a boolean column; rows where it is true are not trained on, and the
             loss on them is in ``model.history``.
+        validationFraction: the fraction of the rows that is held out instead, 0 < fraction < 1. A
+            row's side follows from its content (features, labels, weight) and ``seed``, so that it
+            is the same in every fit; rows of the same content are on the same side.
         columnShapes: the shape of one row by column, for nested arrays, matrices, binary columns
             and images ([channels, height, width]).
         columnDtypes: the tensor's dtype by column, for example ``{"x": "bfloat16"}``; of a binary
@@ -193,7 +201,7 @@ class TorchEstimator(
         optimizer: OptimizerBuilder,
         scheduler: SchedulerBuilder | None = None,
         schedulerEvery: str = "epoch",
-        callbacks: list[Callback] | None = None,
+        callbacks: list[Callback | WorkerCallback] | None = None,
         # Without its argument: what reads job configurations looks for the subclasses of a class.
         strategy: Strategy | None = None,  # type: ignore[type-arg]
         featuresCol: str = "features",
@@ -204,6 +212,7 @@ class TorchEstimator(
         labelCols: list[str] | None = None,
         weightCol: str | None = None,
         validationIndicatorCol: str | None = None,
+        validationFraction: float | None = None,
         columnShapes: dict[str, list[int]] | None = None,
         columnDtypes: dict[str, str] | None = None,
         imageCols: list[str] | None = None,
@@ -267,9 +276,61 @@ class TorchEstimator(
         estimator: TorchEstimator = cls.read(trust=trust).load(path)
         return estimator
 
-    def _fit(self, dataset: DataFrame) -> TorchModel:
+    @overload
+    def fit(
+        self,
+        dataset: DataFrame,
+        params: ParamMap | None = None,
+        *,
+        warm_start: TorchModel | None = None,
+    ) -> TorchModel: ...
+
+    @overload
+    def fit(
+        self,
+        dataset: DataFrame,
+        params: list[ParamMap] | tuple[ParamMap, ...],
+        *,
+        warm_start: TorchModel | None = None,
+    ) -> list[TorchModel]: ...
+
+    def fit(
+        self,
+        dataset: DataFrame,
+        params: ParamMap | list[ParamMap] | tuple[ParamMap, ...] | None = None,
+        *,
+        warm_start: TorchModel | None = None,
+    ) -> TorchModel | list[TorchModel]:
+        """Train the model on a DataFrame.
+
+        Args:
+            dataset: the rows.
+            params: values of Params for this call, by Param; or a list of them, for a model each.
+            warm_start: a model whose parameters and buffers the training begins with, instead of
+                those that ``model`` builds. The optimizer and its schedule begin anew, and so does
+                the history. A checkpoint of the training comes before it, and is refused with
+                another one.
+
+        Returns:
+            The trained ``TorchModel``; a list of them for a list of ``params``.
+
+        Raises:
+            ModelError: the model cannot be trained, or ``warm_start`` is of another one.
+        """
+        if warm_start is None:
+            return super().fit(dataset, params)  # type: ignore[arg-type] # lists too
+        if not isinstance(warm_start, TorchModel):
+            raise ConfigError(
+                f"warm_start must be a TorchModel, got one of type {type(warm_start).__name__}"
+            )
+        if isinstance(params, (list, tuple)):
+            return [self.fit(dataset, each, warm_start=warm_start) for each in params]
+        changed = self.copy(params) if params else self
+        return changed._fit(dataset, warm_start)
+
+    def _fit(self, dataset: DataFrame, warm_start: TorchModel | None = None) -> TorchModel:
         """Called by ``fit``; see the class."""
-        ready = Preflight(self, dataset)
+        ready = Preflight(self, dataset, None if warm_start is None else warm_start.module)
         spark, workers = dataset.sparkSession, ready.workers
         with (
             in_turn(spark, workers.num_tasks, gpu_profile(spark, workers.device)),
@@ -301,7 +362,8 @@ class TorchEstimator(
             checkpoints=self.checkpoint_policy(spark.sparkContext.applicationId),
             check=ready.check,
             on_event=progress,
-            callbacks=self.getCallbacks() or (),
+            callbacks=self.driver_callbacks(),
+            warm_start=ready.warm_start,
         )
         return TorchModel(
             outcome.module,

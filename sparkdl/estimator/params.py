@@ -84,7 +84,8 @@ class EstimatorParams(
     optimizer: Param[Any] = Param(
         Params._dummy(),
         "optimizer",
-        "parameters -> Optimizer, for example partial(torch.optim.SGD, lr=0.1)",
+        "parameters -> Optimizer, for example partial(torch.optim.SGD, lr=0.1); or "
+        "named_parameters -> Optimizer, of pairs (name, parameter)",
         typeConverter=_optimizer,
     )
     strategy: Param[Strategy[Any]] = Param(

@@ -49,10 +49,10 @@ PLACES = {
     ),
     "callbacks": Place(
         "a list of callbacks",
-        callbacks.Callback,
+        callbacks.Hooks,
         instance=True,
         several=True,
-        harmless=classes_of(callbacks, callbacks.Callback),
+        harmless=classes_of(callbacks, callbacks.Hooks),
     ),
     "batchTransform": Place("a function", nn.Module, instance=True, function=True),
 }

@@ -45,6 +45,7 @@ from sparkdl.spark.session.encryption import (
     require_trusted_network,
 )
 from sparkdl.spark.session.session import require_classic_session
+from sparkdl.warm_start import WarmStart
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Preflight:
     Args:
         params: the estimator.
         frame: the DataFrame to fit.
+        warm_start: the model whose values it begins with; None for new ones.
 
     Raises:
         ConfigError: more workers than slots.
@@ -66,22 +68,31 @@ class Preflight:
         job: what every worker trains.
         workers: where and on which rows.
         head: what the model's outputs mean.
+        warm_start: values to begin with; None for new ones.
         checked: what only the rows could tell; there after ``check``.
     """
 
     checked: Checked
     _has_stepped = False
 
-    def __init__(self, params: EstimatorParams, frame: DataFrame) -> None:
+    def __init__(
+        self, params: EstimatorParams, frame: DataFrame, warm_start: nn.Module | None = None
+    ) -> None:
         require_classic_session(frame)
         self._params = params
         for name in ("model", "loss", "optimizer", "scheduler", "strategy", "batchTransform"):
             require_picklable(name, params.getOrDefault(name))
+        require_picklable("callbacks", list(params.worker_callbacks()))
         builder = as_builder(params.getModel())
         prepare(builder)
         loss = params.loss_function()
         builder, self._replica = _build_whole(builder, params, frame)
         require_portable(self._replica.module, builder)
+        self.warm_start: WarmStart | None = None
+        if warm_start is not None:
+            self.warm_start = WarmStart(warm_start)
+            self.warm_start.require_fits(self._replica.module)
+            builder = self.warm_start.builder(builder, self._replica.module)
         scheduler_every = cast(Unit, params.getSchedulerEvery())
         scheduler = params.getScheduler()
         schedule = require_schedule(self._replica.optimizer, scheduler, scheduler_every)
@@ -91,7 +102,7 @@ class Preflight:
             require_steady_state(params.getOptimizer(), steps)
         fractions = _parameter_dtype(self._replica.module)
         self.head = head_of(loss)
-        fed = fed_columns(params, frame, loss, self.head, fractions)
+        fed = fed_columns(params, frame, loss, self.head, fractions, params.getSeed())
         spark = frame.sparkSession
         self.job = Job(
             model=builder,
@@ -107,6 +118,7 @@ class Preflight:
             deadline_s=params.getTimeout(),
             max_failures=params.getMaxFailures(),
             min_workers=params.getMinWorkers(),
+            callbacks=params.worker_callbacks(),
             clip_norm=params.getClipNorm(),
             precision=cast(Precision, params.getPrecision()),
             features_as_kwargs=params.getFeaturesAsKwargs(),
@@ -230,11 +242,8 @@ class Preflight:
             _check_weight(schema.weight.name, facts.columns[labels.stop])
         if not facts.complete:
             return
-        if schema.validation is not None and not facts.held_out:
-            raise DataError(
-                f"column '{schema.validation.name}' (validationIndicatorCol) is false in all "
-                f"{facts.rows} rows: there is nothing to validate with"
-            )
+        if schema.validation is not None:
+            _check_held_out(self._params.held_out_by(), facts.held_out, facts.rows)
         feed, most = self.job.feed, max(facts.shard_rows)
         if any(map(feed.reshuffles, range(1, self.job.epochs + 1))):
             most = math.ceil(facts.rows / len(facts.shard_rows))
@@ -372,6 +381,33 @@ def _check_weight(name: str, facts: ColumnFacts) -> None:
         raise DataError(f"weight column '{name}' is 0 in every row: there is nothing to train on")
 
 
+def _check_held_out(by: str | float | None, held_out: int, trained: int) -> None:
+    """Check that there is something to validate with, and as much as was asked for."""
+    rows = trained + held_out
+    if isinstance(by, str) and not held_out:
+        raise DataError(
+            f"column '{by}' (validationIndicatorCol) is false in all {rows} rows: there is nothing "
+            "to validate with"
+        )
+    if not isinstance(by, float):
+        return
+    if not held_out:
+        raise DataError(
+            f"validationFraction={by:g} holds none of {rows} rows out: there is nothing to "
+            "validate with. Raise it, or choose another seed"
+        )
+    # Of rows that all differ so few, or so many, would be less than one in a million.
+    if abs(held_out - by * rows) > 5 * math.sqrt(rows * by * (1 - by)) + 1:
+        logger.warning(
+            "validationFraction=%g holds %d of %d rows out: rows of the same content are on the "
+            "same side, and there are few different ones. To choose among equal rows, mark them in "
+            "a column (validationIndicatorCol)",
+            by,
+            held_out,
+            rows,
+        )
+
+
 def _balanced(rows: Sequence[int]) -> bool:
     """Whether no worker has more than a twentieth more than its share, for whom all would wait."""
     return max(rows) <= 1.05 * sum(rows) / len(rows) + 1
@@ -395,7 +431,8 @@ def _build_whole(
     try:
         return builder, built(builder)
     except LazyModelError as lazy:
-        fed = fed_columns(params, frame, loss, head_of(loss), _parameter_dtype(lazy.module))
+        fractions = _parameter_dtype(lazy.module)
+        fed = fed_columns(params, frame, loss, head_of(loss), fractions, params.getSeed())
     row = frame.select([column.expression() for column in fed.columns]).dropna().first()
     values = [None] * len(fed.columns) if row is None else list(row)
     lengths = [

@@ -7,7 +7,7 @@ a label out of range, a wrong width or a loss that wants another dtype all show 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +22,7 @@ from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ColumnFacts
 from sparkdl.initial import has_lazy_parameters
 from sparkdl.losses import ModelLoss
+from sparkdl.optimizers import NamedParameters, build_optimizer
 from sparkdl.outputs import described, pick
 from sparkdl.protocols import (
     Batch,
@@ -70,8 +71,8 @@ def build(
             raise LazyModelError(module)
         return module
 
-    def checked_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        built = optimizer(parameters)
+    def checked_optimizer(named_parameters: NamedParameters) -> torch.optim.Optimizer:
+        built = build_optimizer(optimizer, named_parameters)
         if not hasattr(built, "param_groups"):
             raise ModelError(
                 f"optimizer builds a {type(built).__name__}; it must return one "

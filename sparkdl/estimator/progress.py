@@ -6,7 +6,7 @@ from types import TracebackType
 
 from tqdm.auto import tqdm
 
-from sparkdl.averager.events import RunEvent as Event
+from sparkdl.averager.run_events import RunEvent as Event
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts
 

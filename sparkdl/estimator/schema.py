@@ -16,6 +16,7 @@ from sparkdl.feed.columns import FeedSchema
 from sparkdl.protocols import LossFunction
 from sparkdl.spark.rows.column_overrides import ColumnOverrides
 from sparkdl.spark.rows.columns import InputColumn, input_column
+from sparkdl.spark.rows.held_out import held_out_fraction
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,12 @@ class FedColumns:
 
 
 def fed_columns(
-    params: DataParams, frame: DataFrame, loss: LossFunction, head: Head, fractions: torch.dtype
+    params: DataParams,
+    frame: DataFrame,
+    loss: LossFunction,
+    head: Head,
+    fractions: torch.dtype,
+    seed: int,
 ) -> FedColumns:
     """Look the columns up and decide what they become.
 
@@ -44,9 +50,11 @@ def fed_columns(
         loss: what takes the labels.
         head: what it says about the model's outputs.
         fractions: the dtype of the model's parameters.
+        seed: of the choice of the rows that are held out, where a fraction of them is.
 
     Raises:
-        ConfigError: a column's shape or dtype is missing, impossible or declared for no column.
+        ConfigError: a column's shape or dtype is missing, impossible or declared for no column, or
+            held-out rows are said in two ways.
         DataError: a column is missing, doubled or of a type that cannot become a tensor.
     """
     several = params.getFeaturesCols() is not None
@@ -66,9 +74,13 @@ def fed_columns(
         declared.spec(column, _target_dtype(column, loss, head, fractions)) for column in labels
     )
     weight = _scalar(frame, params.optional_column("weightCol"), "weightCol")
-    indicator = _scalar(
-        frame, params.optional_column("validationIndicatorCol"), "validationIndicatorCol"
-    )
+    held_out = params.held_out_by()
+    indicator: InputColumn | None
+    if isinstance(held_out, float):
+        content = (*features, *labels, *([] if weight is None else [weight]))
+        indicator = held_out_fraction(content, held_out, seed)
+    else:
+        indicator = _scalar(frame, held_out, "validationIndicatorCol")
     schema = FeedSchema(
         tuple(declared.spec(c, c.default_dtype(fractions)) for c in features),
         label_specs if several else label_specs[0],

@@ -19,6 +19,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
 from sparkdl.protocols import Batch, CenterExchange
 from sparkdl.replica import Replica
+from sparkdl.worker_callback import StepCalls
 
 
 @dataclass
@@ -48,6 +49,8 @@ class Run:
     """Rows trained on since the last round."""
     loss_sum: float | Tensor = 0.0
     """Sum of the loss over those rows; on a GPU a float64 scalar there."""
+    calls: StepCalls | None = None
+    """To the callbacks on this worker, if there are any."""
 
     def start_at(self, position: Position) -> None:
         """Begin, or begin again, behind the last committed window."""
@@ -55,6 +58,8 @@ class Run:
         self.step_of_epoch = position.step_of_epoch
         self.examples = 0
         self.loss_sum = 0.0
+        if self.calls is not None:
+            self.calls.begin_anew()
 
     def start_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Count a new epoch, of which some steps may have been taken already."""
@@ -65,15 +70,25 @@ class Run:
         """Take one optimizer step and count it."""
         self.count_step()
         self.count(batch, self.replica.step(batch))
+        self.end_step()
 
     def count_step(self) -> None:
         """Count an optimizer step that begins: an error in it is reported with its own number."""
         self.step += 1
         self.step_of_epoch += 1
+        if self.calls is not None:
+            self.calls.before(self.epoch, self.step, self.step_of_epoch)
+
+    def end_step(self) -> None:
+        """Called after each optimizer step, once its minibatches were counted."""
+        if self.calls is not None:
+            self.calls.after()
 
     def count(self, batch: Batch, loss: Tensor) -> None:
         """Count a minibatch that was trained on, with its mean loss."""
         self.examples += batch.examples
+        if self.calls is not None:
+            self.calls.count(batch.examples, loss)
         # Reading a number from a GPU at every step would stall it; on CPUs a tensor is slower.
         self.loss_sum += batch.examples * (loss.double() if loss.is_cuda else loss.item())
 

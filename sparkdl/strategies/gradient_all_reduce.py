@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from sparkdl.averager.wire_format import FullPrecision, WireFormat
 from sparkdl.collective import release_model
 from sparkdl.errors import ConfigError
-from sparkdl.protocols import Batch
+from sparkdl.optimizers import NamedParameters, takes_names
+from sparkdl.protocols import Batch, OptimizerBuilder
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
 from sparkdl.strategies.gradients import FiniteGradients, FiniteSum, keep_finite
@@ -134,6 +135,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
             mine = itertools.islice(remaining, self.accumulate)
             for batch, loss in state.step(run.replica, mine, all_turns=self.sync_batch_norm):
                 run.count(batch, loss)
+            run.end_step()
             together.steps += 1
             together.give_sign_of_life(run)
             together.hand_over_if_due(run, self.commit_every, lambda: self._agreed(run, state))
@@ -305,10 +307,25 @@ def _wrap(
         )
 
 
-def _sharded(
-    build: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
-    parameters: list[nn.Parameter],
-) -> torch.optim.Optimizer:
+def _sharded(build: OptimizerBuilder, named: NamedParameters) -> torch.optim.Optimizer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    return ZeroRedundancyOptimizer(parameters, build)  # type: ignore[arg-type]
+    pairs = list(named)
+    if not takes_names(build):
+        parameters = [parameter for _, parameter in pairs]
+        return ZeroRedundancyOptimizer(parameters, build)  # type: ignore[arg-type]
+
+    def of_a_share(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """The user's optimizer of this worker's part of each group, of which only it has names."""
+        optimizer = build(pairs)
+        mine = {parameter for group in groups for parameter in group["params"]}
+        for parameter in optimizer.state.keys() - mine:
+            del optimizer.state[parameter]
+        optimizer.param_groups.clear()
+        for group in groups:
+            optimizer.add_param_group(group)
+        return optimizer
+
+    # They would be those of all parameters.
+    whole = [{k: v for k, v in g.items() if k != "param_names"} for g in build(pairs).param_groups]
+    return ZeroRedundancyOptimizer(whole, of_a_share)  # type: ignore[arg-type]

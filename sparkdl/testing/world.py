@@ -18,7 +18,7 @@ import cloudpickle
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.averager.events import RunEvent as Event
+from sparkdl.averager.run_events import RunEvent as Event
 from sparkdl.averager.server import Averager
 from sparkdl.callbacks import Callback
 from sparkdl.checkpoint.policy import CheckpointPolicy
@@ -26,6 +26,7 @@ from sparkdl.collective import Network
 from sparkdl.driver import Launch, Outcome, run
 from sparkdl.errors import DisconnectedError, TrainingError, WorkerLostError
 from sparkdl.transport.address import AveragerAddress
+from sparkdl.warm_start import WarmStart
 from sparkdl.worker import Job, Place, train
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ def run_world(
     checkpoints: CheckpointPolicy | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
     callbacks: Sequence[Callback] = (),
+    warm_start: WarmStart | None = None,
 ) -> Outcome:
     """Train ``job`` with one worker a shard and return the outcome.
 
@@ -76,6 +78,7 @@ def run_world(
         checkpoints: where to write checkpoints and whether to go on from one.
         on_event: called for the data's facts and each window and epoch reported.
         callbacks: as ``driver.run`` takes them.
+        warm_start: as ``driver.run`` takes it.
 
     Raises:
         TrainingError: as ``TorchEstimator.fit`` would.
@@ -89,6 +92,7 @@ def run_world(
             checkpoints=checkpoints,
             on_event=on_event,
             callbacks=callbacks,
+            warm_start=warm_start,
         )
 
 

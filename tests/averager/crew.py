@@ -12,8 +12,8 @@ import torch
 from toys import drive
 
 from sparkdl.averager import Averager, AveragerClient
-from sparkdl.averager.events import RunEvent as Event
 from sparkdl.averager.membership import Tolerance
+from sparkdl.averager.run_events import RunEvent as Event
 from sparkdl.averager.wire_format import FullPrecision, WireFormat
 from sparkdl.events import WindowReport
 from sparkdl.feed.facts import ShardFacts

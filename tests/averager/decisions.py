@@ -7,10 +7,12 @@ from typing import Any, TypeVar
 
 import pytest
 
+from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
 from sparkdl.averager.center_update import Contributions
 from sparkdl.averager.coordinator import Coordinator, Schedule
-from sparkdl.averager.events import Decision, Event, Member
+from sparkdl.averager.decisions import Decision
+from sparkdl.averager.events import Event, Member
 from sparkdl.averager.membership import Tolerance
 from sparkdl.averager.progress import Progress
 from sparkdl.averager.round_policy import RoundPolicy
@@ -40,9 +42,9 @@ def only(kind: type[T], decisions: list[Decision]) -> list[T]:
     return [decision for decision in decisions if isinstance(decision, kind)]
 
 
-def commit(run: Run, *weights: int) -> on.Commit:
+def commit(run: Run, *weights: int) -> do.Commit:
     """The decision to commit what ranks with so many rows have contributed."""
-    return on.Commit(Contributions(weights, len(run.ranks)))
+    return do.Commit(Contributions(weights, len(run.ranks)))
 
 
 class Every:
@@ -182,6 +184,6 @@ def expect_failure(
     run: Run, decisions: list[Decision], kind: type[SparkDLError], words: str
 ) -> None:
     """The run has ended, with an error that says these words."""
-    assert decisions[-1:] == [on.End(run.failure)]
+    assert decisions[-1:] == [do.End(run.failure)]
     with pytest.raises(kind, match=words):
         raise run.failure or AssertionError("the run goes on")

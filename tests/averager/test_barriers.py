@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from decisions import Every, Run, commit, expect_failure, only, report, started
 
+from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
 from sparkdl.averager.center_update import Contributions
 from sparkdl.averager.coordinator import Coordinator
@@ -30,9 +31,9 @@ def run_of(world_size: int, barrier: Barrier, **options: Any) -> Run:
     return started(world_size, policy=barrier.policy(1), **options)
 
 
-def going_on(decisions: list[on.Decision]) -> set[int]:
+def going_on(decisions: list[do.Decision]) -> set[int]:
     """Who is sent a center."""
-    sent = [d for d in decisions if isinstance(d, (on.Reply, on.Welcome))]
+    sent = [d for d in decisions if isinstance(d, (do.Reply, do.Welcome))]
     return {decision.member.rank for decision in sent}
 
 
@@ -52,7 +53,7 @@ class Steps:
         return going_on(decisions)
 
 
-def contribute(run: Run, rank: int, steps: int, **window: Any) -> list[on.Decision]:
+def contribute(run: Run, rank: int, steps: int, **window: Any) -> list[do.Decision]:
     """A contribution with its step in the epoch."""
     told = replace(report(rank, **window), step_of_epoch=steps)
     return run.tell(on.WindowClosed(run.members[rank], told)) + run.add(rank)
@@ -68,7 +69,7 @@ class TestOneBound:
     def test_a_contribution_changes_the_center_at_once(self, steps: Steps) -> None:
         for number in (1, 2):
             decisions = contribute(steps.run, 0, steps=number, step=number)
-            assert only(on.Commit, decisions) == [commit(steps.run, 1)]
+            assert only(do.Commit, decisions) == [commit(steps.run, 1)]
             steps.run.take(0)
         assert steps.run.positions() == [2, 0]
 
@@ -116,19 +117,19 @@ class TestOneBound:
         run.take()
         assert run.close(0, step=3) == []
         contribute(run, 1, steps=1)
-        assert run.take(1) == [on.OpenSum((0,)), on.Receive(run.members[0], 1, 1)]
+        assert run.take(1) == [do.OpenSum((0,)), do.Receive(run.members[0], 1, 1)]
 
     def test_who_waits_is_told_that_the_run_goes_on(self, steps: Steps) -> None:
         steps.step(0)
         steps.step(0)
-        assert only(on.SayWaiting, steps.run.wait(20)) == [on.SayWaiting((steps.run.members[0],))]
+        assert only(do.SayWaiting, steps.run.wait(20)) == [do.SayWaiting((steps.run.members[0],))]
 
     def test_who_waits_is_not_late_and_who_is_waited_for_is(self, steps: Steps) -> None:
         steps.run.wait(1)
         for rank in (0, 1, 0, 0):
             steps.step(rank)
         decisions = steps.run.wait(20)
-        assert only(on.Drop, decisions) == [on.Drop(steps.run.members[1])]
+        assert only(do.Drop, decisions) == [do.Drop(steps.run.members[1])]
         assert going_on(decisions) == {0}
 
     def test_who_waits_and_contributes_is_an_error(self, steps: Steps) -> None:
@@ -158,7 +159,7 @@ def test_everyone_starts_over_behind_a_barrier_if_the_contribution_breaks() -> N
     contribute(run, 0, steps=1)
     run.close(1)
     decisions = run.lose(1)
-    assert only(on.StartOver, decisions) == [on.StartOver(())]
+    assert only(do.StartOver, decisions) == [do.StartOver(())]
     assert going_on(decisions) == {0}
 
 
@@ -167,14 +168,14 @@ def test_a_checkpoint_has_the_own_states_of_those_who_wait() -> None:
     contribute(run, 0, steps=1)
     run.take()
     decisions = contribute(run, 1, steps=1)
-    asked = {decision.member.rank for decision in only(on.AskOwnState, decisions)}
+    asked = {decision.member.rank for decision in only(do.AskOwnState, decisions)}
     assert asked == run.coordinator.checkpoints.awaited == {0, 1}
     for rank in asked:
         run.tell(on.OwnStateWritten(run.members[rank]))
     run.tell(on.CheckpointWritten())
     decisions = contribute(run, 2, steps=1)
     assert going_on(decisions) == {0, 1, 2}
-    assert only(on.AskOwnState, decisions) == []
+    assert only(do.AskOwnState, decisions) == []
 
 
 @pytest.mark.parametrize("barrier", [SSP(1), PSSP(MANY, 1)], ids=str)
@@ -192,7 +193,7 @@ def test_a_resumed_run_has_those_wait_who_were_ahead_when_they_have_trained(
     run.take()
     assert run.close(0, step=5) == []
     contribute(run, 1, steps=3, step=3)
-    assert only(on.Receive, run.take(1)) == [on.Receive(run.members[0], 1, 1)]
+    assert only(do.Receive, run.take(1)) == [do.Receive(run.members[0], 1, 1)]
 
 
 def test_a_window_is_a_period_of_steps() -> None:
@@ -209,14 +210,14 @@ class TestSoftsync:
     def test_the_others_contribute_to_the_next_what_is_stale(self) -> None:
         run = run_of(3, Softsync(2))
         run.contribute(2)
-        assert run.close(0) == [on.Receive(run.members[0], 1), on.Skip(1)]
-        assert only(on.Commit, run.add(0)) == [commit(run, 1, 1)]
+        assert run.close(0) == [do.Receive(run.members[0], 1), do.Skip(1)]
+        assert only(do.Commit, run.add(0)) == [commit(run, 1, 1)]
         run.take(0, 2)
-        assert run.close(1) == [on.OpenSum((0, 1, 2)), on.Receive(run.members[1], 1, 1)]
+        assert run.close(1) == [do.OpenSum((0, 1, 2)), do.Receive(run.members[1], 1, 1)]
         run.add(1)
         decisions = run.contribute(2, step=2)
-        assert only(on.Commit, decisions) == [on.Commit(Contributions((1, 1), 3, 1))]
-        told = [d.event for d in only(on.Report, decisions) if isinstance(d.event, WindowReport)]
+        assert only(do.Commit, decisions) == [do.Commit(Contributions((1, 1), 3, 1))]
+        told = [d.event for d in only(do.Report, decisions) if isinstance(d.event, WindowReport)]
         assert [(window.rank, window.staleness) for window in told] == [(1, 1), (2, 0)]
 
     def test_all_who_are_there_are_enough(self) -> None:
@@ -238,7 +239,7 @@ def test_staleness_is_in_the_epochs_summary() -> None:
         contribute(run, rank, steps=steps, step=steps)
         run.take()
     contribute(run, 0, steps=3, last=True)
-    told = only(on.Report, contribute(run, 1, steps=1, examples=0, last=True))
+    told = only(do.Report, contribute(run, 1, steps=1, examples=0, last=True))
     (summary,) = [each.event for each in told if isinstance(each.event, EpochSummary)]
     # Rank 1 has missed two updates, then rank 0 one; without rows there is nothing stale.
     assert (summary.mean_staleness, summary.max_staleness) == (3 / 4, 2)
@@ -250,7 +251,7 @@ def test_workers_of_the_same_speed_have_missed_one_update_of_each_other(workers:
     told = []
     for steps in range(1, 4):
         for rank in run.ranks:
-            told += only(on.Commit, contribute(run, rank, steps=steps, step=steps))
+            told += only(do.Commit, contribute(run, rank, steps=steps, step=steps))
             run.take(rank)
     stale = [each.contributions.staleness for each in told[workers:]]
     assert stale == [workers - 1] * (2 * workers)
@@ -370,16 +371,16 @@ class Ahead(Coordinator):
         self.newcomers: set[int] = set()
         super().__init__(*arguments, **options)
 
-    def handle(self, event: on.Event, now: float) -> list[on.Decision]:
+    def handle(self, event: on.Event, now: float) -> list[do.Decision]:
         decisions = super().handle(event, now)
-        told = [decision.event for decision in decisions if isinstance(decision, on.Report)]
+        told = [decision.event for decision in decisions if isinstance(decision, do.Report)]
         self.done |= {each.rank for each in told if isinstance(each, WindowReport) and each.last}
         if any(isinstance(each, EpochSummary) for each in told):
             self.done = set()
-        self.newcomers |= {welcome.member.rank for welcome in only(on.Welcome, decisions)}
+        self.newcomers |= {welcome.member.rank for welcome in only(do.Welcome, decisions)}
         # Newcomers train at once, and are looked at when they contribute.
-        received = {receive.member.rank for receive in only(on.Receive, decisions)}
-        sent = {reply.member.rank for reply in only(on.Reply, decisions)}
+        received = {receive.member.rank for receive in only(do.Receive, decisions)}
+        sent = {reply.member.rank for reply in only(do.Reply, decisions)}
         for rank in (sent | self.newcomers & received) - self.done:
             self.look(rank, self.round.active - self.done)
         self.newcomers -= received

@@ -10,7 +10,7 @@ from decisions import Run, only, started
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from sparkdl.averager import events as on
+from sparkdl.averager import decisions as do
 from sparkdl.averager.center import Center, Frames
 from sparkdl.averager.center_update import Contributions
 from sparkdl.averager.wire_format import BFloat16Changes, FullPrecision, WireFormat
@@ -68,19 +68,19 @@ def read(frames: Frames, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.frombuffer(bytearray(octets), dtype=dtype)
 
 
-def played(run: Run, center: Center, values: dict[int, float], *ranks: int) -> list[on.Decision]:
+def played(run: Run, center: Center, values: dict[int, float], *ranks: int) -> list[do.Decision]:
     """A round of the run, its decisions carried out at a center."""
-    made: list[on.Decision] = []
+    made: list[do.Decision] = []
     for rank in ranks:
         for decision in (made := made + run.close(rank))[-2:]:
-            if isinstance(decision, on.OpenSum):
+            if isinstance(decision, do.OpenSum):
                 center.open_sum(decision.ranks)
-            elif isinstance(decision, on.Receive):
+            elif isinstance(decision, do.Receive):
                 assert center.sum is not None
                 center.sum.declare(rank, decision.weight)
         contribute(center, rank, values[rank])
         made += run.add(rank)
-    (commit,) = only(on.Commit, made)
+    (commit,) = only(do.Commit, made)
     center.commit(commit.contributions)
     return made
 

@@ -5,30 +5,31 @@ from __future__ import annotations
 import pytest
 from decisions import Every, Run, only, shard, started
 
+from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
 from sparkdl.errors import DeadlineError, PreemptedError, TrainingError
 
 
-def asked(decisions: list[on.Decision]) -> list[int]:
+def asked(decisions: list[do.Decision]) -> list[int]:
     """Whose own states a checkpoint asks for, after a reply or at once."""
-    replies = [reply.member.rank for reply in only(on.Reply, decisions) if reply.own_state]
-    return sorted(replies + [ask.member.rank for ask in only(on.AskOwnState, decisions)])
+    replies = [reply.member.rank for reply in only(do.Reply, decisions) if reply.own_state]
+    return sorted(replies + [ask.member.rank for ask in only(do.AskOwnState, decisions)])
 
 
-def write_own_states(run: Run, *ranks: int) -> list[on.Decision]:
-    decisions: list[on.Decision] = []
+def write_own_states(run: Run, *ranks: int) -> list[do.Decision]:
+    decisions: list[do.Decision] = []
     for rank in ranks:
         decisions += run.tell(on.OwnStateWritten(run.members[rank]))
     return decisions
 
 
-def written(run: Run) -> list[on.Decision]:
+def written(run: Run) -> list[do.Decision]:
     return run.tell(on.CheckpointWritten())
 
 
 def test_without_a_schedule_there_is_none() -> None:
     decisions = started(2).round(last=True)
-    assert asked(decisions) == only(on.BeginCheckpoint, decisions) == []
+    assert asked(decisions) == only(do.BeginCheckpoint, decisions) == []
 
 
 def test_it_asks_all_who_have_contributed_to_its_commit() -> None:
@@ -36,7 +37,7 @@ def test_it_asks_all_who_have_contributed_to_its_commit() -> None:
     assert asked(run.round(step=1)) == []
     decisions = run.round(step=2)
     assert asked(decisions) == [0, 1]
-    (begun,) = only(on.BeginCheckpoint, decisions)
+    (begun,) = only(do.BeginCheckpoint, decisions)
     assert [position.step for position in begun.progress.positions] == [2, 2]
     assert begun.progress.rounds == 2
     assert begun.data == run.coordinator.shards.facts
@@ -45,7 +46,7 @@ def test_it_asks_all_who_have_contributed_to_its_commit() -> None:
 def test_the_center_is_copied_after_the_commit_and_before_anybody_goes_on() -> None:
     run = started(1, checkpoints=Every(1))
     kinds = [type(decision) for decision in run.contribute(0)]
-    assert kinds[-4:] == [on.Commit, on.Report, on.BeginCheckpoint, on.Reply]
+    assert kinds[-4:] == [do.Commit, do.Report, do.BeginCheckpoint, do.Reply]
 
 
 def test_facts_about_rows_of_which_more_arrive_say_so() -> None:
@@ -54,7 +55,7 @@ def test_facts_about_rows_of_which_more_arrive_say_so() -> None:
     run.read(0, shard(3, complete=False))
     run.start()
     run.take()
-    (begun,) = only(on.BeginCheckpoint, run.contribute(0))
+    (begun,) = only(do.BeginCheckpoint, run.contribute(0))
     assert not begun.data.complete
 
 
@@ -62,7 +63,7 @@ def test_it_is_written_once_every_own_state_has_come() -> None:
     run = started(2, checkpoints=Every(1))
     run.round()
     assert write_own_states(run, 1) == []
-    assert write_own_states(run, 0) == [on.WriteCheckpoint()]
+    assert write_own_states(run, 0) == [do.WriteCheckpoint()]
     assert write_own_states(run, 0, 1) == []
 
 
@@ -74,11 +75,11 @@ def test_who_waits_for_the_epochs_end_is_asked_at_once() -> None:
     run.take(0, 2)
     run.contribute(0)
     decisions = run.contribute(2, last=True)
-    assert only(on.AskOwnState, decisions) == [
-        on.AskOwnState(run.members[1]),
-        on.AskOwnState(run.members[2]),
+    assert only(do.AskOwnState, decisions) == [
+        do.AskOwnState(run.members[1]),
+        do.AskOwnState(run.members[2]),
     ]
-    replies = only(on.Reply, decisions)
+    replies = only(do.Reply, decisions)
     assert [(reply.member.rank, reply.own_state) for reply in replies] == [(0, True)]
 
 
@@ -88,11 +89,11 @@ def test_at_the_end_of_an_epoch_everyone_is_asked_with_the_final_center() -> Non
     run.contribute(1)
     run.take(1)
     decisions = run.contribute(1, last=True)
-    assert only(on.Reply, decisions) == [
-        on.Reply(run.members[rank], final=True, values=True, own_state=True) for rank in (0, 1)
+    assert only(do.Reply, decisions) == [
+        do.Reply(run.members[rank], final=True, values=True, own_state=True) for rank in (0, 1)
     ]
-    assert only(on.AskOwnState, decisions) == []
-    (begun,) = only(on.BeginCheckpoint, decisions)
+    assert only(do.AskOwnState, decisions) == []
+    (begun,) = only(do.BeginCheckpoint, decisions)
     assert (begun.progress.epoch, len(begun.progress.history)) == (2, 1)
 
 
@@ -103,8 +104,8 @@ def test_nobody_is_asked_twice_for_one_checkpoint() -> None:
     run.take(1)
     # The next round has to wait for the checkpoint, and asks for the next one.
     assert run.close(1) == []
-    assert write_own_states(run, 0, 1) == [on.WriteCheckpoint()]
-    assert written(run) == [on.OpenSum((1,)), on.Receive(run.members[1], 1)]
+    assert write_own_states(run, 0, 1) == [do.WriteCheckpoint()]
+    assert written(run) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
     assert asked(run.add(1)) == [0, 1]
 
 
@@ -113,7 +114,7 @@ def test_rounds_in_between_ask_nobody() -> None:
     for number in range(1, 7):
         decisions = run.round()
         assert asked(decisions) == ([0, 1] if number == 3 else [])
-        assert len(only(on.Commit, decisions)) == (number < 6)
+        assert len(only(do.Commit, decisions)) == (number < 6)
 
 
 def test_who_has_come_back_is_not_asked_for_a_commit_that_is_not_its_own() -> None:
@@ -123,8 +124,8 @@ def test_who_has_come_back_is_not_asked_for_a_commit_that_is_not_its_own() -> No
     run.come_back(0)
     decisions = run.contribute(2)
     assert asked(decisions) == [1, 2]
-    assert decisions[-1] == on.Welcome(run.members[0])
-    assert write_own_states(run, 1, 2) == [on.WriteCheckpoint()]
+    assert decisions[-1] == do.Welcome(run.members[0])
+    assert write_own_states(run, 1, 2) == [do.WriteCheckpoint()]
 
 
 def test_who_has_come_back_is_not_asked_in_the_name_of_who_was_lost() -> None:
@@ -134,14 +135,14 @@ def test_who_has_come_back_is_not_asked_in_the_name_of_who_was_lost() -> None:
     decisions = run.contribute(1)
     assert asked(decisions) == [1]
     run.come_back(0)
-    assert write_own_states(run, 1) == [on.WriteCheckpoint()]
+    assert write_own_states(run, 1) == [do.WriteCheckpoint()]
 
 
 def test_it_does_without_the_own_state_of_who_is_lost() -> None:
     run = started(2, max_failures=1, checkpoints=Every(1))
     run.round()
     write_own_states(run, 0)
-    assert run.lose(1) == [on.Drop(run.members[1]), on.WriteCheckpoint()]
+    assert run.lose(1) == [do.Drop(run.members[1]), do.WriteCheckpoint()]
 
 
 def test_it_needs_no_own_state_if_all_are_lost_that_have_contributed() -> None:
@@ -150,7 +151,7 @@ def test_it_needs_no_own_state_if_all_are_lost_that_have_contributed() -> None:
     run.lose(0)
     run.lose(1)
     decisions = run.come_back(0)
-    kinds = [on.Commit, on.Report, on.BeginCheckpoint, on.WriteCheckpoint, on.Welcome]
+    kinds = [do.Commit, do.Report, do.BeginCheckpoint, do.WriteCheckpoint, do.Welcome]
     assert [type(decision) for decision in decisions] == kinds
 
 
@@ -161,19 +162,19 @@ class TestWaiting:
         run = started(2, checkpoints=Every(2))
         run.round()
         run.round()
-        assert run.close(0)[-1] == on.Receive(run.members[0], 1)
+        assert run.close(0)[-1] == do.Receive(run.members[0], 1)
         assert run.close(1, last=True) == []
         write_own_states(run, 0, 1)
-        assert written(run) == [on.Receive(run.members[1], 1)]
+        assert written(run) == [do.Receive(run.members[1], 1)]
 
     def test_rounds_go_on_until_the_next_is_due(self) -> None:
         run = started(1, checkpoints=Every(3))
         for _ in range(3):
             run.round()
-        assert len(only(on.Commit, run.round() + run.round())) == 2
+        assert len(only(do.Commit, run.round() + run.round())) == 2
         assert run.close(0) == []
         write_own_states(run, 0)
-        assert written(run) == [on.OpenSum((0,)), on.Receive(run.members[0], 1)]
+        assert written(run) == [do.OpenSum((0,)), do.Receive(run.members[0], 1)]
 
     def test_whoever_finishes_leaves_once_it_is_written(self) -> None:
         run = started(2, checkpoints=Every(epochs=True))
@@ -181,9 +182,9 @@ class TestWaiting:
         write_own_states(run, 0, 1)
         assert run.finish(1) == run.finish(0) == []
         assert written(run) == [
-            on.Dismiss(run.members[1]),
-            on.Dismiss(run.members[0]),
-            on.End(None),
+            do.Dismiss(run.members[1]),
+            do.Dismiss(run.members[0]),
+            do.End(None),
         ]
 
     def test_whose_connection_breaks_meanwhile_has_finished_all_the_same(self) -> None:
@@ -192,9 +193,9 @@ class TestWaiting:
         write_own_states(run, 0)
         run.finish(0)
         assert run.lose(0) == []
-        (refused,) = only(on.Refuse, run.join(0, attempt=1))
+        (refused,) = only(do.Refuse, run.join(0, attempt=1))
         assert "has finished its last epoch already" in refused.reason
-        assert written(run)[-1] == on.End(None)
+        assert written(run)[-1] == do.End(None)
 
     def test_whoever_waits_to_leave_is_not_late(self) -> None:
         run = started(2, max_failures=1, deadline_s=100, checkpoints=Every(epochs=True))
@@ -203,7 +204,7 @@ class TestWaiting:
         write_own_states(run, 0, 1)
         run.finish(0)
         run.finish(1)
-        assert only(on.Drop, run.wait(90)) == []
+        assert only(do.Drop, run.wait(90)) == []
         assert run.coordinator.members.dropped == []
         assert run.coordinator.members.patience_s(0) == 15.0
 
@@ -214,15 +215,15 @@ class TestWaiting:
         run.close(0)
         run.wait(9)
         written(run)
-        assert only(on.End, run.wait(9)) == []
-        assert only(on.End, run.wait(1)) == [on.End(run.failure)]
+        assert only(do.End, run.wait(9)) == []
+        assert only(do.End, run.wait(1)) == [do.End(run.failure)]
 
 
 class TestSilence:
     """How long a checkpoint may take, and who is named."""
 
     def fails(self, run: Run, seconds: float, words: str) -> None:
-        assert only(on.End, run.wait(seconds)) == [on.End(run.failure)]
+        assert only(do.End, run.wait(seconds)) == [do.End(run.failure)]
         with pytest.raises(DeadlineError, match=words):
             raise run.failure or AssertionError("the run goes on")
 
@@ -238,7 +239,7 @@ class TestSilence:
         run.round()
         write_own_states(run, 0)
         run.close(0)
-        assert only(on.End, run.wait(10)) == []
+        assert only(do.End, run.wait(10)) == []
         self.fails(run, 1, "the checkpoint of epoch 1 was not written within 10 s.*checkpointPath")
 
     def test_a_pause_of_the_driver_gives_it_its_time_anew(self) -> None:
@@ -247,7 +248,7 @@ class TestSilence:
         write_own_states(run, 0)
         run.close(0)
         run.now += 3600
-        assert only(on.End, run.wait(10)) == []
+        assert only(do.End, run.wait(10)) == []
 
 
 class TestPreemption:
@@ -258,9 +259,9 @@ class TestPreemption:
         reason = PreemptedError("the cluster shuts down")
         run.tell(on.Preempted(reason))
         assert asked(run.round()) == [0]
-        assert write_own_states(run, 0) == [on.WriteCheckpoint()]
+        assert write_own_states(run, 0) == [do.WriteCheckpoint()]
         assert run.close(0) == []
-        assert written(run) == [on.End(reason)]
+        assert written(run) == [do.End(reason)]
 
     def test_a_checkpoint_that_was_being_written_is_not_the_last(self) -> None:
         run = started(1, checkpoints=Every(100))
@@ -269,16 +270,16 @@ class TestPreemption:
         run.tell(on.Preempted(reason := PreemptedError("second")))
         write_own_states(run, 0)
         assert run.close(0) == []
-        assert written(run) == [on.OpenSum((0,)), on.Receive(run.members[0], 1)]
+        assert written(run) == [do.OpenSum((0,)), do.Receive(run.members[0], 1)]
         assert asked(run.add(0)) == [0]
         write_own_states(run, 0)
-        assert written(run) == [on.End(reason)]
+        assert written(run) == [do.End(reason)]
 
     def test_whatever_ends_it_earlier_it_was_told_to_end(self) -> None:
         run = started(1, checkpoints=Every(100))
         reason = PreemptedError("the cluster shuts down")
         run.tell(on.Preempted(reason))
-        assert run.tell(on.Failed(TrainingError("the workers are gone"))) == [on.End(reason)]
+        assert run.tell(on.Failed(TrainingError("the workers are gone"))) == [do.End(reason)]
 
 
 def test_it_is_known_whether_the_last_commit_has_become_one() -> None:

@@ -8,6 +8,7 @@ import pytest
 from decisions import Every, Run, commit, expect_failure, only, report, shard
 from decisions import started as started_with
 
+from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
 from sparkdl.averager.events import Member
 from sparkdl.averager.membership import STRAGGLER_S, STRAGGLER_WINDOWS
@@ -19,9 +20,9 @@ def started(world_size: int, *, max_failures: int = 5, **options: object) -> Run
     return started_with(world_size, max_failures=max_failures, **options)
 
 
-def replied_to(decisions: list[on.Decision]) -> list[int]:
+def replied_to(decisions: list[do.Decision]) -> list[int]:
     """The ranks that are told what the round came to."""
-    return [reply.member.rank for reply in only(on.Reply, decisions)]
+    return [reply.member.rank for reply in only(do.Reply, decisions)]
 
 
 class TestRounds:
@@ -32,7 +33,7 @@ class TestRounds:
         run.contribute(0)
         run.contribute(1)
         decisions = run.lose(2)
-        assert decisions[:3] == [on.Drop(run.members[2]), on.Skip(2), commit(run, 1, 1)]
+        assert decisions[:3] == [do.Drop(run.members[2]), do.Skip(2), commit(run, 1, 1)]
         assert replied_to(decisions) == [0, 1]
         assert run.positions() == [1, 1, 0]
 
@@ -40,7 +41,7 @@ class TestRounds:
         run = started(3)
         run.close(1)
         run.close(2)
-        assert run.lose(0) == [on.Drop(run.members[0]), on.Skip(0)]
+        assert run.lose(0) == [do.Drop(run.members[0]), do.Skip(0)]
         assert run.add(1) == []
         assert replied_to(run.add(2)) == [1, 2]
 
@@ -48,9 +49,9 @@ class TestRounds:
         run = started(2)
         run.close(0)
         run.close(1)
-        again = on.StartOver((run.members[1],))
-        assert run.lose(0) == [on.Drop(run.members[0]), again]
-        assert run.close(1) == [on.OpenSum((1,)), on.Receive(run.members[1], 1)]
+        again = do.StartOver((run.members[1],))
+        assert run.lose(0) == [do.Drop(run.members[0]), again]
+        assert run.close(1) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
         assert replied_to(run.add(1)) == [1]
         assert run.positions() == [0, 1]
 
@@ -59,15 +60,15 @@ class TestRounds:
         run.contribute(0)
         run.close(1, examples=0)
         run.close(2)
-        assert on.StartOver((run.members[0], run.members[1])) in run.lose(2)
-        assert only(on.Commit, run.round(0, 1, 3)) == [commit(run, 1, 1, 1)]
+        assert do.StartOver((run.members[0], run.members[1])) in run.lose(2)
+        assert only(do.Commit, run.round(0, 1, 3)) == [commit(run, 1, 1, 1)]
 
     def test_a_whole_contribution_counts_although_its_sender_is_lost(self) -> None:
         run = started(2)
         run.contribute(0)
-        assert run.lose(0) == [on.Drop(run.members[0])]
+        assert run.lose(0) == [do.Drop(run.members[0])]
         decisions = run.contribute(1)
-        assert only(on.Report, decisions) == [on.Report(report(0)), on.Report(report(1))]
+        assert only(do.Report, decisions) == [do.Report(report(0)), do.Report(report(1))]
         assert replied_to(decisions) == [1]
         assert run.positions() == [1, 1]
 
@@ -79,8 +80,8 @@ class TestRounds:
         assert run.positions() == [0, 0]
         assert run.come_back(1) == [
             commit(run, 1),
-            on.Report(report(0)),
-            on.Welcome(run.members[1]),
+            do.Report(report(0)),
+            do.Welcome(run.members[1]),
         ]
         assert run.positions() == [1, 0]
 
@@ -91,7 +92,7 @@ class TestRounds:
         run.take(0)
         assert run.close(0) == []
         decisions = run.lose(1)
-        assert decisions[1:] == [on.OpenSum((0,)), on.Receive(run.members[0], 1)]
+        assert decisions[1:] == [do.OpenSum((0,)), do.Receive(run.members[0], 1)]
 
     def test_a_window_that_waits_is_forgotten_with_who_has_closed_it(self) -> None:
         run = started(2)
@@ -101,7 +102,7 @@ class TestRounds:
         run.close(0)
         run.lose(0)
         assert run.take(1) == []
-        assert run.close(1) == [on.OpenSum((1,)), on.Receive(run.members[1], 1)]
+        assert run.close(1) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
 
 
 class TestComingBack:
@@ -111,10 +112,10 @@ class TestComingBack:
         run = started(2)
         run.round(step=1)
         run.lose(0)
-        assert run.close(1, step=2) == [on.OpenSum((1,)), on.Receive(run.members[1], 1)]
+        assert run.close(1, step=2) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
         run.add(1)
         run.take(1)
-        assert run.come_back(0) == [on.Welcome(run.members[0])]
+        assert run.come_back(0) == [do.Welcome(run.members[0])]
         assert run.positions() == [1, 2]
         run.take(0)
         assert replied_to(run.round(step=3)) == [0, 1]
@@ -124,7 +125,7 @@ class TestComingBack:
         run.lose(0)
         run.come_back(0)
         assert run.close(1) == []
-        assert run.take(0) == [on.OpenSum((0, 1)), on.Receive(run.members[1], 1)]
+        assert run.take(0) == [do.OpenSum((0, 1)), do.Receive(run.members[1], 1)]
 
     def test_in_the_middle_of_a_round_it_is_let_in_at_its_end(self) -> None:
         run = started(3)
@@ -133,7 +134,7 @@ class TestComingBack:
         assert run.come_back(0) == []
         decisions = run.contribute(2)
         assert replied_to(decisions) == [1, 2]
-        assert decisions[-1] == on.Welcome(run.members[0])
+        assert decisions[-1] == do.Welcome(run.members[0])
         assert run.coordinator.round.readers == {0, 1, 2}
 
     def test_in_a_round_that_starts_over_it_takes_part_at_once(self) -> None:
@@ -143,9 +144,9 @@ class TestComingBack:
         run.come_back(0)
         run.close(2)
         decisions = run.lose(1)
-        assert decisions[1:] == [on.StartOver((run.members[2],)), on.Welcome(run.members[0])]
+        assert decisions[1:] == [do.StartOver((run.members[2],)), do.Welcome(run.members[0])]
         assert run.close(2) == []
-        assert run.take(0) == [on.OpenSum((0, 2)), on.Receive(run.members[2], 1)]
+        assert run.take(0) == [do.OpenSum((0, 2)), do.Receive(run.members[2], 1)]
 
     def test_it_may_be_lost_again_while_it_waits_to_be_let_in(self) -> None:
         run = started(3)
@@ -154,8 +155,8 @@ class TestComingBack:
         run.come_back(0, attempt=1)
         run.lose(0)
         decisions = run.contribute(2)
-        assert only(on.Welcome, decisions) == []
-        assert run.come_back(0, attempt=2) == [on.Welcome(run.members[0])]
+        assert only(do.Welcome, decisions) == []
+        assert run.come_back(0, attempt=2) == [do.Welcome(run.members[0])]
 
     def test_an_epoch_does_not_end_before_a_lost_rank_is_through_with_it(self) -> None:
         run = started(2)
@@ -174,7 +175,7 @@ class TestComingBack:
         run.take(1)
         run.come_back(0)
         run.take(0)
-        assert run.close(0, last=True, examples=0) == [on.OpenSum((0, 1)), on.Skip(0)]
+        assert run.close(0, last=True, examples=0) == [do.OpenSum((0, 1)), do.Skip(0)]
         assert replied_to(run.contribute(1, last=True)) == [0, 1]
         assert [epoch.examples for epoch in run.coordinator.committed.history] == [3]
 
@@ -191,8 +192,8 @@ class TestComingBack:
         run.round(last=True)
         run.finish(0)
         reason = "rank 0 has finished its last epoch already"
-        assert run.join(0, attempt=1) == [on.Refuse(run.members[0], reason)]
-        assert run.finish(1)[-1] == on.End(None)
+        assert run.join(0, attempt=1) == [do.Refuse(run.members[0], reason)]
+        assert run.finish(1)[-1] == do.End(None)
 
 
 class TestFencing:
@@ -202,13 +203,13 @@ class TestFencing:
         run = started(2)
         run.join(0, 5, "b")
         words = "attempt 4 of rank 0 on a is out of date: attempt 5 runs on b"
-        assert run.join(0, 4, "a") == [on.Refuse(run.members[0], words)]
+        assert run.join(0, 4, "a") == [do.Refuse(run.members[0], words)]
         assert run.failure is None
 
     def test_the_later_attempt_has_the_earlier_dropped(self) -> None:
         run = started(2)
         before = run.members[0]
-        assert run.join(0, 6, "c") == [on.Drop(before)]
+        assert run.join(0, 6, "c") == [do.Drop(before)]
         lost = "rank 0 on host-0 was replaced before its connection was known to be lost"
         assert run.coordinator.members.losses == [lost]
 
@@ -265,7 +266,7 @@ def test_who_was_dropped_with_its_last_word_on_the_way_has_finished() -> None:
     run.round(last=True)
     run.lose(0)
     run.finish(0)
-    assert run.finish(1)[-1] == on.End(None)
+    assert run.finish(1)[-1] == do.End(None)
 
 
 def test_the_loss_of_who_has_finished_is_none() -> None:
@@ -281,10 +282,10 @@ class TestMinWorkers:
     def test_a_round_waits_for_min_workers(self) -> None:
         run = started(2, min_workers=2)
         run.lose(0)
-        assert only(on.Commit, run.contribute(1)) == []
+        assert only(do.Commit, run.contribute(1)) == []
         decisions = run.come_back(0)
         assert replied_to(decisions) == [1]
-        assert decisions[-1] == on.Welcome(run.members[0])
+        assert decisions[-1] == do.Welcome(run.members[0])
         assert run.positions() == [0, 1]
 
     def test_the_wait_ends_at_the_deadline(self) -> None:
@@ -298,7 +299,7 @@ class TestMinWorkers:
         run = started(2, deadline_s=10)
         run.lose(0)
         run.contribute(1, last=True)
-        assert only(on.End, run.wait(9)) == []
+        assert only(do.End, run.wait(9)) == []
         expect_failure(run, run.wait(1), DeadlineError, r"rank 0 on host-0 did not come back")
 
 
@@ -311,7 +312,7 @@ class TestFinishing:
         run.finish(0)
         run.lose(2)
         run.finish(1)
-        assert only(on.End, run.wait(9)) == []
+        assert only(do.End, run.wait(9)) == []
         words = r"^rank 2 on host-2 did not come back \(rank 2 on host-2 was killed; .* within 10 s"
         expect_failure(run, run.wait(1), DeadlineError, words)
 
@@ -323,7 +324,7 @@ class TestFinishing:
         run.finish(0)
         run.wait(50)
         run.tell(on.CheckpointWritten())
-        assert only(on.End, run.wait(49)) == []
+        assert only(do.End, run.wait(49)) == []
         expect_failure(run, run.wait(1), DeadlineError, "^rank 1 on host-1 did not come back")
 
     def test_it_comes_back_to_say_that_it_has_finished_too(self) -> None:
@@ -331,9 +332,9 @@ class TestFinishing:
         run.round(last=True)
         run.finish(0)
         run.lose(1)
-        assert run.come_back(1) == [on.Welcome(run.members[1])]
+        assert run.come_back(1) == [do.Welcome(run.members[1])]
         run.take(1)
-        assert run.finish(1) == [on.Dismiss(run.members[1]), on.End(None)]
+        assert run.finish(1) == [do.Dismiss(run.members[1]), do.End(None)]
 
 
 class TestTooMany:
@@ -341,7 +342,7 @@ class TestTooMany:
 
     def test_one_loss_too_many_ends_the_run(self) -> None:
         run = started(3, max_failures=1)
-        assert only(on.End, run.lose(0)) == []
+        assert only(do.End, run.lose(0)) == []
         words = "rank 0 on host-0 was killed; rank 1 on host-1 was killed"
         expect_failure(run, run.lose(1), WorkerLostError, words)
         assert run.contribute(2) == []
@@ -370,7 +371,7 @@ class TestDropping:
         run.contribute(1)
         assert run.wait(STRAGGLER_S - 1) == []
         decisions = run.wait(1)
-        assert decisions[:3] == [on.Drop(run.members[0]), on.Skip(0), commit(run, 1)]
+        assert decisions[:3] == [do.Drop(run.members[0]), do.Skip(0), commit(run, 1)]
         (loss,) = run.coordinator.members.losses
         assert loss == "rank 0 on host-0 did not contribute to round 2 (epoch 1) within 15.0 s"
         assert run.coordinator.members.dropped == [0]
@@ -378,14 +379,14 @@ class TestDropping:
     def test_nobody_is_dropped_before_windows_were_measured(self) -> None:
         run = started(2)
         run.contribute(1)
-        assert only(on.Drop, run.wait(59)) == []
+        assert only(do.Drop, run.wait(59)) == []
 
     def test_windows_that_take_long_are_granted_more(self) -> None:
         run = started(2)
         self.window(run, 5.0)
         run.contribute(1)
-        assert only(on.Drop, run.wait(STRAGGLER_WINDOWS * 5.0 - 1)) == []
-        assert only(on.Drop, run.wait(1)) == [on.Drop(run.members[0])]
+        assert only(do.Drop, run.wait(STRAGGLER_WINDOWS * 5.0 - 1)) == []
+        assert only(do.Drop, run.wait(1)) == [do.Drop(run.members[0])]
 
     def test_a_wait_for_others_is_no_part_of_a_window(self) -> None:
         run = started(3)
@@ -405,8 +406,8 @@ class TestDropping:
         run.wait(STRAGGLER_S)
         run.take(1, 2)
         run.contribute(1)
-        assert only(on.Drop, run.wait(2 * STRAGGLER_S - 1)) == []
-        assert only(on.Drop, run.wait(1)) == [on.Drop(run.members[2])]
+        assert only(do.Drop, run.wait(2 * STRAGGLER_S - 1)) == []
+        assert only(do.Drop, run.wait(1)) == [do.Drop(run.members[2])]
 
     def test_whoever_waits_is_not_dropped_for_one_that_is(self) -> None:
         run = started(3)
@@ -416,8 +417,8 @@ class TestDropping:
         run.close(0)
         run.close(2)
         decisions = run.wait(STRAGGLER_S)
-        assert only(on.Drop, decisions) == [on.Drop(run.members[0])]
-        assert only(on.StartOver, decisions) == [on.StartOver((run.members[1], run.members[2]))]
+        assert only(do.Drop, decisions) == [do.Drop(run.members[0])]
+        assert only(do.StartOver, decisions) == [do.StartOver((run.members[1], run.members[2]))]
 
     def test_who_reads_rows_that_still_arrive_has_the_whole_deadline(self) -> None:
         run = Run(2, max_failures=1)
@@ -429,16 +430,16 @@ class TestDropping:
         run.take()
         self.window(run, 1.0)
         run.contribute(1)
-        assert only(on.Drop, run.wait(59)) == []
-        assert only(on.Drop, run.wait(1)) == [on.Drop(run.members[0])]
+        assert only(do.Drop, run.wait(59)) == []
+        assert only(do.Drop, run.wait(1)) == [do.Drop(run.members[0])]
 
     def test_nobody_is_dropped_whom_nobody_waits_for(self) -> None:
         """All may validate for long, or have trained their last epoch and be slow to say so."""
         run = started(2)
         run.wait(1)
         run.round(last=True)
-        assert only(on.Drop, run.wait(59)) == []
-        assert only(on.Drop, run.wait(1)) == [on.Drop(run.members[0]), on.Drop(run.members[1])]
+        assert only(do.Drop, run.wait(59)) == []
+        assert only(do.Drop, run.wait(1)) == [do.Drop(run.members[0]), do.Drop(run.members[1])]
         lost = "rank 1 on host-1 did not contribute to round 2 (epoch 2) within 60.0 s"
         assert run.coordinator.members.losses[1] == lost
 
@@ -447,12 +448,12 @@ class TestDropping:
         run.wait(1)
         run.round(last=True)
         run.finish(0)
-        assert only(on.Drop, run.wait(59)) == []
-        assert run.finish(1)[-1] == on.End(None)
+        assert only(do.Drop, run.wait(59)) == []
+        assert run.finish(1)[-1] == do.End(None)
 
     def test_a_pause_of_the_driver_drops_nobody(self) -> None:
         run = started(2)
         self.window(run, 1.0)
         run.contribute(1)
         run.now += 50
-        assert only(on.Drop, run.wait(STRAGGLER_S)) == []
+        assert only(do.Drop, run.wait(STRAGGLER_S)) == []

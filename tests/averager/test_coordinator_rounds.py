@@ -9,24 +9,25 @@ from collections.abc import Iterator
 import pytest
 from decisions import Run, commit, expect_failure, only, report, started
 
+from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
 from sparkdl.errors import DeadlineError, TrainingError
 from sparkdl.events import EpochSummary, ValidationReport, WindowReport
 
 
-def plain_reply(run: Run, rank: int) -> on.Reply:
-    return on.Reply(run.members[rank], final=False, values=True, own_state=False)
+def plain_reply(run: Run, rank: int) -> do.Reply:
+    return do.Reply(run.members[rank], final=False, values=True, own_state=False)
 
 
-def final_reply(run: Run, rank: int) -> on.Reply:
-    return on.Reply(run.members[rank], final=True, values=True, own_state=False)
+def final_reply(run: Run, rank: int) -> do.Reply:
+    return do.Reply(run.members[rank], final=True, values=True, own_state=False)
 
 
 def test_the_first_who_contributes_begins_the_sum_of_all() -> None:
     run = started(3)
-    first = [on.OpenSum((0, 1, 2)), on.Receive(run.members[1], 5)]
+    first = [do.OpenSum((0, 1, 2)), do.Receive(run.members[1], 5)]
     assert run.close(1, examples=5) == first
-    assert run.close(0, examples=3) == [on.Receive(run.members[0], 3)]
+    assert run.close(0, examples=3) == [do.Receive(run.members[0], 3)]
 
 
 def test_a_round_is_committed_when_everyone_has_contributed() -> None:
@@ -35,8 +36,8 @@ def test_a_round_is_committed_when_everyone_has_contributed() -> None:
     run.close(0, examples=3)
     assert run.add(0) == [
         commit(run, 3, 1),
-        on.Report(report(0, examples=3)),
-        on.Report(report(1, examples=1)),
+        do.Report(report(0, examples=3)),
+        do.Report(report(1, examples=1)),
         plain_reply(run, 0),
         plain_reply(run, 1),
     ]
@@ -44,46 +45,46 @@ def test_a_round_is_committed_when_everyone_has_contributed() -> None:
 
 def test_who_does_not_want_the_values_is_told_that_they_are_committed() -> None:
     run = started(1)
-    replies = only(on.Reply, run.close(0, takes_reply=False) + run.add(0))
-    assert replies == [on.Reply(run.members[0], final=False, values=False, own_state=False)]
+    replies = only(do.Reply, run.close(0, takes_reply=False) + run.add(0))
+    assert replies == [do.Reply(run.members[0], final=False, values=False, own_state=False)]
 
 
 def test_a_rank_whose_epoch_is_over_gets_the_epochs_last_center() -> None:
     run = started(2)
     run.contribute(0, last=True)
-    assert only(on.Reply, run.contribute(1)) == [plain_reply(run, 1)]
+    assert only(do.Reply, run.contribute(1)) == [plain_reply(run, 1)]
     run.take(1)
-    assert run.close(1) == [on.OpenSum((1,)), on.Receive(run.members[1], 1)]
-    assert only(on.Reply, run.add(1)) == [plain_reply(run, 1)]
+    assert run.close(1) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
+    assert only(do.Reply, run.add(1)) == [plain_reply(run, 1)]
     run.take(1)
-    last = only(on.Reply, run.contribute(1, last=True))
+    last = only(do.Reply, run.contribute(1, last=True))
     assert last == [final_reply(run, 0), final_reply(run, 1)]
 
 
 def test_every_rank_is_active_again_in_the_next_epoch() -> None:
     run = started(2)
     for epoch in (1, 2, 3):
-        assert run.close(0, last=True, epoch=epoch)[0] == on.OpenSum((0, 1))
+        assert run.close(0, last=True, epoch=epoch)[0] == do.OpenSum((0, 1))
         run.add(0)
-        replies = only(on.Reply, run.contribute(1, last=True, epoch=epoch))
+        replies = only(do.Reply, run.contribute(1, last=True, epoch=epoch))
         assert replies == [final_reply(run, 0), final_reply(run, 1)]
         run.take()
 
 
 def test_a_rank_without_examples_is_skipped_and_replied_to() -> None:
     run = started(2)
-    assert run.close(0, examples=0) == [on.OpenSum((0, 1)), on.Skip(0)]
+    assert run.close(0, examples=0) == [do.OpenSum((0, 1)), do.Skip(0)]
     decisions = run.contribute(1)
     assert commit(run, 1) in decisions
-    assert only(on.Reply, decisions) == [plain_reply(run, 0), plain_reply(run, 1)]
+    assert only(do.Reply, decisions) == [plain_reply(run, 0), plain_reply(run, 1)]
 
 
 def test_a_round_to_which_nobody_contributes_leaves_the_center_as_it_is() -> None:
     run = started(2)
     run.close(0, examples=0)
     decisions = run.close(1, examples=0)
-    assert decisions[:2] == [on.Skip(1), commit(run)]
-    assert only(on.Reply, decisions) == [plain_reply(run, 0), plain_reply(run, 1)]
+    assert decisions[:2] == [do.Skip(1), commit(run)]
+    assert only(do.Reply, decisions) == [plain_reply(run, 0), plain_reply(run, 1)]
 
 
 def test_nobody_adds_to_the_next_sum_before_all_have_taken_the_reply() -> None:
@@ -95,9 +96,9 @@ def test_nobody_adds_to_the_next_sum_before_all_have_taken_the_reply() -> None:
     run.take(2)
     assert run.close(2) == []
     assert run.take(1) == [
-        on.OpenSum((0, 1, 2)),
-        on.Receive(run.members[0], 1),
-        on.Receive(run.members[2], 1),
+        do.OpenSum((0, 1, 2)),
+        do.Receive(run.members[0], 1),
+        do.Receive(run.members[2], 1),
     ]
 
 
@@ -107,10 +108,10 @@ def test_windows_and_epoch_summaries_are_reported_in_order() -> None:
     reports = run.round(examples=2)
     run.wait(7)
     reports += run.round(examples=3, last=True, step=2)
-    told = [decision.event for decision in only(on.Report, reports)]
+    told = [decision.event for decision in only(do.Report, reports)]
     assert told[:2] == windows
     assert told[2:] == [EpochSummary(epoch=1, loss=0.0, examples=5, rounds=2, seconds=7.0)]
-    assert run.finish(0) == [on.Dismiss(run.members[0]), on.End(None)]
+    assert run.finish(0) == [do.Dismiss(run.members[0]), do.End(None)]
 
 
 def test_what_was_found_on_held_out_rows_is_in_the_epochs_summary() -> None:
@@ -153,7 +154,7 @@ class TestOutOfTurn:
     def test_a_window_when_another_has_left_for_good(self) -> None:
         run = started(2)
         run.round(last=True)
-        assert run.finish(0) == [on.Dismiss(run.members[0])]
+        assert run.finish(0) == [do.Dismiss(run.members[0])]
         words = (
             "rank 1 on host-1 contributed a window of epoch 2, but rank 0 on host-0 left the run "
             "before: each worker has to train as many epochs as the others"
@@ -177,7 +178,7 @@ class TestOutOfTurn:
     def test_nobody_needs_to_train_at_all(self) -> None:
         run = started(2)
         run.finish(0)
-        assert run.finish(1)[-1] == on.End(None)
+        assert run.finish(1)[-1] == do.End(None)
 
 
 class TestSilence:
@@ -194,7 +195,7 @@ class TestSilence:
         run = started(2, deadline_s=10)
         run.contribute(0, last=True)
         for number in range(8):
-            assert only(on.End, run.wait(9)) == []
+            assert only(do.End, run.wait(9)) == []
             run.contribute(1, last=number == 7)
             run.take(1)
         assert run.failure is None
@@ -205,7 +206,7 @@ class TestSilence:
         run.close(2)
         run.wait(5)
         run.close(0)
-        assert only(on.End, run.wait(9)) == []
+        assert only(do.End, run.wait(9)) == []
         words = r"^rank 0 on host-0 did not contribute to round 1"
         expect_failure(run, run.wait(1), DeadlineError, words)
 
@@ -215,7 +216,7 @@ class TestSilence:
         run.close(1)
         run.wait(9)
         run.add(0)
-        assert only(on.End, run.wait(9)) == []
+        assert only(do.End, run.wait(9)) == []
         expect_failure(run, run.wait(1), DeadlineError, "^rank 1 on host-1 did not contribute")
 
     def test_who_does_not_take_the_reply_is_named(self) -> None:
@@ -239,8 +240,8 @@ class TestSilence:
         run = started(2, deadline_s=10)
         run.contribute(0)
         run.now += 3600
-        assert only(on.End, run.tell(on.Tick())) == []
-        assert only(on.End, run.wait(9)) == []
+        assert only(do.End, run.tell(on.Tick())) == []
+        assert only(do.End, run.wait(9)) == []
         expect_failure(run, run.wait(1), DeadlineError, "^rank 1 on host-1 did not contribute")
 
     def test_who_waits_for_the_epochs_end_is_told_now_and_then_that_the_run_goes_on(self) -> None:
@@ -248,14 +249,14 @@ class TestSilence:
         run.contribute(0, last=True)
         run.contribute(1)
         run.take(1)
-        assert run.wait(2) == run.wait(2) == [on.SayWaiting((run.members[0],))]
+        assert run.wait(2) == run.wait(2) == [do.SayWaiting((run.members[0],))]
 
 
 class TestGather:
     """What the workers tell each other by way of the driver."""
 
     @staticmethod
-    def give(run: Run, rank: int, value: object) -> list[on.Decision]:
+    def give(run: Run, rank: int, value: object) -> list[do.Decision]:
         return run.tell(on.Gave(run.members[rank], value))
 
     def test_everyone_is_told_all_values_by_rank_as_often_as_all_give(self) -> None:
@@ -263,7 +264,7 @@ class TestGather:
         for letter in "ab":
             assert self.give(run, 2, f"{letter}2") == self.give(run, 0, f"{letter}0") == []
             members = (run.members[2], run.members[0], run.members[1])
-            told = on.Tell(members, (f"{letter}0", f"{letter}1", f"{letter}2"))
+            told = do.Tell(members, (f"{letter}0", f"{letter}1", f"{letter}2"))
             assert self.give(run, 1, f"{letter}1") == [told]
 
     def test_giving_twice_ends_the_run(self) -> None:
@@ -281,14 +282,14 @@ class TestGather:
     def test_who_waits_for_the_others_is_told_that_the_run_goes_on(self) -> None:
         run = started(2, deadline_s=8)
         self.give(run, 0, "here")
-        assert run.wait(2) == [on.SayWaiting((run.members[0],))]
+        assert run.wait(2) == [do.SayWaiting((run.members[0],))]
 
     def test_rounds_go_on_afterwards_with_a_deadline_of_their_own(self) -> None:
         run = started(2, deadline_s=10)
         self.give(run, 0, 5)
         run.wait(9)
         self.give(run, 1, 5)
-        assert only(on.End, run.wait(9)) == []
+        assert only(do.End, run.wait(9)) == []
         assert commit(run, 1, 1) in run.round()
 
     def test_who_gave_was_lost_and_is_back_gives_once_more(self) -> None:
@@ -298,10 +299,10 @@ class TestGather:
         run.come_back(0)
         run.take(0)
         assert self.give(run, 0, "after") == []
-        told = on.Tell((run.members[0], run.members[1]), ("after", "other"))
+        told = do.Tell((run.members[0], run.members[1]), ("after", "other"))
         assert self.give(run, 1, "other") == [told]
         assert self.give(run, 1, "next") == []
-        assert only(on.Tell, self.give(run, 0, "next")) != []
+        assert only(do.Tell, self.give(run, 0, "next")) != []
 
 
 def typical_seconds(world_size: int, rounds: int) -> dict[str, float]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from decisions import Run, commit, expect_failure, only, report, shard, started
 
+from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
 from sparkdl.averager.events import Member
 from sparkdl.averager.progress import Position, Progress
+from sparkdl.averager.run_events import NewRows
 from sparkdl.errors import DeadlineError, ModelError, StoppedError, TrainingError
 from sparkdl.events import ValidationReport
 from sparkdl.feed.facts import ColumnFacts, DataFacts, ShardFacts
@@ -24,8 +26,8 @@ def test_nobody_is_let_start_before_the_driver_says_so() -> None:
     run = joined(2)
     assert run.read(0) == []
     told = DataFacts((1, 1), (ColumnFacts(),))
-    assert run.read(1) == [on.Report(told)]
-    assert run.start() == [on.Welcome(run.members[0]), on.Welcome(run.members[1])]
+    assert run.read(1) == [do.Report(told)]
+    assert run.start() == [do.Welcome(run.members[0]), do.Welcome(run.members[1])]
 
 
 @pytest.mark.parametrize("of_driver", ["", "f1"])
@@ -49,22 +51,22 @@ def test_the_facts_have_the_rows_by_rank_and_the_columns_added_whatever_the_orde
     run.read(2, shard(7, nulls=2))
     run.read(0, shard(5, nulls=1))
     facts = DataFacts((5, 0, 7), (ColumnFacts(nulls=3),))
-    assert run.read(1, shard(0)) == [on.Report(facts)]
+    assert run.read(1, shard(0)) == [do.Report(facts)]
 
 
 def test_who_has_found_something_in_its_first_rows_may_start_with_them() -> None:
     run = joined(2)
     run.read(0, shard(3, complete=False))
     (told,) = run.read(1, shard(4))
-    assert told == on.Report(DataFacts((3, 4), (ColumnFacts(),), pending=(0,)))
-    assert only(on.Welcome, run.start()) == [on.Welcome(run.members[0]), on.Welcome(run.members[1])]
+    assert told == do.Report(DataFacts((3, 4), (ColumnFacts(),), pending=(0,)))
+    assert only(do.Welcome, run.start()) == [do.Welcome(run.members[0]), do.Welcome(run.members[1])]
 
 
 def test_who_goes_on_with_a_training_has_to_read_all_of_its_rows_first() -> None:
     progress = Progress(epoch=1, rounds=1, positions=(Position(step=4, step_of_epoch=4),))
     run = joined(1, progress=progress)
-    assert run.read(0, shard(3, complete=False)) == [on.ReadOn(run.members[0])]
-    assert only(on.Report, run.read(0, shard(5))) != []
+    assert run.read(0, shard(3, complete=False)) == [do.ReadOn(run.members[0])]
+    assert only(do.Report, run.read(0, shard(5))) != []
 
 
 def test_rows_that_arrive_while_a_rank_trains_are_shown_to_the_driver_first() -> None:
@@ -74,14 +76,14 @@ def test_rows_that_arrive_while_a_rank_trains_are_shown_to_the_driver_first() ->
     run.take(0)
 
     more = shard(4, complete=False)
-    assert run.read(0, more) == [on.Report(on.NewRows(0, more))]
-    assert run.tell(on.Approved(0)) == [on.GoOn(run.members[0])]
+    assert run.read(0, more) == [do.Report(NewRows(0, more))]
+    assert run.tell(on.Approved(0)) == [do.GoOn(run.members[0])]
     assert run.tell(on.Approved(0)) == []
 
     last = run.read(0, shard(9))
     assert last == [
-        on.Report(DataFacts((9,), (ColumnFacts(),))),
-        on.Report(on.NewRows(0, shard(9))),
+        do.Report(DataFacts((9,), (ColumnFacts(),))),
+        do.Report(NewRows(0, shard(9))),
     ]
 
 
@@ -148,7 +150,7 @@ class TestDeadlines:
         run.join(2)
         run.read(0)
         run.read(2)
-        assert only(on.End, run.wait(9)) == []
+        assert only(do.End, run.wait(9)) == []
         words = r"^rank 1 did not start \(2 of 3 workers did; .* within 10 s"
         expect_failure(run, run.wait(1), DeadlineError, words)
         assert "rank 0" not in str(run.failure)
@@ -170,16 +172,16 @@ class TestDeadlines:
         run = joined(2, deadline_s=10)
         run.read(0)
         for _ in range(8):
-            assert only(on.End, run.wait(9)) == []
+            assert only(do.End, run.wait(9)) == []
             run.coordinator.heard(run.members[1], run.now)
-        assert only(on.Report, run.read(1)) != []
+        assert only(do.Report, run.read(1)) != []
 
     def test_workers_whose_turn_to_start_has_yet_to_come_are_not_overdue(self) -> None:
         run = Run(2, deadline_s=10)
         run.join(0)
         run.read(0)
         for _ in range(3):
-            assert only(on.End, run.wait(9)) == []
+            assert only(do.End, run.wait(9)) == []
             run.tell(on.WorkersExpected())
         expect_failure(run, run.wait(10), DeadlineError, "^rank 1 did not start")
 
@@ -194,7 +196,7 @@ class TestDeadlines:
     def test_a_driver_that_looks_at_the_rows_for_long_makes_nobody_overdue(self) -> None:
         run = joined(1, deadline_s=10)
         run.read(0)
-        assert only(on.End, run.wait(100)) == []
+        assert only(do.End, run.wait(100)) == []
 
     def test_the_first_window_has_the_whole_deadline(self) -> None:
         run = joined(1, deadline_s=10)
@@ -202,7 +204,7 @@ class TestDeadlines:
         run.wait(100)
         run.start()
         run.take()
-        assert only(on.End, run.wait(9)) == []
+        assert only(do.End, run.wait(9)) == []
         words = r"rank 0 on host-0 did not contribute to round 1 \(epoch 1\) within 10 s"
         expect_failure(run, run.wait(1), DeadlineError, words)
 
@@ -211,7 +213,7 @@ class TestDeadlines:
         run.read(0)
         for _ in range(4):
             run.coordinator.heard(run.members[1], run.now)
-            assert run.wait(2) == [on.SayWaiting((run.members[0],))]
+            assert run.wait(2) == [do.SayWaiting((run.members[0],))]
 
 
 class TestAfterTheEnd:
@@ -221,7 +223,7 @@ class TestAfterTheEnd:
         run = joined(2)
         run.read(0)
         error = TrainingError("bad rows")
-        assert run.tell(on.Failed(error)) == [on.End(error)]
+        assert run.tell(on.Failed(error)) == [do.End(error)]
 
     def test_the_first_failure_is_the_one_that_counts(self) -> None:
         run = Run(2)
@@ -232,7 +234,7 @@ class TestAfterTheEnd:
 
     def test_a_failure_after_everyone_finished_is_none(self) -> None:
         run = started(1)
-        assert run.finish(0) == [on.Dismiss(run.members[0]), on.End(None)]
+        assert run.finish(0) == [do.Dismiss(run.members[0]), do.End(None)]
         assert run.tell(on.Failed(TrainingError("late"))) == []
         assert run.failure is None
 
@@ -240,13 +242,13 @@ class TestAfterTheEnd:
         run = Run(2)
         run.tell(on.Failed(StoppedError("rank 1 is gone")))
         late = run.join(0)
-        assert late == [on.Refuse(run.members[0], "the run ended: rank 1 is gone")]
+        assert late == [do.Refuse(run.members[0], "the run ended: rank 1 is gone")]
 
     def test_whoever_joins_after_a_success_is_told_of_it(self) -> None:
         run = started(1)
         run.finish(0)
         (refused,) = run.join(0, attempt=1)
-        assert refused == on.Refuse(run.members[0], "the run ended: all workers have finished")
+        assert refused == do.Refuse(run.members[0], "the run ended: all workers have finished")
 
     def test_nothing_else_is_decided(self) -> None:
         run = started(2)
@@ -266,14 +268,14 @@ def test_the_start_of_a_training_welcomes_only_who_is_there() -> None:
     for rank in run.ranks:
         run.read(rank)
     run.lose(1)
-    assert run.start() == [on.Welcome(run.members[0]), on.Welcome(run.members[2])]
+    assert run.start() == [do.Welcome(run.members[0]), do.Welcome(run.members[2])]
 
 
 def test_a_stranger_cannot_speak_for_a_member() -> None:
     """Whose joining was refused says nothing, not even that it has finished."""
     run = started(2, max_failures=1)
     old = Member(0, "elsewhere", attempt=-1)
-    assert only(on.Refuse, run.tell(on.Joined(old))) != []
+    assert only(do.Refuse, run.tell(on.Joined(old))) != []
     assert run.tell(on.Finished(old)) == []
     assert run.tell(on.RowsFound(old, shard())) == []
-    assert only(on.Commit, run.round()) == [commit(run, 1, 1)]
+    assert only(do.Commit, run.round()) == [commit(run, 1, 1)]

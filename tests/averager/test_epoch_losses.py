@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from decisions import Run, expect_failure, only, started
 
+from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
 from sparkdl.averager.headers import read_epoch_losses
 from sparkdl.averager.progress import Position, Progress
@@ -27,17 +28,17 @@ def with_held_out_rows(run: Run) -> Run:
     return run
 
 
-def validate(run: Run, rank: int, loss: float, epoch: int = 1) -> list[on.Decision]:
+def validate(run: Run, rank: int, loss: float, epoch: int = 1) -> list[do.Decision]:
     report = ValidationReport(rank=rank, epoch=epoch, examples=1, loss_sum=loss, weight=1.0)
     return run.tell(on.Validated(run.members[rank], report))
 
 
-def ask(run: Run, rank: int, epochs: int = 1, known: int = 0) -> list[on.Decision]:
+def ask(run: Run, rank: int, epochs: int = 1, known: int = 0) -> list[do.Decision]:
     return run.tell(on.EpochLossesWanted(run.members[rank], known, epochs))
 
 
-def told(decisions: list[on.Decision]) -> dict[int, tuple[float, ...]]:
-    return {each.member.rank: each.losses for each in only(on.TellEpochLosses, decisions)}
+def told(decisions: list[do.Decision]) -> dict[int, tuple[float, ...]]:
+    return {each.member.rank: each.losses for each in only(do.TellEpochLosses, decisions)}
 
 
 def test_without_held_out_rows_the_training_loss_is_told_at_once() -> None:
@@ -82,7 +83,7 @@ def test_who_was_lost_before_it_had_validated_is_waited_for() -> None:
     ask(run, 0)
     assert not told(run.lose(1))
     run.join(1, 1, "elsewhere")
-    assert only(on.Welcome, run.read(1, HELD_OUT))
+    assert only(do.Welcome, run.read(1, HELD_OUT))
     assert told(validate(run, 1, 4.0)) == {0: (3.0,)}
 
 
@@ -105,7 +106,7 @@ def test_who_does_not_validate_is_named() -> None:
     validate(run, 2, 2.0)
     ask(run, 2)
     decisions = run.wait(30.0)
-    assert only(on.SayWaiting, decisions)
+    assert only(do.SayWaiting, decisions)
     expect_failure(
         run, decisions, DeadlineError, "rank 1 .*did not report the loss on its held-out rows"
     )

@@ -11,6 +11,7 @@ from decisions import Run, commit, only, report, started
 from policies import AllButStragglers
 
 from sparkdl.averager import Averager
+from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
 from sparkdl.averager.center_update import Contributions
 from sparkdl.averager.coordinator import Coordinator
@@ -20,11 +21,11 @@ from sparkdl.errors import ConfigError
 from sparkdl.testing.simulation import random_plan, simulate
 
 
-def replied_to(decisions: list[on.Decision]) -> list[int]:
-    return [reply.member.rank for reply in only(on.Reply, decisions)]
+def replied_to(decisions: list[do.Decision]) -> list[int]:
+    return [reply.member.rank for reply in only(do.Reply, decisions)]
 
 
-def exchange(run: Run, rank: int, **window: Any) -> list[on.Decision]:
+def exchange(run: Run, rank: int, **window: Any) -> list[do.Decision]:
     """A worker's contribution, and it takes what comes back."""
     decisions = run.contribute(rank, **window)
     run.take(rank)
@@ -39,11 +40,11 @@ class TestNobody:
 
     def test_a_contribution_is_a_round_and_is_answered_at_once(self) -> None:
         run = self.run(3)
-        assert run.close(1) == [on.OpenSum((1,)), on.Receive(run.members[1], 1)]
+        assert run.close(1) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
         assert run.add(1) == [
             commit(run, 1),
-            on.Report(report(1)),
-            on.Reply(run.members[1], final=False, values=True, own_state=False),
+            do.Report(report(1)),
+            do.Reply(run.members[1], final=False, values=True, own_state=False),
         ]
         assert run.positions() == [0, 1, 0]
 
@@ -52,7 +53,7 @@ class TestNobody:
         run.close(0)
         assert run.close(1) == []
         run.add(0)
-        assert run.take(0) == [on.OpenSum((1,)), on.Receive(run.members[1], 1, staleness=1)]
+        assert run.take(0) == [do.OpenSum((1,)), do.Receive(run.members[1], 1, staleness=1)]
 
     def test_who_waits_is_let_in_in_the_order_of_arrival(self) -> None:
         run = self.run(4)
@@ -61,7 +62,7 @@ class TestNobody:
         order = [2]
         while len(order) < 4:
             run.add(order[-1])
-            (receive,) = only(on.Receive, run.take(order[-1]))
+            (receive,) = only(do.Receive, run.take(order[-1]))
             order.append(receive.member.rank)
         assert order == [2, 3, 0, 1]
 
@@ -72,7 +73,7 @@ class TestNobody:
             # Rank 2 changes nothing.
             decisions = exchange(run, rank) if rank < 2 else run.close(rank, examples=0)
             run.take(rank)
-            told += [decision.contributions for decision in only(on.Commit, decisions)]
+            told += [decision.contributions for decision in only(do.Commit, decisions)]
         assert [each.staleness for each in told] == [0, 0, 2, 0, 0, 2]
         assert told[-1] == Contributions((1,), 3, 2)
 
@@ -81,7 +82,7 @@ class TestNobody:
         assert replied_to(exchange(run, 0, last=True)) == []
         exchange(run, 1)
         last = run.contribute(1, last=True, step=2)
-        assert [reply.final for reply in only(on.Reply, last)] == [True, True]
+        assert [reply.final for reply in only(do.Reply, last)] == [True, True]
         assert run.coordinator.committed.epoch == 2
 
     def test_those_without_rows_end_theirs_one_by_one(self) -> None:
@@ -90,17 +91,17 @@ class TestNobody:
         assert run.close(1, examples=0, last=True) == []
         assert run.close(2, examples=0, last=True) == []
         decisions = run.add(0) + run.take(0)
-        assert only(on.Commit, decisions) == [commit(run, 1), commit(run), commit(run)]
+        assert only(do.Commit, decisions) == [commit(run, 1), commit(run), commit(run)]
 
     def test_half_a_contribution_costs_nobody_else_anything(self) -> None:
         run = self.run(2, max_failures=1)
         run.close(0)
         run.close(1)
         assert run.lose(0) == [
-            on.Drop(run.members[0]),
-            on.StartOver(()),
-            on.OpenSum((1,)),
-            on.Receive(run.members[1], 1),
+            do.Drop(run.members[0]),
+            do.StartOver(()),
+            do.OpenSum((1,)),
+            do.Receive(run.members[1], 1),
         ]
 
     def test_who_trains_for_long_is_not_dropped_while_another_adds_for_long(self) -> None:
@@ -122,7 +123,7 @@ class TestNobody:
             exchange(run, rank)
         run.close(0)
         run.close(1)
-        assert only(on.Drop, run.wait(20)) == [on.Drop(run.members[0])]
+        assert only(do.Drop, run.wait(20)) == [do.Drop(run.members[0])]
 
     def test_who_has_ended_its_epoch_waits_for_the_others_until_they_are_late(self) -> None:
         run = self.run(2, max_failures=1)
@@ -130,7 +131,7 @@ class TestNobody:
         for rank in run.ranks:
             exchange(run, rank)
         exchange(run, 0, last=True, step=2)
-        assert only(on.Drop, run.wait(20)) == [on.Drop(run.members[1])]
+        assert only(do.Drop, run.wait(20)) == [do.Drop(run.members[1])]
 
     def test_nobody_overwrites_the_center_that_others_are_still_sent_at_the_start(self) -> None:
         run = Run(2, policy=Nobody())
@@ -140,7 +141,7 @@ class TestNobody:
         run.start()
         run.take(0)
         assert run.close(0) == []
-        assert run.take(1) == [on.OpenSum((0,)), on.Receive(run.members[0], 1)]
+        assert run.take(1) == [do.OpenSum((0,)), do.Receive(run.members[0], 1)]
 
     def test_what_an_event_costs_does_not_depend_on_how_many_wait(self) -> None:
         assert self.calls(10) == self.calls(1000)
@@ -189,14 +190,14 @@ def test_the_simulation_finds_a_center_that_is_overwritten_while_it_is_sent() ->
 def test_a_straggler_contributes_to_the_next_round() -> None:
     run = started(3, policy=AllButStragglers(1))
     run.contribute(0)
-    assert run.close(2) == [on.Receive(run.members[2], 1), on.Skip(1)]
+    assert run.close(2) == [do.Receive(run.members[2], 1), do.Skip(1)]
     assert run.close(1) == []
-    assert only(on.Commit, run.add(2)) == [commit(run, 1, 1)]
+    assert only(do.Commit, run.add(2)) == [commit(run, 1, 1)]
     run.take(0, 2)
-    assert run.close(2, step=2) == [on.Receive(run.members[2], 1), on.Skip(0)]
+    assert run.close(2, step=2) == [do.Receive(run.members[2], 1), do.Skip(0)]
     run.add(1)
     late = Contributions((1, 1), 3, staleness=1)
-    assert only(on.Commit, run.add(2)) == [on.Commit(late)]
+    assert only(do.Commit, run.add(2)) == [do.Commit(late)]
 
 
 @pytest.mark.usefixtures("quiet")

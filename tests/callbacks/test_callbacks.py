@@ -14,7 +14,7 @@ import pytest
 import torch
 from toys import classification, make_job, mlp, schema
 
-from sparkdl.callbacks import Callback, EarlyStopping, TimeBudget, Training
+from sparkdl.callbacks import Callback, EarlyStopping, ModelCheckpoint, TimeBudget, Training
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import CallbackError, ConfigError, DisconnectedError, WorkerError
 from sparkdl.events import EpochSummary, WindowReport
@@ -211,6 +211,123 @@ def test_early_stopping_returns_the_best_epochs_model_and_does_so_again(tmp_path
     again = run_world(job, shards, checkpoints=policy, callbacks=[stopping])
     assert len(again.history) == len(losses)
     assert same(again.module, straight)
+
+
+def oscillating(**changes: Any) -> tuple[Job, list[Shard]]:
+    """A training whose loss on the held-out rows goes up and down."""
+    return with_held_out_rows(optimizer=partial(torch.optim.SGD, lr=8.0), **changes)
+
+
+def lowest(history: Sequence[EpochSummary]) -> int:
+    losses = [summary.validation_loss or 0.0 for summary in history]
+    return losses.index(min(losses)) + 1
+
+
+def test_a_model_checkpoint_trains_to_the_end_and_returns_the_best_epochs_model(
+    tmp_path: Path,
+) -> None:
+    job, shards = oscillating(epochs=9)
+    policy = CheckpointPolicy(path=str(tmp_path))
+    outcome = run_world(job, shards, checkpoints=policy, callbacks=[ModelCheckpoint()])
+    best = lowest(outcome.history)
+    assert len(outcome.history) == 9
+    assert 1 < best < 9
+    assert same(outcome.module, run_world(replace(job, epochs=best), shards).module)
+    written = sorted(tmp_path.glob("checkpoint-*"))
+    for callbacks in ([ModelCheckpoint()], []):
+        again = run_world(job, shards, checkpoints=policy, callbacks=callbacks)
+        assert same(outcome.module, again.module)
+    assert sorted(tmp_path.glob("checkpoint-*")) == written
+
+
+@pytest.mark.parametrize("strategy", [ParameterAveraging(1), GradientAllReduce()], ids=repr)
+def test_the_best_model_of_before_a_checkpoint_is_returned_after_it(
+    strategy: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks_as: Any = "processes" if strategy.needs.collective else "threads"
+    job, shards = oscillating(epochs=9, strategy=strategy, deadline_s=120.0)
+    run = partial(run_world, shards=shards, ranks_as=ranks_as)
+    straight = run(job, callbacks=[ModelCheckpoint()])
+    best = lowest(straight.history)
+    assert best < 9
+    policy = CheckpointPolicy(path=str(tmp_path))
+    # The second epoch behind the best one, so that the checkpoint is not of the best one's end.
+    run(replace(job, epochs=best + 1), checkpoints=policy, callbacks=[ModelCheckpoint()])
+    resumed = run(job, checkpoints=policy, callbacks=[ModelCheckpoint()])
+    assert [each.validation_loss for each in resumed.history] == [
+        each.validation_loss for each in straight.history
+    ]
+    assert same(resumed.module, straight.module)
+    assert "whose model is not in it" not in caplog.text
+
+
+def test_a_fit_that_was_ended_within_an_epoch_still_has_the_best_model(tmp_path: Path) -> None:
+    class Interrupt(Callback):
+        rounds = 0
+
+        def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
+            self.rounds += 1
+            if self.rounds == 4 * 5 + 2:
+                training.stop("two rounds after the fifth epoch")
+
+    job, shards = oscillating(epochs=9)
+    straight = run_world(job, shards, callbacks=[ModelCheckpoint()])
+    assert lowest(straight.history) < 5
+    policy = CheckpointPolicy(path=str(tmp_path))
+    run_world(job, shards, checkpoints=policy, callbacks=[ModelCheckpoint(), Interrupt()])
+    resumed = run_world(job, shards, checkpoints=policy, callbacks=[ModelCheckpoint()])
+    assert len(resumed.history) == 9
+    assert same(resumed.module, straight.module)
+
+
+def test_a_training_goes_on_from_its_last_model_and_not_from_the_one_that_was_kept(
+    tmp_path: Path,
+) -> None:
+    job, shards = oscillating(epochs=4)
+    policy = CheckpointPolicy(path=str(tmp_path))
+    run_world(job, shards, checkpoints=policy, callbacks=[Diary({2: Training.keep_model})])
+    longer = replace(job, epochs=6)
+    resumed = run_world(longer, shards, checkpoints=policy)
+    assert same(resumed.module, run_world(longer, shards).module)
+
+
+def test_own_states_survive_a_checkpoint_that_is_written_for_the_kept_model(
+    tmp_path: Path,
+) -> None:
+    own = ParameterAveraging(2, average_optimizer_state=False)
+    job, shards = with_held_out_rows(
+        epochs=3, strategy=own, optimizer=partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+    )
+    policy = CheckpointPolicy(path=str(tmp_path))
+    keep_last = Diary({3: Training.keep_model})
+    run_world(job, shards, checkpoints=policy, callbacks=[keep_last])
+    longer = replace(job, epochs=5)
+    resumed = run_world(longer, shards, checkpoints=policy)
+    assert same(resumed.module, run_world(longer, shards).module)
+
+
+def test_a_best_epoch_that_nobody_kept_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, shards = oscillating(epochs=4)
+    policy = CheckpointPolicy(path=str(tmp_path))
+    run_world(job, shards, checkpoints=policy)
+    run_world(replace(job, epochs=5), shards, checkpoints=policy, callbacks=[ModelCheckpoint()])
+    assert "was the best, whose model is not in it" in caplog.text
+
+
+def test_a_model_checkpoint_follows_a_loss_that_there_is() -> None:
+    with pytest.raises(ConfigError, match="metric must be validation_loss or loss"):
+        ModelCheckpoint("accuracy")  # type: ignore[arg-type]
+    summary = EpochSummary(epoch=1, loss=0.0, examples=1, rounds=1, seconds=1.0)
+    with pytest.raises(ConfigError, match="epoch 1 has no loss on held-out rows"):
+        ModelCheckpoint().on_epoch(Training(1, [summary]), summary)
+    with pytest.raises(ConfigError, match="ModelCheckpoint follows the loss on held-out rows"):
+        run_world(
+            make_job(mlp(), epochs=2),
+            classification(SIZES).shards(),
+            callbacks=[ModelCheckpoint()],
+        )
 
 
 def test_an_improvement_has_to_be_large_enough() -> None:

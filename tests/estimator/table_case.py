@@ -47,6 +47,7 @@ class Case:
         how: what the user has to set, if it is not plain.
         settings: changes of the estimator's arguments.
         random: whether each training is another one.
+        by_name: whether the optimizer is built from parameters with their names.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Case:
     how: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     random: bool = False
+    by_name: bool = False
 
 
 class Seeded:
@@ -137,8 +139,9 @@ def trained_by_torch(case: Case) -> nn.Module:
     """What a plain loop makes of one worker's rows."""
     settings = case.settings
     module: nn.Module = Seeded(case.model)()
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     optimizer = settings.get("optimizer", partial(torch.optim.SGD, lr=0.1))(
-        [p for p in module.parameters() if p.requires_grad]
+        trained if case.by_name else [parameter for _, parameter in trained]
     )
     scheduler = settings["scheduler"](optimizer) if settings.get("scheduler") else None
     loss = settings.get("loss", nn.CrossEntropyLoss())

@@ -97,6 +97,12 @@ def groups(parameters: Any) -> optim.Optimizer:
     return optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=1e-2)
 
 
+def groups_by_name(named_parameters: Any) -> optim.Optimizer:
+    weights = [parameter for name, parameter in named_parameters if "weight" in name]
+    others = [parameter for name, parameter in named_parameters if "weight" not in name]
+    return optim.AdamW([{"params": weights}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
+
+
 def two(parameters: Any) -> Any:
     parameters = list(parameters)
     return optim.SGD(parameters[:2], lr=0.1), optim.Adam(parameters[2:])
@@ -170,6 +176,12 @@ OPTIMIZERS = [
         name="groups of parameters",
         how="a function that makes them of the parameters' shapes",
         settings={"optimizer": groups},
+    ),
+    Case(
+        name="groups of parameters by their names",
+        how="a function of `named_parameters`",
+        by_name=True,
+        settings={"optimizer": groups_by_name},
     ),
     by("a step hook", rounded),
     by("an optimizer class of one's own", Lion),

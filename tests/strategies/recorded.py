@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
 from sparkdl.averager.coordinator import Coordinator
 
 
 @contextmanager
-def recorded_decisions() -> Iterator[list[on.Decision]]:
+def recorded_decisions() -> Iterator[list[do.Decision]]:
     """Take down what the runs of this process decide meanwhile."""
-    decided: list[on.Decision] = []
+    decided: list[do.Decision] = []
     handle = Coordinator.handle
 
-    def recording(self: Coordinator, event: on.Event, now: float) -> list[on.Decision]:
+    def recording(self: Coordinator, event: on.Event, now: float) -> list[do.Decision]:
         decisions = handle(self, event, now)
         decided.extend(decisions)
         return decisions

@@ -25,7 +25,7 @@ from toys import (
     sgd_on_union,
 )
 
-from sparkdl.averager import events as on
+from sparkdl.averager import decisions as do
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.checkpoint.recipe import load_recipe, save_recipe
 from sparkdl.driver import Outcome
@@ -77,13 +77,13 @@ class ByHand:
         self.steps = dict.fromkeys(range(len(SIZES)), 0)
         self.round: list[WindowReport] = []
 
-    def follow(self, decisions: list[on.Decision]) -> nn.Module:
+    def follow(self, decisions: list[do.Decision]) -> nn.Module:
         for decision in decisions:
-            if isinstance(decision, on.Report) and isinstance(decision.event, WindowReport):
+            if isinstance(decision, do.Report) and isinstance(decision.event, WindowReport):
                 self.round.append(decision.event)
                 continue
             self.update()
-            if isinstance(decision, (on.Welcome, on.Reply)):
+            if isinstance(decision, (do.Welcome, do.Reply)):
                 copies = [values.clone() for values in self.center]
                 self.sent[decision.member.rank] = copies, self.updates
         self.put(self.center)
@@ -203,7 +203,7 @@ def test_a_resumed_history_has_the_staleness_of_windows_before(tmp_path: Path) -
     with recorded_decisions() as decisions:
         die_after(14, job(), DATA.shards(), policy)
         outcome = run_world(job(), DATA.shards(), checkpoints=policy)
-    reports = [each.event for each in decisions if isinstance(each, on.Report)]
+    reports = [each.event for each in decisions if isinstance(each, do.Report)]
     # What was committed behind the checkpoint is trained again: the last report counts.
     windows = {(w.rank, w.step): w for w in reports if isinstance(w, WindowReport) and w.examples}
     for row in outcome.history:

@@ -22,7 +22,7 @@ from simulated import Oracle, simulated
 from torch import Tensor, nn
 from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error, schema
 
-from sparkdl.averager import events as on
+from sparkdl.averager import decisions as do
 from sparkdl.averager.center import Center
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
@@ -122,12 +122,12 @@ def in_step(hand: ByHand, epochs: int) -> nn.Module:
     return hand.outcome()
 
 
-def as_decided(decisions: list[on.Decision]) -> nn.Module:
+def as_decided(decisions: list[do.Decision]) -> nn.Module:
     """What a run has committed, and nothing else."""
     hand, steps = ByHand(0.2), dict.fromkeys(range(3), 0)
     committed: list[WindowReport] = []
     for decision in decisions:
-        if isinstance(decision, on.Report) and isinstance(decision.event, WindowReport):
+        if isinstance(decision, do.Report) and isinstance(decision.event, WindowReport):
             committed.append(decision.event)
             continue
         for window in committed:
@@ -136,7 +136,7 @@ def as_decided(decisions: list[on.Decision]) -> nn.Module:
             steps[window.rank] = 0 if window.last else window.step_of_epoch
         hand.meet([window.rank for window in committed if window.examples])
         committed = []
-        if isinstance(decision, on.Welcome):
+        if isinstance(decision, do.Welcome):
             hand.begin(decision.member.rank)
     return hand.outcome()
 
@@ -165,7 +165,7 @@ def test_it_is_asynchronous_easgd() -> None:
         outcome = run_world(job(strategy=ASYNCHRONOUS), DATA.shards())
     assert relative_error(outcome.module, as_decided(decisions)) < 1e-11
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-    commits = [each.contributions for each in decisions if isinstance(each, on.Commit)]
+    commits = [each.contributions for each in decisions if isinstance(each, do.Commit)]
     assert {len(each.weights) for each in commits} == {0, 1}
     assert max(each.staleness for each in commits) > 0
 

@@ -27,7 +27,7 @@ from toys import (
 )
 
 from sparkdl.averager import Averager, AveragerAddress, AveragerClient
-from sparkdl.averager.events import RunEvent as Event
+from sparkdl.averager.run_events import RunEvent as Event
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts, ShardFacts

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
 from sparkdl.averager.coordinator import Coordinator
 from sparkdl.testing.simulation import (
@@ -92,7 +93,7 @@ class AsksWhoComesBack(Coordinator):
 class ActsInASuccessorsName(Coordinator):
     """Takes what a member says that has lost its place for its successor's word."""
 
-    def handle(self, event: Any, now: float) -> list[on.Decision]:
+    def handle(self, event: Any, now: float) -> list[do.Decision]:
         member = getattr(event, "member", None)
         if member is not None and member.gone and not isinstance(event, on.Lost):
             event = dataclasses.replace(event, member=self.members.of(member.rank))
@@ -112,7 +113,7 @@ class HearsTheDropped(Averager):
 class JudgesByItsOwnPause(Coordinator):
     """Takes silence for a worker's although it has itself not listened."""
 
-    def handle(self, event: on.Event, now: float) -> list[on.Decision]:
+    def handle(self, event: on.Event, now: float) -> list[do.Decision]:
         self.members._last_look = now
         return super().handle(event, now)
 
@@ -173,7 +174,7 @@ class LetsTheLostStandForOthers(Coordinator):
             for rank in sorted(this.group - this.entered.keys()):
                 this.group.discard(rank)
                 this._missing.discard(rank)
-                self._decided.append(on.Skip(rank))
+                self._decided.append(do.Skip(rank))
 
 
 PUT_BACK = {

@@ -48,6 +48,19 @@ def optional_positive(name: str) -> Any:
     return lambda value: None if value is None else convert(value)
 
 
+def optional_fraction(name: str) -> Any:
+    """A number between 0 and 1, neither of which is one; or None."""
+
+    def convert(value: Any) -> float | None:
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
+            raise ConfigError(f"{name} must be a number between 0 and 1, got {value!r}")
+        return float(value)
+
+    return convert
+
+
 def one_of(name: str, allowed: tuple[str, ...]) -> Any:
     """One of some words."""
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
 from sparkdl.averager.center_update import Contributions
 from sparkdl.averager.coordinator import Coordinator
@@ -25,7 +26,7 @@ class Observer(Protocol):
     def before(self, event: on.Event) -> None:
         """An event is about to be decided on."""
 
-    def decided(self, decisions: Sequence[on.Decision]) -> None:
+    def decided(self, decisions: Sequence[do.Decision]) -> None:
         """Decisions were made."""
 
     def committed(self, windows: Sequence[WindowReport]) -> None:
@@ -62,10 +63,10 @@ class Conversation:
         self.closed = False
 
 
-def _windows_of(decisions: Iterable[on.Decision]) -> Iterator[WindowReport]:
+def _windows_of(decisions: Iterable[do.Decision]) -> Iterator[WindowReport]:
     """The windows that are reported first, one after the other."""
     for decision in decisions:
-        if not isinstance(decision, on.Report) or not isinstance(decision.event, WindowReport):
+        if not isinstance(decision, do.Report) or not isinstance(decision.event, WindowReport):
             return
         yield decision.event
 
@@ -160,7 +161,7 @@ class Averager:
         self._observer.before(event)
         decisions = self.coordinator.handle(event, self._clock.now)
         for index, decision in enumerate(decisions):
-            if isinstance(decision, on.Commit):
+            if isinstance(decision, do.Commit):
                 windows = list(_windows_of(decisions[index + 1 :]))
                 self._commit(decision.contributions, windows)
             else:
@@ -302,56 +303,56 @@ class Averager:
 
     # What is decided.
 
-    def _carry_out(self, decision: on.Decision) -> None:
+    def _carry_out(self, decision: do.Decision) -> None:
         match decision:
-            case on.Welcome(member):
+            case do.Welcome(member):
                 committed = self.coordinator.committed
                 position, ended = committed.positions[member.rank], committed.at_end_of_epoch
                 welcome = ("welcome", position, self._sent_to(member), ended)
                 self._send(member, welcome, taken=True)
-            case on.Reply(member, final, _, own_state):
+            case do.Reply(member, final, _, own_state):
                 if own_state:
                     self._conversations[member].owes_own_state = True
                 reply = ("reply", self._sent_to(member), final, own_state)
                 self._send(member, reply, taken=True)
-            case on.Tell(members, gathered):
+            case do.Tell(members, gathered):
                 for each in members:
                     self._send(each, ("gathered", gathered))
-            case on.TellEpochLosses(member, losses):
+            case do.TellEpochLosses(member, losses):
                 self._send(member, ("losses", losses))
-            case on.AskOwnState(member):
+            case do.AskOwnState(member):
                 self._conversations[member].owes_own_state = True
                 self._send(member, ("ask own state",))
-            case on.Receive(member, weight, staleness):
+            case do.Receive(member, weight, staleness):
                 self._receive(member, weight, staleness)
-            case on.OpenSum(ranks):
+            case do.OpenSum(ranks):
                 assert not self._reading, f"what {self._reading} are being sent is overwritten"
                 self.center.open_sum(ranks)
-            case on.Skip(rank):
+            case do.Skip(rank):
                 assert self.center.sum is not None
                 self.center.sum.declare(rank, 0)
                 for index in range(self._chunks):
                     self._pass_turn(index)
-            case on.StartOver(members):
+            case do.StartOver(members):
                 self._start_over(members)
-            case on.Drop(member):
+            case do.Drop(member):
                 self._close(member)
-            case on.Dismiss(member):
+            case do.Dismiss(member):
                 self._send(member, ("finished",))
                 self._close(member)
-            case on.Refuse(member):
+            case do.Refuse(member):
                 self._send(member, ("stopped",))
                 self._close(member)
-            case on.BeginCheckpoint(progress):
+            case do.BeginCheckpoint(progress):
                 self._saving, self._states = progress, {}
-            case on.WriteCheckpoint():
+            case do.WriteCheckpoint():
                 assert self._saving is not None
                 self._observer.write(self._saving, self._states)
-            case on.Report(DataFacts() as facts):
+            case do.Report(DataFacts() as facts):
                 self._observer.facts_known(facts)
-            case on.Report(EpochSummary() as summary):
+            case do.Report(EpochSummary() as summary):
                 self._observer.epoch_ended(summary)
-            case on.End(failure):
+            case do.End(failure):
                 self.ended, self.failure = True, failure
 
     def _send(self, member: Member, message: Message, *, taken: bool = False) -> None:

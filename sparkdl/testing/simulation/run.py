@@ -14,6 +14,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
 from sparkdl.averager.coordinator import Coordinator
 from sparkdl.averager.kept import KeptState
@@ -232,7 +233,7 @@ class _Simulation:
         else:
             self._storage_s = fault.seconds
 
-    def decided(self, decisions: Sequence[on.Decision]) -> None:
+    def decided(self, decisions: Sequence[do.Decision]) -> None:
         """Decisions were made: they and what is remembered are few."""
         world_size = len(self._plan.windows)
         if len(decisions) > 8 * world_size + 8:

@@ -1,0 +1,74 @@
+"""What the driver is told of a run as it goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.facts import DataFacts, ShardFacts
+
+
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """What a worker has found in rows that arrive while it trains; it waits for ``Approved``.
+
+    Attributes:
+        rank: the worker's.
+        shard: what is known of its rows by now.
+    """
+
+    rank: int
+    shard: ShardFacts
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCommitted:
+    """A round has become the center.
+
+    Attributes:
+        round: counted from 1 in this run.
+        reports: what each contributor had trained on.
+    """
+
+    round: int
+    reports: tuple[WindowReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EpochValidated:
+    """What an epoch came to is known for good, on held-out rows too if there are any.
+
+    Where workers ask for leave they wait for ``EpochApproved``.
+    """
+
+    summary: EpochSummary
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """A worker was lost, and the run goes on.
+
+    Attributes:
+        rank: the worker's.
+        why: in words; follows its name.
+    """
+
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved:
+    """The checkpoint that was under way has been written, or was given up with a warning."""
+
+
+RunEvent = (
+    DataFacts
+    | NewRows
+    | WindowReport
+    | EpochSummary
+    | RoundCommitted
+    | EpochValidated
+    | WorkerLost
+    | CheckpointSaved
+)

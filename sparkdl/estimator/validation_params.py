@@ -1,0 +1,53 @@
+"""The Params of which rows are held out, to validate with."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pyspark.ml.param import Param, Params
+from pyspark.ml.param.shared import HasValidationIndicatorCol
+
+from sparkdl.errors import ConfigError
+from sparkdl.spark.rows.converters import optional_fraction
+
+
+class ValidationParams(HasValidationIndicatorCol):
+    """Params of ``TorchEstimator``; its docstring says what each is for."""
+
+    validationFraction: Param[float | None] = Param(
+        Params._dummy(),
+        "validationFraction",
+        "the fraction of the rows, chosen by their content and the seed, that are not trained on "
+        "but validated with (0 < fraction < 1); None for none",
+        typeConverter=optional_fraction("validationFraction"),
+    )
+
+    def setValidationIndicatorCol(self, value: str) -> Self:
+        """Sets the value of validationIndicatorCol."""
+        self._set(validationIndicatorCol=value)
+        return self
+
+    def getValidationFraction(self) -> float | None:
+        """Gets the value of validationFraction or its default value."""
+        return self.getOrDefault(self.validationFraction)
+
+    def setValidationFraction(self, value: float | None) -> Self:
+        """Sets the value of validationFraction."""
+        self._set(validationFraction=value)
+        return self
+
+    def held_out_by(self) -> str | float | None:
+        """The column that says which rows are held out, or what fraction of them; None for none.
+
+        Raises:
+            ConfigError: both are given.
+        """
+        fraction = self.getValidationFraction()
+        column = "validationIndicatorCol"
+        named: str | None = self.getOrDefault(column) if self.isDefined(column) else None
+        if fraction is not None and named is not None:
+            raise ConfigError(
+                f"validationFraction={fraction:g} and validationIndicatorCol='{named}' both say "
+                "which rows are held out: leave one of the two out"
+            )
+        return named if fraction is None else fraction

@@ -1,0 +1,41 @@
+"""What every class has in common whose methods are called as a fit goes on."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, ClassVar
+
+
+class Hooks:
+    """Base of callbacks; each kind says where it is called, and by which methods.
+
+    A method that looks as if it were called and is not is refused where its class is defined.
+
+    Attributes:
+        kind: what the methods are called with, in words.
+        methods: their names.
+    """
+
+    kind: ClassVar[str]
+    methods: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Look at a class that is being defined.
+
+        Raises:
+            TypeError: it has a method that would never be called, or is of two kinds.
+        """
+        super().__init_subclass__(**options)
+        kinds = {vars(base)["kind"] for base in cls.__mro__ if "kind" in vars(base)}
+        if len(kinds) > 1:
+            raise TypeError(
+                f"{cls.__name__} is called in the driver and on workers, which have copies of it: "
+                "they would share no attribute. Write a class for each"
+            )
+        for name, value in vars(cls).items():
+            seems_called = name.startswith(("on_", "before_", "after_"))
+            if seems_called and inspect.isfunction(value) and name not in cls.methods:
+                raise TypeError(
+                    f"{cls.__name__}.{name} would never be called: {cls.kind} are called by "
+                    f"{', '.join(cls.methods)}"
+                )

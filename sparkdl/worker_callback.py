@@ -1,0 +1,138 @@
+"""What is called on every worker around each of its optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from sparkdl.errors import CallbackError, TrainingError
+from sparkdl.hooks import Hooks
+from sparkdl.replica import Replica
+
+
+@dataclass
+class WorkerStep:
+    """One optimizer step of one worker, as its callbacks see it.
+
+    Attributes:
+        rank: the worker's.
+        epoch: counted from 1.
+        step: optimizer steps since the start of training, this one included.
+        step_of_epoch: the same since the start of the epoch.
+        model: the worker's replica, on its device.
+        optimizer: the replica's.
+        examples: rows trained on in the step; 0 before it.
+        loss: the mean over those rows, a detached scalar on the replica's device; None before the
+            step, and if the worker had no rows left for it.
+    """
+
+    rank: int
+    epoch: int
+    step: int
+    step_of_epoch: int
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    examples: int = 0
+    loss: Tensor | None = None
+
+
+class WorkerCallback(Hooks):
+    """Called on every worker around each optimizer step; override what is of interest.
+
+    Each worker has a copy of its own, sent to it as the model is. What it changes in the model or
+    the optimizer is part of the training; what it keeps in itself is in no checkpoint, and gone
+    with its worker. An error that a method raises ends the fit, with the callback's name, rank and
+    step.
+    """
+
+    kind = "callbacks on workers"
+    methods = ("before_step", "after_step")
+
+    def before_step(self, step: WorkerStep) -> None:
+        """The worker is about to train on the minibatch or minibatches of a step.
+
+        Args:
+            step: with what is known of it.
+        """
+
+    def after_step(self, step: WorkerStep) -> None:
+        """The optimizer has taken a step; the replicas have not been averaged yet.
+
+        Args:
+            step: with its loss. To read that on a GPU waits for the GPU.
+        """
+
+
+class StepCalls:
+    """Calls every callback of one worker around its steps.
+
+    Args:
+        callbacks: in the order in which they are called.
+        rank: the worker's.
+        replica: the worker's.
+    """
+
+    def __init__(self, callbacks: Sequence[WorkerCallback], rank: int, replica: Replica) -> None:
+        self._callbacks = callbacks
+        self._rank = rank
+        self._replica = replica
+        self._step: WorkerStep
+        self._under_way = False
+
+    def begin_anew(self) -> None:
+        """Forget a step that was not taken to its end."""
+        self._under_way = False
+
+    def before(self, epoch: int, step: int, step_of_epoch: int) -> None:
+        """Tell of a step that begins.
+
+        Raises:
+            CallbackError: a callback failed.
+            TrainingError: nobody was told that the step before was taken.
+        """
+        if self._under_way:
+            raise TrainingError(
+                "the strategy begins a step, and has not said that it has taken the one before: "
+                "callbacks on workers would miss it. Use run.train(batch), or call run.end_step() "
+                "after each optimizer step"
+            )
+        self._under_way = True
+        self._step = WorkerStep(
+            rank=self._rank,
+            epoch=epoch,
+            step=step,
+            step_of_epoch=step_of_epoch,
+            model=self._replica.module,
+            optimizer=self._replica.optimizer,
+        )
+        self._each("before_step")
+
+    def count(self, examples: int, loss: Tensor) -> None:
+        """Take note of a minibatch that was trained on in the step, with its mean loss."""
+        known, before = self._step, self._step.examples
+        known.examples += examples
+        share = examples / max(known.examples, 1)
+        known.loss = loss if known.loss is None or not before else known.loss.lerp(loss, share)
+
+    def after(self) -> None:
+        """Tell of a step that has been taken.
+
+        Raises:
+            CallbackError: a callback failed.
+        """
+        self._under_way = False
+        self._each("after_step")
+
+    def _each(self, method: Literal["before_step", "after_step"]) -> None:
+        for callback in self._callbacks:
+            try:
+                getattr(callback, method)(self._step)
+            except Exception as error:  # the user's code may raise anything
+                raise CallbackError(
+                    f"callback {type(callback).__name__} failed in {method}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error

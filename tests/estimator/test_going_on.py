@@ -1,0 +1,54 @@
+"""``fit(df, warm_start=model)``, and optimizers that take names, on real executors."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from frames import estimator, frame, same_bits
+from models import Net, decayed
+from pyspark.sql import SparkSession
+from torch import nn
+
+from sparkdl import TorchEstimator
+from sparkdl.errors import ConfigError, ModelError
+
+
+def test_a_fit_goes_on_from_a_model_that_fits_and_trains_what_is_not_frozen(
+    spark: SparkSession,
+) -> None:
+    rows, lr = frame(spark), 1e-30
+    begun = estimator(epochs=2).fit(rows)
+
+    def build() -> nn.Module:
+        module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        module[0].requires_grad_(False)
+        return module
+
+    # At such a rate gradients move nothing.
+    going_on: Any = estimator(model=build, optimizer=partial(decayed, lr=lr))
+    same = going_on.fit(rows, warm_start=begun)
+    assert same_bits(same, begun)
+    assert len(same.history) == 1
+    (decayed_to_zero,) = going_on.fit(
+        rows, [{going_on.optimizer: partial(decayed, lr=2.0)}], warm_start=begun
+    )
+    state = decayed_to_zero.module.state_dict()
+    assert torch.equal(state["0.weight"], begun.module.state_dict()["0.weight"])
+    assert not torch.allclose(state["2.weight"], begun.module.state_dict()["2.weight"], atol=1e-3)
+
+    with pytest.raises(ConfigError, match="warm_start must be a TorchModel, got one of type Seq"):
+        going_on.fit(rows, warm_start=begun.module)
+    going_on.setModel(nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 3)))
+    with pytest.raises(ModelError, match=r"'0.weight' is float32 \[9, 4\] in the model to train"):
+        going_on.fit(rows, warm_start=begun)
+
+
+def test_an_optimizer_that_takes_names_is_saved_with_the_estimator(tmp_path: Path) -> None:
+    path = str(tmp_path / "estimator")
+    estimator(model=Net, optimizer=partial(decayed, lr=0.5)).write().save(path)
+    loaded = TorchEstimator.load(path, trust=["models"]).getOptimizer()
+    assert (loaded.func, loaded.keywords) == (decayed, {"lr": 0.5})
