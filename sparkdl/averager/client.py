@@ -89,7 +89,7 @@ class AveragerClient:
         self._own_state = own_state
         self._kept_state = kept_state
         self._own_state_bytes: int | None = None
-        self._checkpoint_due = False
+        self._checkpoint_due = self._awaits_entry = False
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._reported_reading = time.monotonic()
         self._epoch_losses: list[float] = []
@@ -172,6 +172,7 @@ class AveragerClient:
         self._own_state_bytes = header["own_state"]
         self.epoch_ended = bool(header["epoch_ended"])
         self.asks_leave = bool(header["asks_leave"])
+        self._awaits_entry = bool(header["may_wait"])
         self._note_rows(header)
         self._receive_center(state, layout, plan_chunks(layout, self._chunk_bytes))
         return Position(**header["position"])
@@ -317,8 +318,21 @@ class AveragerClient:
         self._line.send_header(header)
         self._send_bytes(kept)
         if window.weight:
+            self._await_entry()
             for chunk in chunks:
                 self._send(chunk, state, layout[chunk.segment], window)
+
+    def _await_entry(self) -> None:
+        """Wait until others let this worker contribute its first window.
+
+        They may take longer than the averager can go without reading what is sent to it.
+        """
+        while self._awaits_entry:
+            header = self._line.receive_header()
+            if "enter" in header:
+                self._awaits_entry = False
+            else:
+                self._note_checkpoint(header)
 
     def _receive_center(self, state: list[Tensor], layout: Layout, chunks: list[Chunk]) -> None:
         for chunk in chunks:

@@ -19,6 +19,8 @@ One worker is one connection (``framing.py`` has its form):
                                           "position": where to go on,
                                           "epoch_ended": whether all stand behind an epoch's end,
                                           "asks_leave": whether to ask for leave to begin one,
+                                          "may_wait": whether others may keep it from
+                                          contributing its first window,
                                           "own_state": bytes of it, or null at the very start,
                                           "mean_weight": of a row, "shard_rows": by rank,
                                           "row_servers": by rank}
@@ -44,6 +46,9 @@ One worker is one connection (``framing.py`` has its form):
      "takes_reply": whether,
      "own_state": bytes}, bytes,
     chunks                       ------> add in rank order, wait for the round
+                                 <------ with "may_wait", of the first window between the bytes
+                                         and the chunks: {"waiting": true}, now and then, and
+                                         {"enter": true}
                                  <------ {"waiting": true}, now and then after a last window,
                                          and where the round policy has it wait for others
                                  <------ {"checkpoint": true}, if this commit becomes one; with
@@ -146,6 +151,7 @@ class Worker:
         self.sum: Accumulator | None = None
         self._edge = edge
         self._owes_own_state = False
+        self._awaits_entry = False
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     # What decisions have it do.
@@ -162,6 +168,7 @@ class Worker:
             own_state_bytes, from_checkpoint = resumed.own_state_bytes(rank), True
         elif committed.begun:
             own_state_bytes = 0
+        self._awaits_entry = not edge.coordinator.round.policy.in_step
         self.channel.send_header(
             {
                 "chunk_bytes": edge.center.chunk_bytes,
@@ -169,6 +176,7 @@ class Worker:
                 "own_state": own_state_bytes,
                 "epoch_ended": committed.at_end_of_epoch,
                 "asks_leave": edge.coordinator.followed,
+                "may_wait": self._awaits_entry,
                 **self._all_rows(),
             }
         )
@@ -201,6 +209,9 @@ class Worker:
     def receive(self, total: Accumulator, weight: int, scale: float) -> None:
         """Add the worker's contribution to a sum."""
         total.declare(self._member().rank, weight, scale)
+        if self._awaits_entry:
+            self._awaits_entry = False
+            self.channel.send_header({"enter": True})
         self.channel.wake(total)
 
     def start_over(self) -> None:
