@@ -177,6 +177,30 @@ class CenterExchange(Protocol):
             StoppedError: the averager ended the run.
         """
 
+    def begin_exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
+        """Take part in one round from here on, while the worker trains on.
+
+        Args:
+            segments: as in ``exchange``; what is contributed is copied before this returns.
+            window: as in ``exchange``, and not the epoch's last.
+
+        Raises:
+            NonFiniteError: the segments hold NaN or infinity.
+        """
+
+    def end_exchange(self, segments: Sequence[Tensor], local: float) -> None:
+        """Wait for what the round came to, and merge it with what the worker has trained since.
+
+        Args:
+            segments: as in ``exchange``. Of what the round was of, floating-point values become
+                ``local`` * their own + (1 - ``local``) * the center's, and others the center's.
+            local: in [0, 1).
+
+        Raises:
+            DeadlineError: as ``exchange``.
+            StoppedError: the averager ended the run.
+        """
+
     def hand_over(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in a round, the outcome of which every replica holds already.
 

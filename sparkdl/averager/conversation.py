@@ -21,6 +21,8 @@ One worker is one connection (``framing.py`` has its form):
                                           "asks_leave": whether to ask for leave to begin one,
                                           "may_wait": whether others may keep it from
                                           contributing its first window,
+                                          "rounds_of_epoch": how many it had, which says of what
+                                          fragment the next one is,
                                           "own_state": bytes of it, or null at the very start,
                                           "mean_weight": of a row, "shard_rows": by rank,
                                           "row_servers": by rank}
@@ -177,6 +179,7 @@ class Worker:
                 "epoch_ended": committed.at_end_of_epoch,
                 "asks_leave": edge.coordinator.followed,
                 "may_wait": self._awaits_entry,
+                "rounds_of_epoch": edge.center.rounds_of_epoch,
                 **self._all_rows(),
             }
         )
@@ -285,11 +288,12 @@ class Worker:
         edge.tell(on.WindowClosed(member, report, kept, takes_reply))
         if not report.weight:
             return
-        self.sum = yield PAUSE
-        for index, chunk in enumerate(edge.center.chunks):
+        self.sum = total = yield PAUSE
+        for index, chunk in enumerate(total.chunks):
             place = None if self.sum is None else self.sum.in_place(rank, index)
-            values = self._values(chunk) if place is None else place
-            yield octets_of(values)
+            packed = self._packed(chunk) if place is None else place
+            yield octets_of(packed)
+            values = edge.center.contribution(chunk).unpack(packed, chunk.stop - chunk.start)
             if self.sum is not None:  # else they went elsewhere
                 require_finite(values, report)
             if self.sum is not None and self.sum.turn(index) != rank:
@@ -337,11 +341,12 @@ class Worker:
         for start in range(0, size, step):
             yield self._scratch(min(step, size - start))
 
-    def _values(self, chunk: Chunk) -> Tensor:
+    def _packed(self, chunk: Chunk) -> Tensor:
         """Where to receive a chunk that cannot be added yet."""
-        dtype = self._edge.center.wire_dtype(chunk)
-        self._scratch((chunk.stop - chunk.start) * dtype.itemsize)
-        return self._buffer[: (chunk.stop - chunk.start) * dtype.itemsize].view(dtype)
+        packing = self._edge.center.contribution(chunk)
+        size = packing.numel(chunk.stop - chunk.start) * packing.dtype.itemsize
+        self._scratch(size)
+        return self._buffer[:size].view(packing.dtype)
 
     def _scratch(self, size: int) -> memoryview:
         if len(self._buffer) < size:

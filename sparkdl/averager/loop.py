@@ -27,6 +27,7 @@ from sparkdl.averager.coordinator import Coordinator
 from sparkdl.averager.events import Event, Member
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
 from sparkdl.errors import CheckpointError, SparkDLError, TrainingError
+from sparkdl.events import EpochSummary
 from sparkdl.transport.framing import header_message
 from sparkdl.transport.streams import Stream
 
@@ -361,6 +362,8 @@ class Loop:
             case on.Commit(contributions):
                 self.center.commit(contributions)
             case on.Report(event):
+                if isinstance(event, EpochSummary):
+                    self.center.start_epoch()
                 self.reports.put(event)
             case on.Welcome(member):
                 self._do(member, Worker.welcome)

@@ -13,11 +13,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sparkdl.averager.packing import AsDtype, Packing
 from sparkdl.protocols import Segment
 
 
 class WireFormat(Protocol):
-    """How one round's values travel; all methods see flat 1-D chunks."""
+    """How one round's values travel; all methods see flat 1-D chunks.
+
+    Who sends them packs what ``encode`` returns, and who receives them unpacks it.
+    """
 
     name: str
     sends_changes: bool
@@ -26,8 +30,11 @@ class WireFormat(Protocol):
     replies_changes: bool
     """Whether they are sent how the center has moved, not the center: all have to move together."""
 
-    def wire_dtype(self, segment: Segment) -> torch.dtype:
-        """Element type of contributions and replies."""
+    def contribution(self, segment: Segment) -> Packing:
+        """In which bits workers send what ``encode`` returns."""
+
+    def reply(self, segment: Segment) -> Packing:
+        """In which bits they are sent what ``decode`` takes."""
 
     def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
         """Worker: what to send for ``values``, given the last center ``base``."""
@@ -42,9 +49,11 @@ class FullPrecision:
     name = "float32"
     sends_changes = replies_changes = False
 
-    def wire_dtype(self, segment: Segment) -> torch.dtype:
+    def contribution(self, segment: Segment) -> Packing:
         """The replica's own."""
-        return segment.dtype
+        return AsDtype(segment.dtype)
+
+    reply = contribution
 
     def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
         """The values themselves, a view."""
@@ -66,9 +75,11 @@ class Changes:
     sends_changes = True
     replies_changes = False
 
-    def wire_dtype(self, segment: Segment) -> torch.dtype:
+    def contribution(self, segment: Segment) -> Packing:
         """The center's."""
-        return segment.center_dtype
+        return AsDtype(segment.center_dtype)
+
+    reply = contribution
 
     def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
         """The change."""
@@ -87,15 +98,15 @@ class BFloat16Changes:
     name = "bfloat16"
     sends_changes = replies_changes = True
 
-    def wire_dtype(self, segment: Segment) -> torch.dtype:
+    def contribution(self, segment: Segment) -> Packing:
         """bfloat16 for everything that is averaged."""
-        return torch.bfloat16 if segment.averaged else segment.dtype
+        return AsDtype(torch.bfloat16 if segment.averaged else segment.dtype)
+
+    reply = contribution
 
     def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
-        """The rounded change."""
-        if not segment.averaged or base is None:
-            return values
-        return (values - base).to(torch.bfloat16)
+        """The change."""
+        return values - base if segment.averaged and base is not None else values
 
     def decode(self, reply: Tensor, values: Tensor, base: Tensor | None, segment: Segment) -> None:
         """Move the base by the mean change, exactly as the averager moved the center."""

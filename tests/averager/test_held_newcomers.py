@@ -64,9 +64,7 @@ def test_it_is_not_lost_though_others_take_longer_than_twice_the_deadline() -> N
             time.sleep(WINDOW_S)
             assert not ahead.done()
             clients[1].exchange([states[1]], window(1, step))
-        through = pool.submit(
-            clients[1].exchange, [states[1]], window(1, AHEAD + 1, last=True)
-        )
+        through = pool.submit(clients[1].exchange, [states[1]], window(1, AHEAD + 1, last=True))
         ahead.result(WAIT_S)
         last = window(0, AHEAD + 2, last=True)
         clients[0].exchange([states[0]], last)

@@ -56,7 +56,8 @@ class RealCenter(Simulated):
         (self._segment,) = layout = (Segment("parameters", torch.float64, chunks),)
         ones = torch.ones(chunks, dtype=torch.float64)
         self._center = Center(layout, [ones], 1, self._wire_format, strategy.center_update)
-        self._center.chunks = [Chunk(0, index, index + 1) for index in range(chunks)]
+        cut = [Chunk(0, index, index + 1) for index in range(chunks)]
+        self._center._fragments = [cut]
         self._oracle = oracle
         self._sent: dict[int, float] = {}
 
