@@ -159,6 +159,9 @@ class Batch:
 class CenterExchange(Protocol):
     """A worker's end of the averager, as strategies see it."""
 
+    next_fragment: int
+    """Of which part of the state the next round is, or the one that is under way; from 0."""
+
     def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in one round: contribute the segments and overwrite them with the new center.
 

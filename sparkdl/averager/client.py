@@ -20,7 +20,7 @@ from sparkdl.averager.headers import (
     window_header,
 )
 from sparkdl.averager.line import Line
-from sparkdl.averager.overlapped import Contribution, OverlappedRound
+from sparkdl.averager.overlapped import Contribution, OverlappedRound, merge
 from sparkdl.averager.packing import AsDtype, Packing
 from sparkdl.averager.progress import Position
 from sparkdl.averager.wire import Chunk, plan_chunks, plan_fragments
@@ -297,11 +297,10 @@ class AveragerClient:
             self._note_checkpoint(header)
         for chunk, packed in zip(self._next_chunks(layout), round.reply, strict=True):
             segment, target = layout[chunk.segment], chunk.of(state)
-            mine = target.clone() if local and segment.averaged else None
             reply = self._wire_format.reply(segment).unpack(packed, len(target))
-            self._wire_format.decode(reply, target, self._base_of(chunk), segment)
-            if mine is not None:
-                target.lerp_(mine, local)
+            center = torch.empty_like(target)
+            self._wire_format.decode(reply, center, self._base_of(chunk), segment)
+            merge(target, center, local)
         self._committed(round.window)
 
     def _state(self, segments: Sequence[Tensor]) -> tuple[list[Tensor], Layout]:

@@ -13,6 +13,20 @@ from sparkdl.averager.line import Line
 from sparkdl.events import WindowReport
 
 
+def merge(values: Tensor, center: Tensor, local: float) -> None:
+    """Merge the center's values into those that were trained while they were on their way.
+
+    Args:
+        values: of any dtype, 1-D; overwritten.
+        center: of the same shape.
+        local: how much of the worker's own stays, if they are floating-point numbers.
+    """
+    if local and values.dtype.is_floating_point:
+        values.mul_(local).add_(center.to(values.device), alpha=1 - local)
+    else:
+        values.copy_(center)
+
+
 @dataclass(frozen=True)
 class Contribution:
     """What a worker sends, in memory of its own.
