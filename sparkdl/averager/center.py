@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ class Center:
         update: what contributions do to the center.
         memory: what the update remembers; by default it begins. Owned from here on.
         fragments: of how many parts of the state one after the other a round is.
-        rounds_of_epoch: how many the epoch had that is under way.
+        rounds: how many there were in the training.
+        rounds_of_epoch: how many of these in the epoch that is under way.
 
     Attributes:
         layout: as given.
@@ -71,6 +73,7 @@ class Center:
         memory: Memory | None = None,
         *,
         fragments: int = 1,
+        rounds: int = 0,
         rounds_of_epoch: int = 0,
     ) -> None:
         self.layout = layout
@@ -80,6 +83,7 @@ class Center:
         self.chunk_bytes = chunk_bytes(world_size)
         self.sum: Accumulator | None = None
         self.rounds_of_epoch = rounds_of_epoch
+        self._rounds = rounds
         self._fragments = plan_fragments(layout, self.chunk_bytes, fragments)
         self._wire_format = wire_format
         self._contributions = [wire_format.contribution(segment) for segment in layout]
@@ -135,10 +139,11 @@ class Center:
         assert self.sum is not None
         fragment = self.next_fragment
         self.rounds_of_epoch += 1
+        self._rounds += 1
         self._reply = {}
         if contributions.weights:
             self.sum.finish()
-            self._take_over(fragment, contributions)
+            self._take_over(fragment, replace(contributions, round=self._rounds))
         elif self._wire_format.replies_changes:
             for chunk in fragment:
                 chunk.of(self._spare).zero_()

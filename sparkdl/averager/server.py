@@ -120,6 +120,7 @@ class Averager:
             update,
             memory,
             fragments=fragments,
+            rounds=0 if progress is None else progress.all_rounds,
             rounds_of_epoch=0 if progress is None else progress.rounds,
         )
         self._loop = Loop(self._coordinator, self._center, plan, resumed)

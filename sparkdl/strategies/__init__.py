@@ -3,6 +3,10 @@
 from sparkdl.averager.center_update import CenterUpdate, Contributions, ReplaceByMean
 from sparkdl.averager.round_policy import All, Nobody, RoundPolicy
 from sparkdl.averager.wire_format import BFloat16Changes, Changes, FullPrecision, WireFormat
+from sparkdl.strategies.asynchronous_outer_optimizer import (
+    AsynchronousOuterOptimizer,
+    DelayedNesterov,
+)
 from sparkdl.strategies.asynchronous_sgd import AsynchronousSGD
 from sparkdl.strategies.barriers import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
 from sparkdl.strategies.base import Needs, Run, Strategy
@@ -18,12 +22,14 @@ __all__ = [
     "PSSP",
     "SSP",
     "All",
+    "AsynchronousOuterOptimizer",
     "AsynchronousSGD",
     "BFloat16Changes",
     "Barrier",
     "CenterUpdate",
     "Changes",
     "Contributions",
+    "DelayedNesterov",
     "ElasticAveraging",
     "FullPrecision",
     "GradientAllReduce",

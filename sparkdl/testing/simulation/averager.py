@@ -350,6 +350,7 @@ class Averager:
             case on.Report(DataFacts() as facts):
                 self._observer.facts_known(facts)
             case on.Report(EpochSummary() as summary):
+                self.center.start_epoch()
                 self._observer.epoch_ended(summary)
             case on.End(failure):
                 self.ended, self.failure = True, failure
