@@ -60,8 +60,8 @@ class Averager:
             an epoch when ``approve_epoch`` was called for the one before.
 
     Raises:
-        ConfigError: the wire format is for workers that stay in step, and the policy lets them
-            get out of it.
+        ConfigError: the wire format, or fragments, are for workers that stay in step, and the
+            policy lets them get out of it; or there are more fragments than values.
     """
 
     def __init__(
@@ -110,6 +110,12 @@ class Averager:
             raise ConfigError(
                 f"rounds of one of {fragments} fragments each are for workers that stay in step, "
                 f"and {type(policy).__name__} lets them get out of it. Use All, or one fragment"
+            )
+        largest = max((segment.numel for segment in layout), default=0)
+        if fragments > 1 and fragments > largest:
+            raise ConfigError(
+                f"{fragments} fragments are more than the model has values of a kind to deal among "
+                f"them ({largest}): take fewer"
             )
         self._plan = plan
         self._center = Center(

@@ -1,8 +1,16 @@
 """The algorithms by which replicas agree, one a file; and what another one is made of."""
 
 from sparkdl.averager.center_update import CenterUpdate, Contributions, ReplaceByMean
+from sparkdl.averager.packing import Packing
 from sparkdl.averager.round_policy import All, Nobody, RoundPolicy
-from sparkdl.averager.wire_format import BFloat16Changes, Changes, FullPrecision, WireFormat
+from sparkdl.averager.wire_format import (
+    BFloat16Changes,
+    Changes,
+    Float4Changes,
+    Float8Changes,
+    FullPrecision,
+    WireFormat,
+)
 from sparkdl.strategies.asynchronous_outer_optimizer import (
     AsynchronousOuterOptimizer,
     DelayedNesterov,
@@ -31,12 +39,15 @@ __all__ = [
     "Contributions",
     "DelayedNesterov",
     "ElasticAveraging",
+    "Float4Changes",
+    "Float8Changes",
     "FullPrecision",
     "GradientAllReduce",
     "Needs",
     "Nobody",
     "OuterOptimizer",
     "OuterSGD",
+    "Packing",
     "ParameterAveraging",
     "ReplaceByMean",
     "RoundPolicy",

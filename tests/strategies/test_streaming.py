@@ -391,3 +391,9 @@ def test_with_other_fragments_a_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_arguments_that_make_no_sense_are_refused(arguments: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         OuterOptimizer(**arguments)
+
+
+def test_more_fragments_than_values_are_refused() -> None:
+    strategy = OuterOptimizer(10_000, fragments=len(vector_of(mlp())) + 1)
+    with pytest.raises(ConfigError, match=r"fragments are more than the model has values"):
+        run_world(job(strategy=strategy), DATA.shards())
