@@ -165,7 +165,8 @@ class CenterExchange(Protocol):
     def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in one round: contribute the segments and overwrite them with the new center.
 
-        They are contributed if the window has weight.
+        They are contributed if the window has weight; of a strategy with fragments only the next
+        one is, and is overwritten.
 
         If the window is the worker's last of the epoch, the call returns with the epoch's final
         center, after every other worker's last round.
