@@ -2,9 +2,9 @@
 
 scikit-learn's 1,797 real digits of 8 x 8 pixels, 360 of them held out, a small MLP and plain SGD,
 as many epochs for all. One worker trains on all rows; two train on a half each and exchange every
-5 minibatches. Nothing is tuned: the outer optimizers have the settings that BMUF and SlowMo have for
-two workers, and DiLoCo's; elastic averaging has its defaults. Each seed draws other rows to hold
-out, other initial values, another order. Not a benchmark of time: workers are threads, without
+5 minibatches. Nothing is tuned: the outer optimizers have the settings that BMUF and SlowMo have
+for two workers, and DiLoCo's; elastic averaging has its defaults. Each seed draws other rows to
+hold out, other initial values, another order. Not a benchmark of time: workers are threads, without
 Spark.
 """
 

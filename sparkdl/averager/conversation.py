@@ -66,8 +66,8 @@ One worker is one connection (``framing.py`` has its form):
     or {"failure": {...}}        ------> the run ends, with the worker's traceback
     or {"broken": why}           ------> the run ends; it is the exchange among the workers
 
-Where rounds are of fragments, chunks and reply are of the one whose turn it is, but for the reply to
-an epoch's last window, which is the center.
+Where rounds are of fragments, chunks and reply are of the one whose turn it is, but for the reply
+to an epoch's last window, which is the center.
 A worker that sends faster than its chunks can be added is held back by the connection itself.
 A worker whose connection breaks may come back: it joins anew, and its training goes on behind its
 last committed window. If the run ends elsewhere, the next thing that a worker hears is {"stopped":
