@@ -1,10 +1,11 @@
-"""What averaging costs in accuracy, and what of that an outer optimizer gives back.
+"""What averaging costs in accuracy, and what of that other strategies give back.
 
 scikit-learn's 1,797 real digits of 8 x 8 pixels, 360 of them held out, a small MLP and plain SGD,
 as many epochs for all. One worker trains on all rows; two train on a half each and exchange every
-5 minibatches. The outer optimizers are not tuned: the first has the settings that BMUF has for two
-workers, the second DiLoCo's. Each seed draws other rows to hold out, other initial values, another
-order. Not a benchmark of time: workers are threads, without Spark.
+5 minibatches. Nothing is tuned: the outer optimizers have the settings that BMUF and SlowMo have
+for two workers, and DiLoCo's; elastic averaging has its defaults. Each seed draws other rows to
+hold out, other initial values, another order. Not a benchmark of time: workers are threads, without
+Spark.
 """
 
 import statistics
@@ -19,7 +20,13 @@ from torch import nn
 
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.protocols import ColumnSpec
-from sparkdl.strategies import OuterOptimizer, OuterSGD, ParameterAveraging, Strategy
+from sparkdl.strategies import (
+    ElasticAveraging,
+    OuterOptimizer,
+    OuterSGD,
+    ParameterAveraging,
+    Strategy,
+)
 from sparkdl.testing import batches_of, run_world
 from sparkdl.worker import Job
 
@@ -29,10 +36,12 @@ EPOCHS = 30
 PERIOD = 5
 WORKERS = 2
 TOLERANCE = 0.3
-"""Points of accuracy by which an outer optimizer may be worse than one process."""
-OUTER = {
+"""Points of accuracy by which the best of them may be worse than one process."""
+OTHERS: dict[str, Strategy[Any]] = {
     "BMUF": OuterOptimizer(PERIOD, OuterSGD(1.0, 1 - 1 / WORKERS)),
+    "SlowMo": OuterOptimizer(PERIOD, OuterSGD(1.0, 0.5, nesterov=False)),
     "DiLoCo": OuterOptimizer(PERIOD, OuterSGD(0.7, 0.9)),
+    "elastic averaging": ElasticAveraging(PERIOD),
 }
 SCHEMA = FeedSchema(
     (ColumnSpec("features", torch.float32, (PIXELS,)),), ColumnSpec("label", torch.int64)
@@ -92,7 +101,7 @@ def main() -> None:
             # Whose mean is of one worker: it goes on from where it is.
             "one process": seeds.measure(averaging, 1),
             "averaging": seeds.measure(averaging, WORKERS),
-            **{name: seeds.measure(strategy, WORKERS) for name, strategy in OUTER.items()},
+            **{name: seeds.measure(strategy, WORKERS) for name, strategy in OTHERS.items()},
         },
         repeats=options.repeats,
     )
@@ -101,15 +110,15 @@ def main() -> None:
     means = {name: statistics.mean(values) for name, values in accuracies.items()}
     lost = {name: means["one process"] - mean for name, mean in means.items()}
     print(", ".join(f"{name}: {points:+.2f} points lost" for name, points in lost.items()))
+    best = min(OTHERS, key=lost.__getitem__)
     harness.report(
         "averaging_accuracy",
         [
             harness.Claim(
-                name=f"points of accuracy lost with {name}'s settings / {TOLERANCE}",
-                ratio=lost[name] / TOLERANCE,
+                name=f"points of accuracy lost with the best, {best} / {TOLERANCE}",
+                ratio=lost[best] / TOLERANCE,
                 target=1,
             )
-            for name in OUTER
         ],
         {
             "mean_accuracy_percent": {name: round(mean, 3) for name, mean in means.items()},

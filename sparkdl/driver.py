@@ -224,6 +224,7 @@ def run(
                 update=update,
                 memory=memory,
                 policy=job.strategy.round_policy,
+                fragments=job.strategy.fragments,
                 host=host,
                 advertised_host=advertised_host,
                 deadline_s=job.deadline_s,

@@ -160,10 +160,14 @@ class Batch:
 class CenterExchange(Protocol):
     """A worker's end of the averager, as strategies see it."""
 
+    next_fragment: int
+    """Of which part of the state the next round is, or the one that is under way; from 0."""
+
     def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in one round: contribute the segments and overwrite them with the new center.
 
-        They are contributed if the window has weight.
+        They are contributed if the window has weight; of a strategy with fragments only the next
+        one is, and is overwritten.
 
         If the window is the worker's last of the epoch, the call returns with the epoch's final
         center, after every other worker's last round.
@@ -175,6 +179,30 @@ class CenterExchange(Protocol):
         Raises:
             NonFiniteError: the segments hold NaN or infinity.
             DeadlineError: the other workers or the averager did not answer in time.
+            StoppedError: the averager ended the run.
+        """
+
+    def begin_exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
+        """Take part in one round from here on, while the worker trains on.
+
+        Args:
+            segments: as in ``exchange``; what is contributed is copied before this returns.
+            window: as in ``exchange``, and not the epoch's last.
+
+        Raises:
+            NonFiniteError: the segments hold NaN or infinity.
+        """
+
+    def end_exchange(self, segments: Sequence[Tensor], local: float) -> None:
+        """Wait for what the round came to, and merge it with what the worker has trained since.
+
+        Args:
+            segments: as in ``exchange``. Of what the round was of, floating-point values become
+                ``local`` * their own + (1 - ``local``) * the center's, and others the center's.
+            local: in [0, 1).
+
+        Raises:
+            DeadlineError: as ``exchange``.
             StoppedError: the averager ended the run.
         """
 

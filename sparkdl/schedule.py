@@ -68,16 +68,17 @@ class Schedule:
         self._losses = losses
         self._go_to(steps if self._every == "step" else epoch - 1)
 
-    def go_back(self, steps: int) -> None:
+    def stand_at(self, steps: int, *, ahead: int = 0) -> None:
         """Set the hyperparameters that belong to the step where it stands, or to one before that.
 
         Args:
             steps: how many it had taken.
+            ahead: by how many these may be more than it has taken.
 
         Raises:
             ValueError: it was not there.
         """
-        if not isinstance(steps, int) or not 0 <= steps <= self._steps:
+        if not isinstance(steps, int) or not 0 <= steps <= self._steps + ahead:
             raise ValueError(f"a schedule that has taken {self._steps} steps stood at {steps!r}")
         self._go_to(steps)
 

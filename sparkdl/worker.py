@@ -209,6 +209,7 @@ def _train_replica(
             job.strategy.wire_format,
             deadline_s=job.deadline_s,
             own_state=lambda: own_state(replica, job.strategy, strategy.saved_state()),
+            fragments=job.strategy.fragments,
             attempt=place.attempt,
             task=place.task,
             kept_state=(
@@ -426,7 +427,10 @@ def _take_center(
     if octets:
         # Where an epoch has ended, the schedule goes on from there when the next one starts.
         on_worker.restored = unpack_own_state(
-            octets, replica.optimizer, replica.device, replica.schedule.go_back
+            octets,
+            replica.optimizer,
+            replica.device,
+            partial(replica.schedule.stand_at, ahead=strategy.needs.steps_ahead),
         )
     return position
 

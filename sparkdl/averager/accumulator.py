@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from sparkdl.averager.packing import AsDtype, Packing
 from sparkdl.averager.wire import Chunk
 from sparkdl.protocols import Layout
 
@@ -54,23 +54,26 @@ class Accumulator:
 
     Args:
         layout: kinds and sizes of the segments.
-        wire_dtypes: in which the values of each segment arrive.
-        chunks: how the segments are cut.
+        packings: in which the values of each segment arrive.
+        chunks: how the part of the segments is cut that it is of.
         total: where the sum is formed, a tensor of ``center_dtype`` a segment; overwritten.
         ranks: who takes part, in ascending order.
+
+    Attributes:
+        chunks: as given.
     """
 
     def __init__(
         self,
         layout: Layout,
-        wire_dtypes: Sequence[torch.dtype],
+        packings: Sequence[Packing],
         chunks: Sequence[Chunk],
         total: list[Tensor],
         ranks: Sequence[int],
     ) -> None:
         self._layout = layout
-        self._wire_dtypes = wire_dtypes
-        self._chunks = chunks
+        self._packings = packings
+        self.chunks = chunks
         self._total = total
         self._order = RankOrder(ranks, len(chunks))
         self._last = ranks[-1]
@@ -99,9 +102,10 @@ class Accumulator:
 
     def in_place(self, rank: int, index: int) -> Tensor | None:
         """Where the first rank may put its chunk right away; None if it has to be added."""
-        chunk = self._chunks[index]
+        chunk = self.chunks[index]
         total = chunk.of(self._total)
-        if self._wire_dtypes[chunk.segment] is not total.dtype or not self._is_first(rank, index):
+        as_it_is = self._packings[chunk.segment] == AsDtype(total.dtype)
+        if not as_it_is or not self._is_first(rank, index):
             return None
         return total
 
@@ -111,9 +115,9 @@ class Accumulator:
         Args:
             rank: whose contribution.
             index: position in the plan of chunks.
-            values: the chunk, of its wire dtype; None if it has been put in place.
+            values: the chunk, unpacked; None if it has been put in place.
         """
-        chunk = self._chunks[index]
+        chunk = self.chunks[index]
         total = chunk.of(self._total)
         averaged = self._layout[chunk.segment].averaged
         if self._is_first(rank, index):
@@ -130,9 +134,9 @@ class Accumulator:
         """Complete the mean; someone has to have contributed."""
         if self._last not in self._examples:
             # Each chunk is divided while in cache by the last rank, except if that one is empty.
-            for segment, total in zip(self._layout, self._total, strict=True):
-                if segment.averaged:
-                    self._normalize(total)
+            for chunk in self.chunks:
+                if self._layout[chunk.segment].averaged:
+                    self._normalize(chunk.of(self._total))
 
     def _is_first(self, rank: int, index: int) -> bool:
         """Whether nobody before a rank, whose turn it is, has contributed."""

@@ -5,7 +5,9 @@ No sockets: values arrive in tensors, and leave as buffers in the form in which 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +20,8 @@ from sparkdl.averager.center_update import (
     ReplaceByMean,
     new_memory,
 )
-from sparkdl.averager.wire import Chunk, chunk_bytes, plan_chunks
+from sparkdl.averager.packing import AsDtype, Packing
+from sparkdl.averager.wire import Chunk, chunk_bytes, plan_chunks, plan_fragments
 from sparkdl.averager.wire_format import WireFormat
 from sparkdl.protocols import Layout
 from sparkdl.transport.framing import octets_of, values_prefix
@@ -47,14 +50,17 @@ class Center:
         wire_format: how values travel.
         update: what contributions do to the center.
         memory: what the update remembers; by default it begins. Owned from here on.
+        fragments: of how many parts of the state one after the other a round is.
+        rounds: how many there were in the training.
+        rounds_of_epoch: how many of these in the epoch that is under way.
 
     Attributes:
         layout: as given.
         values: the center, a tensor of ``center_dtype`` a segment.
         memory: what the update remembers.
         chunk_bytes: size of the largest message of values.
-        chunks: how the segments are cut.
         sum: what is being added; None between two rounds.
+        rounds_of_epoch: how many were committed in the epoch that is under way.
     """
 
     def __init__(
@@ -65,16 +71,23 @@ class Center:
         wire_format: WireFormat,
         update: CenterUpdate | None = None,
         memory: Memory | None = None,
+        *,
+        fragments: int = 1,
+        rounds: int = 0,
+        rounds_of_epoch: int = 0,
     ) -> None:
         self.layout = layout
         self.values = list(center)
         self._update = update or ReplaceByMean()
         self.memory = new_memory(self._update, layout) if memory is None else memory
         self.chunk_bytes = chunk_bytes(world_size)
-        self.chunks = plan_chunks(layout, self.chunk_bytes)
         self.sum: Accumulator | None = None
+        self.rounds_of_epoch = rounds_of_epoch
+        self._rounds = rounds
+        self._fragments = plan_fragments(layout, self.chunk_bytes, fragments)
         self._wire_format = wire_format
-        self._wire_dtypes = [wire_format.wire_dtype(segment) for segment in layout]
+        self._contributions = [wire_format.contribution(segment) for segment in layout]
+        self._replies = [wire_format.reply(segment) for segment in layout]
         # Where the mean is what has changed, or the update says how; others become the mean.
         self._moves = [
             segment.averaged and (wire_format.sends_changes or self._update.updates(segment))
@@ -82,13 +95,25 @@ class Center:
         ]
         self._spare = [torch.empty_like(segment) for segment in center]
         self._copy: dict[str, Tensor] = {}
-        # The outcome of the last round as it travels, where that is not the center itself.
-        self._reply: list[Tensor] = []
+        # The outcome of the last round as it travels, chunk by chunk; and, of segments that travel
+        # in other bits than those at hand, room for these.
+        self._reply: dict[Chunk, Tensor] = {}
+        self._room: dict[int, Tensor] = {}
+        self._places = {
+            chunk: place
+            for fragment in self._fragments
+            for chunk, place in _places(fragment, self._replies).items()
+        }
         self._frames: dict[frozenset[str] | None, Frames] = {}
 
-    def wire_dtype(self, chunk: Chunk) -> torch.dtype:
-        """Element type in which a chunk is contributed."""
-        return self._wire_dtypes[chunk.segment]
+    @property
+    def next_fragment(self) -> list[Chunk]:
+        """How the part is cut of which the next sum is, or the one that is being added."""
+        return self._fragments[self.rounds_of_epoch % len(self._fragments)]
+
+    def contribution(self, chunk: Chunk) -> Packing:
+        """In which bits a chunk is contributed."""
+        return self._contributions[chunk.segment]
 
     def scale(self, staleness: int) -> float:
         """By what a contribution is multiplied before the mean is formed.
@@ -100,7 +125,9 @@ class Center:
 
     def open_sum(self, ranks: Sequence[int]) -> Accumulator:
         """Begin a sum, in the order of ``ranks``; one that was not committed is forgotten."""
-        self.sum = Accumulator(self.layout, self._wire_dtypes, self.chunks, self._spare, ranks)
+        self.sum = Accumulator(
+            self.layout, self._contributions, self.next_fragment, self._spare, ranks
+        )
         return self.sum
 
     def commit(self, contributions: Contributions) -> None:
@@ -110,20 +137,37 @@ class Center:
             contributions: what the sum is of.
         """
         assert self.sum is not None
+        fragment = self.next_fragment
+        self.rounds_of_epoch += 1
+        self._rounds += 1
+        self._reply = {}
         if contributions.weights:
             self.sum.finish()
-            for chunk in self.chunks:
-                if self._moves[chunk.segment]:
-                    self._move(chunk, contributions)
+            self._take_over(fragment, replace(contributions, round=self._rounds))
+        elif self._wire_format.replies_changes:
+            for chunk in fragment:
+                chunk.of(self._spare).zero_()
+        self.sum = None
+        self._frames = {}
+        for chunk in fragment:
+            if chunk not in self._reply:
+                self._pack(chunk)
+
+    def start_epoch(self) -> None:
+        """Count the rounds of another epoch."""
+        self.rounds_of_epoch = 0
+
+    def _take_over(self, fragment: Sequence[Chunk], contributions: Contributions) -> None:
+        """Have the mean of the contributions change the center."""
+        for chunk in fragment:
+            if self._moves[chunk.segment]:
+                self._move(chunk, contributions)
+            elif len(self._fragments) > 1:
+                chunk.of(self.values).copy_(chunk.of(self._spare))
+        if len(self._fragments) == 1:
             for index, moves in enumerate(self._moves):
                 if not moves:
                     self.values[index], self._spare[index] = self._spare[index], self.values[index]
-        elif self._wire_format.replies_changes:
-            for spare in self._spare:
-                spare.zero_()
-        self.sum = None
-        self._frames = {}
-        self._set_reply()
 
     def _move(self, chunk: Chunk, contributions: Contributions) -> None:
         """Add a change to the center while both are in the cache."""
@@ -137,25 +181,25 @@ class Center:
             }
             self._update.step(center, change, kept, contributions)
         if self._wire_format.replies_changes:
-            change.copy_(change.to(self.wire_dtype(chunk)))  # as the workers will see it
+            packed = self._pack(chunk)  # as the workers will see it
+            change.copy_(self._replies[chunk.segment].unpack(packed, len(change)))
         center.add_(change)
 
     def reply(self) -> Frames:
         """The outcome of the last round, as it travels."""
         if None not in self._frames:
-            self._frames[None] = self._framed(self._reply, self.chunks)
+            self._frames[None] = _framed(self._reply.values())
         return self._frames[None]
 
     def state(self, *kinds: str) -> Frames:
         """The center's segments of some kinds, of ``center_dtype``; all of them without any."""
         key = frozenset(kinds)
         if key not in self._frames:
-            of_kind = [
-                chunk
-                for chunk in self.chunks
+            self._frames[key] = _framed(
+                chunk.of(self.values)
+                for chunk in plan_chunks(self.layout, self.chunk_bytes)
                 if not kinds or self.layout[chunk.segment].kind in kinds
-            ]
-            self._frames[key] = self._framed(self.values, of_kind)
+            )
         return self._frames[key]
 
     def model(self) -> list[Tensor]:
@@ -179,28 +223,43 @@ class Center:
             self._copy[name].copy_(tensor)
         return self._copy
 
-    def _set_reply(self) -> None:
+    def _pack(self, chunk: Chunk) -> Tensor:
         """Have at hand what the workers are sent, in the form in which it travels."""
-        outcome = [
-            spare if self._wire_format.replies_changes and segment.averaged else values
-            for segment, values, spare in zip(self.layout, self.values, self._spare, strict=True)
-        ]
-        if not self._reply:
-            self._reply = [
-                torch.empty(0, dtype=dtype)
-                if values.dtype is dtype
-                else torch.empty_like(values, dtype=dtype)
-                for values, dtype in zip(outcome, self._wire_dtypes, strict=True)
-            ]
-        for index, (values, dtype) in enumerate(zip(outcome, self._wire_dtypes, strict=True)):
-            if values.dtype is dtype:
-                self._reply[index] = values
-            else:
-                self._reply[index].copy_(values)
+        packing = self._replies[chunk.segment]
+        changes = self._wire_format.replies_changes and self.layout[chunk.segment].averaged
+        outcome = chunk.of(self._spare if changes else self.values)
+        if packing == AsDtype(outcome.dtype):
+            place = outcome
+        else:
+            place = self._room_of(chunk.segment)[self._places[chunk]]
+            place.copy_(packing.pack(outcome))
+        self._reply[chunk] = place
+        return place
 
-    def _framed(self, segments: list[Tensor], chunks: Sequence[Chunk]) -> Frames:
-        frames: Frames = []
-        for chunk in chunks:
-            octets = octets_of(chunk.of(segments))
-            frames += [values_prefix(octets.nbytes), octets]
-        return frames
+    def _room_of(self, segment: int) -> Tensor:
+        """Room for the packed outcome of any fragment's part of a segment."""
+        if segment not in self._room:
+            size = max(
+                place.stop for chunk, place in self._places.items() if chunk.segment == segment
+            )
+            self._room[segment] = torch.empty(size, dtype=self._replies[segment].dtype)
+        return self._room[segment]
+
+
+def _places(fragment: Sequence[Chunk], packings: Sequence[Packing]) -> dict[Chunk, slice]:
+    """Where in their segment's room the packed chunks of a fragment lie, one behind the other."""
+    stops: Counter[int] = Counter()
+    places = {}
+    for chunk in fragment:
+        start = stops[chunk.segment]
+        stops[chunk.segment] += packings[chunk.segment].numel(chunk.stop - chunk.start)
+        places[chunk] = slice(start, stops[chunk.segment])
+    return places
+
+
+def _framed(chunks: Iterable[Tensor]) -> Frames:
+    frames: Frames = []
+    for chunk in chunks:
+        octets = octets_of(chunk)
+        frames += [values_prefix(octets.nbytes), octets]
+    return frames

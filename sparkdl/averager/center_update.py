@@ -30,11 +30,13 @@ class Contributions:
         world_size: workers of the run.
         staleness: how often the center was updated since a contributor has received it; of several
             contributors the longest ago.
+        round: which one of the training it is, counted from 1; the center knows.
     """
 
     weights: tuple[int, ...]
     world_size: int
     staleness: int = 0
+    round: int = 0
 
 
 class CenterUpdate(ABC):

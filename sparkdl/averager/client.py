@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -20,8 +20,10 @@ from sparkdl.averager.headers import (
     window_header,
 )
 from sparkdl.averager.line import Line
+from sparkdl.averager.overlapped import Contribution, OverlappedRound, merge
+from sparkdl.averager.packing import AsDtype, Packing
 from sparkdl.averager.progress import Position
-from sparkdl.averager.wire import Chunk, plan_chunks
+from sparkdl.averager.wire import Chunk, plan_chunks, plan_fragments
 from sparkdl.averager.wire_format import WireFormat
 from sparkdl.errors import (
     CollectiveError,
@@ -59,9 +61,11 @@ class AveragerClient:
         kept_state: called for every contribution; what the averager keeps of this worker, should
             all start again from that commit. None for nothing.
         frozen: the fingerprint of the parameters that are no part of the center.
+        fragments: of how many parts of the state one after the other a round is, as the averager's.
 
     Attributes:
         closed_epoch: the last epoch of which this worker has exchanged its last window; 0 if none.
+        next_fragment: of which part of the state the next round is, counted from 0.
 
     Raises:
         DisconnectedError: the averager cannot be reached, not even in ``deadline_s``.
@@ -80,16 +84,20 @@ class AveragerClient:
         task: int | None = None,
         kept_state: Callable[[], bytes] | None = None,
         frozen: str = "",
+        fragments: int = 1,
     ) -> None:
         self.rank = rank
         self.closed_epoch = 0
+        self.next_fragment = 0
+        self._fragments = fragments
+        self._under_way: OverlappedRound | None = None
         self._wire_format = wire_format
         self._base: list[Tensor] = []
         self._chunk_bytes = 0
         self._own_state = own_state
         self._kept_state = kept_state
         self._own_state_bytes: int | None = None
-        self._checkpoint_due = False
+        self._checkpoint_due = self._awaits_entry = False
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._reported_reading = time.monotonic()
         self._epoch_losses: list[float] = []
@@ -97,7 +105,7 @@ class AveragerClient:
         self._deadline_s = deadline_s
         self._hello = join_header(rank, attempt, task, frozen)
         # The driver waits that long for its workers to start.
-        self._line = reach(self._connect, deadline_s)
+        self._own_line = reach(self._connect, deadline_s)
 
     def __enter__(self) -> AveragerClient:
         return self
@@ -108,7 +116,7 @@ class AveragerClient:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._line.close()
+        self._close()
 
     def reconnect(self) -> None:
         """Join once more after the connection broke; ``start`` has to follow.
@@ -116,9 +124,22 @@ class AveragerClient:
         Raises:
             StoppedError: the averager cannot be reached, or does not want this worker any more.
         """
-        self._line.close()
+        self._close()
         self._checkpoint_due = False
-        self._line = reach(self._connect, RECONNECT_S)
+        self._own_line = reach(self._connect, RECONNECT_S)
+
+    def _close(self) -> None:
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.abandon()
+        self._own_line.close()
+
+    @property
+    def _line(self) -> Line:
+        """The line, when no round that is under way uses it."""
+        if self._under_way is not None:
+            self._under_way.wait()
+        return self._own_line
 
     def _connect(self) -> Line:
         line = Line(self._address, self.rank, 2 * self._deadline_s)
@@ -172,6 +193,8 @@ class AveragerClient:
         self._own_state_bytes = header["own_state"]
         self.epoch_ended = bool(header["epoch_ended"])
         self.asks_leave = bool(header["asks_leave"])
+        self._awaits_entry = bool(header["may_wait"])
+        self.next_fragment = int(header["rounds_of_epoch"]) % self._fragments
         self._note_rows(header)
         self._receive_center(state, layout, plan_chunks(layout, self._chunk_bytes))
         return Position(**header["position"])
@@ -229,21 +252,66 @@ class AveragerClient:
 
     def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in one round; see ``protocols.CenterExchange``."""
-        state = list(segments)
-        layout = tuple(Segment("state", tensor.dtype, tensor.numel()) for tensor in state)
-        chunks = plan_chunks(layout, self._chunk_bytes)
-        self._extend_base(state, layout)
+        state, layout = self._state(segments)
+        chunks = self._next_chunks(layout)
         committed = False
         while not committed:
             self._contribute(state, layout, chunks, window, True)
-            receive = self._receive_center if window.last else self._receive_reply
             try:
-                receive(state, layout, chunks)
+                if window.last:
+                    self._receive_center(state, layout, plan_chunks(layout, self._chunk_bytes))
+                else:
+                    self._receive_reply(state, layout, chunks)
                 committed = True
             except _Again:
                 # Before the first chunk of the reply, so that the state is what it was.
                 logger.info("rank %d contributes once more: another worker was lost", self.rank)
         self._committed(window)
+
+    def begin_exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
+        """Take part in one round from here on; see ``protocols.CenterExchange``."""
+        state, layout = self._state(segments)
+        chunks = self._next_chunks(layout)
+        line = self._line
+        header, kept = self._header_of(window, takes_reply=True)
+        messages = list(self._blocks(kept))
+        if window.weight:
+            for chunk in chunks:
+                packed = self._packed(chunk, state, layout[chunk.segment], window)
+                messages.append(packed.to("cpu", copy=True))
+        packings = [self._wire_format.reply(layout[chunk.segment]) for chunk in chunks]
+        reply = [
+            torch.empty(packing.numel(chunk.stop - chunk.start), dtype=packing.dtype)
+            for chunk, packing in zip(chunks, packings, strict=True)
+        ]
+        self._under_way = OverlappedRound(line, Contribution(window, header, messages), reply)
+
+    def end_exchange(self, segments: Sequence[Tensor], local: float) -> None:
+        """Take what came of the round that is under way; see ``protocols.CenterExchange``."""
+        state, layout = self._state(segments)
+        round = self._under_way
+        assert round is not None
+        round.wait()
+        self._under_way = None
+        for header in round.notes:
+            self._note_checkpoint(header)
+        for chunk, packed in zip(self._next_chunks(layout), round.reply, strict=True):
+            segment, target = layout[chunk.segment], chunk.of(state)
+            reply = self._wire_format.reply(segment).unpack(packed, len(target))
+            center = torch.empty_like(target)
+            self._wire_format.decode(reply, center, self._base_of(chunk), segment)
+            merge(target, center, local)
+        self._committed(round.window)
+
+    def _state(self, segments: Sequence[Tensor]) -> tuple[list[Tensor], Layout]:
+        state = list(segments)
+        layout = tuple(Segment("state", tensor.dtype, tensor.numel()) for tensor in state)
+        self._extend_base(state, layout)
+        return state, layout
+
+    def _next_chunks(self, layout: Layout) -> list[Chunk]:
+        """How the part is cut of which the next round is, or the one that is under way."""
+        return plan_fragments(layout, self._chunk_bytes, self._fragments)[self.next_fragment]
 
     def hand_over(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in a round whose outcome is known; see ``protocols.CenterExchange``."""
@@ -312,18 +380,38 @@ class AveragerClient:
         window: WindowReport,
         takes_reply: bool,
     ) -> None:
-        kept = b"" if self._kept_state is None else self._kept_state()
-        header = window_header(window, takes_reply=takes_reply, own_state=len(kept))
+        header, kept = self._header_of(window, takes_reply=takes_reply)
         self._line.send_header(header)
         self._send_bytes(kept)
         if window.weight:
+            self._await_entry()
             for chunk in chunks:
-                self._send(chunk, state, layout[chunk.segment], window)
+                packed = self._packed(chunk, state, layout[chunk.segment], window)
+                self._line.send_values(packed.to("cpu"))
+
+    def _header_of(
+        self, window: WindowReport, *, takes_reply: bool
+    ) -> tuple[dict[str, Any], bytes]:
+        """What a contribution begins with, and what the averager is to keep of this worker."""
+        kept = b"" if self._kept_state is None else self._kept_state()
+        return window_header(window, takes_reply=takes_reply, own_state=len(kept)), kept
+
+    def _await_entry(self) -> None:
+        """Wait until others let this worker contribute its first window.
+
+        They may take longer than the averager can go without reading what is sent to it.
+        """
+        while self._awaits_entry:
+            header = self._line.receive_header()
+            if "enter" in header:
+                self._awaits_entry = False
+            else:
+                self._note_checkpoint(header)
 
     def _receive_center(self, state: list[Tensor], layout: Layout, chunks: list[Chunk]) -> None:
         for chunk in chunks:
             target, base = chunk.of(state), self._base_of(chunk)
-            center = self._receive(layout[chunk.segment].center_dtype, target)
+            center = self._receive(AsDtype(layout[chunk.segment].center_dtype), target)
             if center is not target:
                 target.copy_(center)
             if base is not None:
@@ -332,14 +420,16 @@ class AveragerClient:
     def _receive_reply(self, state: list[Tensor], layout: Layout, chunks: list[Chunk]) -> None:
         for chunk in chunks:
             segment, target, base = layout[chunk.segment], chunk.of(state), self._base_of(chunk)
-            reply = self._receive(self._wire_format.wire_dtype(segment), target)
+            reply = self._receive(self._wire_format.reply(segment), target)
             if reply is not target:
                 self._wire_format.decode(reply, target, base, segment)
 
     def _committed(self, window: WindowReport) -> None:
         """A round has happened; if it becomes a checkpoint, this worker's state belongs to it."""
+        self.next_fragment = (self.next_fragment + 1) % self._fragments
         if window.last:
             self.closed_epoch = window.epoch
+            self.next_fragment = 0
         if self._checkpoint_due:
             self._checkpoint_due = False
             self._send_own_state()
@@ -350,10 +440,15 @@ class AveragerClient:
         self._send_bytes(octets)
 
     def _send_bytes(self, octets: bytes) -> None:
+        for block in self._blocks(octets):
+            self._line.send_values(block)
+
+    def _blocks(self, octets: bytes) -> Iterator[Tensor]:
+        """The octets in messages."""
         if octets:
             values = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
             for start in range(0, len(values), self._chunk_bytes):
-                self._line.send_values(values[start : start + self._chunk_bytes])
+                yield values[start : start + self._chunk_bytes]
 
     def _extend_base(self, state: list[Tensor], layout: Layout) -> None:
         """Start the last center at zero, as the averager does, for state that was not there yet."""
@@ -364,27 +459,29 @@ class AveragerClient:
     def _base_of(self, chunk: Chunk) -> Tensor | None:
         return chunk.of(self._base) if self._base else None
 
-    def _send(
+    def _packed(
         self, chunk: Chunk, state: list[Tensor], segment: Segment, window: WindowReport
-    ) -> None:
+    ) -> Tensor:
+        """What to send for a chunk; may be the state itself."""
         values = chunk.of(state)
         if segment.averaged:
             require_finite(values, window)
         encoded = self._wire_format.encode(values, self._base_of(chunk), segment)
-        self._line.send_values(encoded.to("cpu"))
+        return self._wire_format.contribution(segment).pack(encoded)
 
-    def _receive(self, dtype: torch.dtype, target: Tensor) -> Tensor:
+    def _receive(self, packing: Packing, target: Tensor) -> Tensor:
         """Receive what ``target`` is to become: in place if it can be, else beside it."""
         values = target
         if (
             self._wire_format.sends_changes
-            or target.dtype is not dtype
+            or packing != AsDtype(target.dtype)
             or target.device.type != "cpu"
         ):
-            values = self._scratch[: len(target) * dtype.itemsize].view(dtype)
+            size = packing.numel(len(target)) * packing.dtype.itemsize
+            values = self._scratch[:size].view(packing.dtype)
         while (header := self._line.receive_values(values)) is not None:
             self._note_checkpoint(header)
-        return values
+        return packing.unpack(values, len(target))
 
     def _note_checkpoint(self, header: dict[str, Any]) -> None:
         if "again" in header:

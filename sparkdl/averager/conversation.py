@@ -19,6 +19,10 @@ One worker is one connection (``framing.py`` has its form):
                                           "position": where to go on,
                                           "epoch_ended": whether all stand behind an epoch's end,
                                           "asks_leave": whether to ask for leave to begin one,
+                                          "may_wait": whether others may keep it from
+                                          contributing its first window,
+                                          "rounds_of_epoch": how many it had, which says of what
+                                          fragment the next one is,
                                           "own_state": bytes of it, or null at the very start,
                                           "mean_weight": of a row, "shard_rows": by rank,
                                           "row_servers": by rank}
@@ -44,6 +48,9 @@ One worker is one connection (``framing.py`` has its form):
      "takes_reply": whether,
      "own_state": bytes}, bytes,
     chunks                       ------> add in rank order, wait for the round
+                                 <------ with "may_wait", of the first window between the bytes
+                                         and the chunks: {"waiting": true}, now and then, and
+                                         {"enter": true}
                                  <------ {"waiting": true}, now and then after a last window,
                                          and where the round policy has it wait for others
                                  <------ {"checkpoint": true}, if this commit becomes one; with
@@ -59,6 +66,8 @@ One worker is one connection (``framing.py`` has its form):
     or {"failure": {...}}        ------> the run ends, with the worker's traceback
     or {"broken": why}           ------> the run ends; it is the exchange among the workers
 
+Where rounds are of fragments, chunks and reply are of the one whose turn it is, but for the reply
+to an epoch's last window, which is the center.
 A worker that sends faster than its chunks can be added is held back by the connection itself.
 A worker whose connection breaks may come back: it joins anew, and its training goes on behind its
 last committed window. If the run ends elsewhere, the next thing that a worker hears is {"stopped":
@@ -147,6 +156,7 @@ class Worker:
         self.sum: Accumulator | None = None
         self._edge = edge
         self._owes_own_state = False
+        self._awaits_entry = False
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     # What decisions have it do.
@@ -163,6 +173,7 @@ class Worker:
             own_state_bytes, from_checkpoint = resumed.own_state_bytes(rank), True
         elif committed.begun:
             own_state_bytes = 0
+        self._awaits_entry = not edge.coordinator.round.policy.in_step
         self.channel.send_header(
             {
                 "chunk_bytes": edge.center.chunk_bytes,
@@ -170,6 +181,8 @@ class Worker:
                 "own_state": own_state_bytes,
                 "epoch_ended": committed.at_end_of_epoch,
                 "asks_leave": edge.coordinator.followed,
+                "may_wait": self._awaits_entry,
+                "rounds_of_epoch": edge.center.rounds_of_epoch,
                 **self._all_rows(),
             }
         )
@@ -202,6 +215,9 @@ class Worker:
     def receive(self, total: Accumulator, weight: int, scale: float) -> None:
         """Add the worker's contribution to a sum."""
         total.declare(self._member().rank, weight, scale)
+        if self._awaits_entry:
+            self._awaits_entry = False
+            self.channel.send_header({"enter": True})
         self.channel.wake(total)
 
     def start_over(self) -> None:
@@ -275,11 +291,12 @@ class Worker:
         edge.tell(on.WindowClosed(member, report, kept, takes_reply))
         if not report.weight:
             return
-        self.sum = yield PAUSE
-        for index, chunk in enumerate(edge.center.chunks):
+        self.sum = total = yield PAUSE
+        for index, chunk in enumerate(total.chunks):
             place = None if self.sum is None else self.sum.in_place(rank, index)
-            values = self._values(chunk) if place is None else place
-            yield octets_of(values)
+            packed = self._packed(chunk) if place is None else place
+            yield octets_of(packed)
+            values = edge.center.contribution(chunk).unpack(packed, chunk.stop - chunk.start)
             if self.sum is not None:  # else they went elsewhere
                 require_finite(values, report)
             if self.sum is not None and self.sum.turn(index) != rank:
@@ -327,11 +344,12 @@ class Worker:
         for start in range(0, size, step):
             yield self._scratch(min(step, size - start))
 
-    def _values(self, chunk: Chunk) -> Tensor:
+    def _packed(self, chunk: Chunk) -> Tensor:
         """Where to receive a chunk that cannot be added yet."""
-        dtype = self._edge.center.wire_dtype(chunk)
-        self._scratch((chunk.stop - chunk.start) * dtype.itemsize)
-        return self._buffer[: (chunk.stop - chunk.start) * dtype.itemsize].view(dtype)
+        packing = self._edge.center.contribution(chunk)
+        size = packing.numel(chunk.stop - chunk.start) * packing.dtype.itemsize
+        self._scratch(size)
+        return self._buffer[:size].view(packing.dtype)
 
     def _scratch(self, size: int) -> memoryview:
         if len(self._buffer) < size:

@@ -592,5 +592,8 @@ class Coordinator:
         through = {rank: window.member for rank, window in windows.items()}
         wanting = {rank: event.member for rank, event in self._epoch_losses.wanted.items()}
         waiting = self._ready | self._shown | self._giving | self._leaving | through | wanting
+        if not self.round.policy.in_step:
+            newcomers = self.round.held.keys() & self.round.newcomers
+            waiting |= {rank: self.round.held[rank].member for rank in newcomers}
         if waiting:
             self._decided.append(do.SayWaiting(tuple(waiting.values())))

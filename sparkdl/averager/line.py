@@ -74,6 +74,10 @@ class Line:
         self.send_header(header)
         self._connection.close_after(self._deadline_s)
 
+    def break_off(self) -> None:
+        """End the connection from any thread; who waits on it is woken."""
+        self._connection.interrupt()
+
     def close(self) -> None:
         """Close at once."""
         self._connection.close()

@@ -30,6 +30,7 @@ from sparkdl.averager.kept import KeptModel
 from sparkdl.averager.run_events import RunEvent
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
 from sparkdl.errors import CheckpointError, SparkDLError, TrainingError
+from sparkdl.events import EpochSummary
 from sparkdl.transport.framing import header_message
 from sparkdl.transport.streams import Stream
 
@@ -368,6 +369,8 @@ class Loop:
             case do.Commit(contributions):
                 self.center.commit(contributions)
             case do.Report(event):
+                if isinstance(event, EpochSummary):
+                    self.center.start_epoch()
                 self.reports.put(event)
             case do.Welcome(member):
                 self._do(member, Worker.welcome)

@@ -57,6 +57,11 @@ class Progress:
         """Nothing has been done."""
         return cls(epoch=1, rounds=0, positions=(Position(),) * world_size)
 
+    @property
+    def all_rounds(self) -> int:
+        """Rounds committed in the training."""
+        return self.rounds + sum(summary.rounds for summary in self.history)
+
     def as_json(self) -> dict[str, Any]:
         """For ``from_json``."""
         return dataclasses.asdict(self)

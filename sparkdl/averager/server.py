@@ -44,6 +44,7 @@ class Averager:
         update: what contributions do to the center; by default their mean replaces it.
         memory: what the update remembers; by default it begins. Owned from here on.
         policy: who is waited for in rounds; by default everyone.
+        fragments: of how many parts of the state one after the other a round is; 1 for all of it.
         host: interface to bind to, an address or name of this machine.
         advertised_host: the name under which workers reach it; ``host`` by default.
         deadline_s: the longest that a worker may be silent while it is waited for, in seconds.
@@ -60,8 +61,8 @@ class Averager:
         kept_model: what was kept of the center before; by default nothing.
 
     Raises:
-        ConfigError: the wire format is for workers that stay in step, and the policy lets them
-            get out of it.
+        ConfigError: the wire format, or fragments, are for workers that stay in step, and the
+            policy lets them get out of it; or there are more fragments than values.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Averager:
         update: CenterUpdate | None = None,
         memory: Memory | None = None,
         policy: RoundPolicy | None = None,
+        fragments: int = 1,
         host: str = "127.0.0.1",
         advertised_host: str | None = None,
         deadline_s: float = 600.0,
@@ -106,8 +108,29 @@ class Averager:
                 "is of use only to those who have followed each of its moves; with "
                 f"{type(policy).__name__} they have not. Use FullPrecision, or Changes"
             )
+        if fragments > 1 and policy is not None and not policy.in_step:
+            raise ConfigError(
+                f"rounds of one of {fragments} fragments each are for workers that stay in step, "
+                f"and {type(policy).__name__} lets them get out of it. Use All, or one fragment"
+            )
+        largest = max((segment.numel for segment in layout), default=0)
+        if fragments > 1 and fragments > largest:
+            raise ConfigError(
+                f"{fragments} fragments are more than the model has values of a kind to deal among "
+                f"them ({largest}): take fewer"
+            )
         self._plan = plan
-        self._center = Center(layout, center, world_size, wire_format, update, memory)
+        self._center = Center(
+            layout,
+            center,
+            world_size,
+            wire_format,
+            update,
+            memory,
+            fragments=fragments,
+            rounds=0 if progress is None else progress.all_rounds,
+            rounds_of_epoch=0 if progress is None else progress.rounds,
+        )
         self._loop = Loop(self._coordinator, self._center, plan, resumed, kept_model)
         token = secrets.token_urlsafe(32)
         name = advertised_host or host

@@ -38,11 +38,25 @@ def chunk_bytes(world_size: int) -> int:
 
 def plan_chunks(layout: Layout, size: int) -> list[Chunk]:
     """Cut every segment into chunks of at most ``size`` bytes of its center's dtype."""
-    chunks: list[Chunk] = []
-    for index, segment in enumerate(layout):
-        step = max(1, size // segment.center_dtype.itemsize)
-        chunks.extend(
-            Chunk(index, start, min(start + step, segment.numel))
-            for start in range(0, segment.numel, step)
-        )
+    (chunks,) = plan_fragments(layout, size, 1)
     return chunks
+
+
+def plan_fragments(layout: Layout, size: int, fragments: int) -> list[list[Chunk]]:
+    """Cut the state into fragments, and these into chunks.
+
+    Args:
+        layout: kinds and sizes of the segments.
+        size: the most bytes of its center's dtype that a chunk may have.
+        fragments: how many; each has as large a stretch of every segment.
+    """
+    return [
+        [
+            Chunk(index, start, min(start + step, stop))
+            for index, segment in enumerate(layout)
+            for step in [max(1, size // segment.center_dtype.itemsize)]
+            for stop in [segment.numel * (fragment + 1) // fragments]
+            for start in range(segment.numel * fragment // fragments, stop, step)
+        ]
+        for fragment in range(fragments)
+    ]

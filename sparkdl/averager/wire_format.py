@@ -3,7 +3,8 @@
 A wire format is the same object at both ends. ``FullPrecision`` sends the values themselves.
 ``BFloat16Changes`` halves the bytes: the *changes* since the last center travel as bfloat16,
 because rounding the parameters themselves to 8 bits of mantissa would lose every update smaller
-than 1/256 of a parameter.
+than 1/256 of a parameter. ``Float8Changes`` and ``Float4Changes`` round them to fewer bits. Sums
+are formed in float32 at least.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sparkdl.averager.packing import AsDtype, Float4, Float8, Packing
 from sparkdl.protocols import Segment
 
 
 class WireFormat(Protocol):
-    """How one round's values travel; all methods see flat 1-D chunks."""
+    """How one round's values travel; all methods see flat 1-D chunks.
+
+    Who sends them packs what ``encode`` returns, and who receives them unpacks it.
+    """
 
     name: str
     sends_changes: bool
@@ -26,8 +31,11 @@ class WireFormat(Protocol):
     replies_changes: bool
     """Whether they are sent how the center has moved, not the center: all have to move together."""
 
-    def wire_dtype(self, segment: Segment) -> torch.dtype:
-        """Element type of contributions and replies."""
+    def contribution(self, segment: Segment) -> Packing:
+        """In which bits workers send what ``encode`` returns."""
+
+    def reply(self, segment: Segment) -> Packing:
+        """In which bits they are sent what ``decode`` takes."""
 
     def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
         """Worker: what to send for ``values``, given the last center ``base``."""
@@ -42,9 +50,11 @@ class FullPrecision:
     name = "float32"
     sends_changes = replies_changes = False
 
-    def wire_dtype(self, segment: Segment) -> torch.dtype:
+    def contribution(self, segment: Segment) -> Packing:
         """The replica's own."""
-        return segment.dtype
+        return AsDtype(segment.dtype)
+
+    reply = contribution
 
     def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
         """The values themselves, a view."""
@@ -66,9 +76,11 @@ class Changes:
     sends_changes = True
     replies_changes = False
 
-    def wire_dtype(self, segment: Segment) -> torch.dtype:
+    def contribution(self, segment: Segment) -> Packing:
         """The center's."""
-        return segment.center_dtype
+        return AsDtype(segment.center_dtype)
+
+    reply = contribution
 
     def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
         """The change."""
@@ -81,21 +93,25 @@ class Changes:
             base.copy_(reply)
 
 
-class BFloat16Changes:
-    """Changes since the last center travel as bfloat16; integer segments travel as they are."""
+class RoundedChanges:
+    """Changes since the last center travel rounded, up and down; integer segments as they are."""
 
-    name = "bfloat16"
+    name: str
     sends_changes = replies_changes = True
+    up: Packing
+    down: Packing
 
-    def wire_dtype(self, segment: Segment) -> torch.dtype:
-        """bfloat16 for everything that is averaged."""
-        return torch.bfloat16 if segment.averaged else segment.dtype
+    def contribution(self, segment: Segment) -> Packing:
+        """Rounded if it is averaged."""
+        return self.up if segment.averaged else AsDtype(segment.dtype)
+
+    def reply(self, segment: Segment) -> Packing:
+        """Rounded if it is averaged."""
+        return self.down if segment.averaged else AsDtype(segment.dtype)
 
     def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
-        """The rounded change."""
-        if not segment.averaged or base is None:
-            return values
-        return (values - base).to(torch.bfloat16)
+        """The change."""
+        return values - base if segment.averaged and base is not None else values
 
     def decode(self, reply: Tensor, values: Tensor, base: Tensor | None, segment: Segment) -> None:
         """Move the base by the mean change, exactly as the averager moved the center."""
@@ -106,8 +122,38 @@ class BFloat16Changes:
         values.copy_(base)
 
 
+class BFloat16Changes(RoundedChanges):
+    """2 bytes a value."""
+
+    name = "bfloat16"
+    up = down = AsDtype(torch.bfloat16)
+
+
+class Float8Changes(RoundedChanges):
+    """A little more than 1 byte a value."""
+
+    name = "float8"
+    up = down = Float8()
+
+
+class Float4Changes(RoundedChanges):
+    """A little more than half a byte a value up, of which the mean is formed, and twice that down.
+
+    What 4 bits have lost is averaged over the workers; what they would lose of the mean is not.
+    """
+
+    name = "float4"
+    up, down = Float4(), Float8()
+
+
 WIRE_FORMATS: dict[str, type[FullPrecision] | type[BFloat16Changes]] = {
     "float32": FullPrecision,
     "bfloat16": BFloat16Changes,
 }
 """Formats by the name that strategies give as ``wire_dtype``."""
+NARROW_FORMATS: dict[str, type[FullPrecision] | type[RoundedChanges]] = {
+    **WIRE_FORMATS,
+    "float8": Float8Changes,
+    "float4": Float4Changes,
+}
+"""The same with those that are for changes of many steps."""

@@ -1,8 +1,20 @@
 """The algorithms by which replicas agree, one a file; and what another one is made of."""
 
 from sparkdl.averager.center_update import CenterUpdate, Contributions, ReplaceByMean
+from sparkdl.averager.packing import Packing
 from sparkdl.averager.round_policy import All, Nobody, RoundPolicy
-from sparkdl.averager.wire_format import BFloat16Changes, Changes, FullPrecision, WireFormat
+from sparkdl.averager.wire_format import (
+    BFloat16Changes,
+    Changes,
+    Float4Changes,
+    Float8Changes,
+    FullPrecision,
+    WireFormat,
+)
+from sparkdl.strategies.asynchronous_outer_optimizer import (
+    AsynchronousOuterOptimizer,
+    DelayedNesterov,
+)
 from sparkdl.strategies.asynchronous_sgd import AsynchronousSGD
 from sparkdl.strategies.barriers import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
 from sparkdl.strategies.base import Needs, Run, Strategy
@@ -18,19 +30,24 @@ __all__ = [
     "PSSP",
     "SSP",
     "All",
+    "AsynchronousOuterOptimizer",
     "AsynchronousSGD",
     "BFloat16Changes",
     "Barrier",
     "CenterUpdate",
     "Changes",
     "Contributions",
+    "DelayedNesterov",
     "ElasticAveraging",
+    "Float4Changes",
+    "Float8Changes",
     "FullPrecision",
     "GradientAllReduce",
     "Needs",
     "Nobody",
     "OuterOptimizer",
     "OuterSGD",
+    "Packing",
     "ParameterAveraging",
     "ReplaceByMean",
     "RoundPolicy",

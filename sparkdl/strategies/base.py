@@ -158,6 +158,9 @@ class Needs:
     have to remember, so that a training can be resumed."""
     minibatches_a_step: int = 1
     """Minibatches of one worker in an optimizer step."""
+    steps_ahead: int = 0
+    """By how many steps a worker may be ahead of the last commit when it says what belongs to it.
+    ``train_epoch`` then begins with those once more, of which nothing is to be trained."""
 
     def __post_init__(self) -> None:
         if self.collective and (self.resumes_alone or not self.gang_start):
@@ -195,6 +198,15 @@ class Strategy(ABC, Generic[State]):
     def round_policy(self) -> RoundPolicy:
         """Who is waited for before the center is updated; a new object each time."""
         return All()
+
+    @property
+    def fragments(self) -> int:
+        """Of how many parts of the state one after the other a round is; 1 for all of it.
+
+        Which it is follows from how many rounds the epoch had. With more than one, a replica holds
+        the center only when an epoch begins, and ``round_policy`` has to have everyone in a round.
+        """
+        return 1
 
     def start(self, run: Run) -> State:
         """Called on every worker when its replica holds the center, before its first minibatch.

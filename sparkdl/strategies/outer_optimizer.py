@@ -22,7 +22,8 @@ lost workers. The rule has been found several times:
   c <- c - learning_rate * g * u. While g stays what it is, v = -g * u. Where a schedule changes it,
   SlowMo scales what is left of earlier changes by that; here they stay.
 - DiLoCo: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
-  Models". Nesterov's momentum, after windows of hundreds of AdamW's steps.
+  Models". Nesterov's momentum, after windows of hundreds of AdamW's steps. Streaming DiLoCo sends
+  the parameters a fragment at a time, while the workers train on; see ``streaming``.
 
 Rounds come after steps p, 2p, ... of an epoch, and once at its end for the steps that are left,
 which is an outer step as well. Workers with fewer rows than others are through earlier: the last
@@ -32,18 +33,19 @@ rounds of an epoch are of those that still train.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from sparkdl.averager.center_update import CenterUpdate, Contributions
-from sparkdl.averager.wire_format import WIRE_FORMATS, WireFormat
+from sparkdl.averager.wire_format import NARROW_FORMATS, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
 from sparkdl.strategies.base import Needs, Run, Strategy
+from sparkdl.strategies.streaming import Stream
 
 INNER_STATES = ("keep", "average", "reset")
 
@@ -122,7 +124,7 @@ class OuterSGD(CenterUpdate):
 
 
 @dataclass(frozen=True)
-class OuterOptimizer(Strategy[None]):
+class OuterOptimizer(Strategy["Stream | None"]):
     """Train ``period`` steps alone, then have an outer optimizer move the center.
 
     Choose it where rounds are dear, so that windows are hundreds of steps long, or where with many
@@ -146,16 +148,30 @@ class OuterOptimizer(Strategy[None]):
             which needs as many more bytes as it has. With ``reset`` each begins anew, as in CNTK's
             BMUF. SlowMo knows all three.
         wire_dtype: ``float32`` sends values in the replica's own precision; ``bfloat16`` sends
-            changes rounded to bfloat16, half the bytes of float32. The velocity is never rounded.
+            changes rounded to bfloat16, half the bytes; ``float8`` a quarter, in blocks of 128 that
+            share a scale; ``float4`` an eighth up, as Streaming DiLoCo does, and a quarter down.
+            Sums are formed in float32 at least, and the velocity is never rounded.
+        fragments: in how many parts the parameters are sent, each ``period`` steps after it was
+            last, the one behind the other: a round has as many times fewer bytes, and comes as many
+            times more often. 1 sends all at once.
+        overlap: steps that are trained while a round is under way; fewer than between two rounds,
+            ``period // fragments``. 0 waits for each.
+        merge: how much of its own a worker keeps of a fragment when it takes the center's, in
+            [0, 1); the paper's alpha, 0.5 in its experiments with overlap. 0 takes the center's,
+            and drops what was trained while the round was under way.
 
     Raises:
-        ConfigError: an argument is out of range.
+        ConfigError: an argument is out of range, or fragments, overlap or merge are given with
+            another ``inner_state`` than ``keep``.
     """
 
     period: int | Periods = 500
     outer: CenterUpdate = field(default_factory=OuterSGD)
     inner_state: Literal["keep", "average", "reset"] = "keep"
-    wire_dtype: Literal["float32", "bfloat16"] = "float32"
+    wire_dtype: Literal["float32", "bfloat16", "float8", "float4"] = "float32"
+    fragments: int = 1
+    overlap: int = 0
+    merge: float = 0.0
 
     def __post_init__(self) -> None:
         if not _is_whole(self.period) and not _are_periods(self.period):
@@ -172,20 +188,49 @@ class OuterOptimizer(Strategy[None]):
             raise ConfigError(
                 f"inner_state must be one of {', '.join(INNER_STATES)}, got {self.inner_state!r}"
             )
-        if self.wire_dtype not in WIRE_FORMATS:
+        if self.wire_dtype not in NARROW_FORMATS:
             raise ConfigError(
-                f"wire_dtype must be one of {', '.join(WIRE_FORMATS)}, got {self.wire_dtype!r}"
+                f"wire_dtype must be one of {', '.join(NARROW_FORMATS)}, got {self.wire_dtype!r}"
             )
+
+        self._require_rounds_apart()
+        if not _is_number(self.merge) or not 0 <= self.merge < 1:
+            raise ConfigError(f"merge must be a number >= 0 and < 1, got {self.merge!r}")
+        if self._streams and self.inner_state != "keep":
+            raise ConfigError(
+                f"inner_state={self.inner_state!r} is for rounds of all parameters, for which "
+                "workers wait; with fragments, overlap or merge each keeps the state of its own "
+                "optimizer: set inner_state='keep'"
+            )
+
+    def _require_rounds_apart(self) -> None:
+        if not _is_whole(self.fragments):
+            raise ConfigError(f"fragments must be a whole number >= 1, got {self.fragments!r}")
+        if type(self.overlap) is not int or self.overlap < 0:
+            raise ConfigError(f"overlap must be a whole number >= 0 of steps, got {self.overlap!r}")
+        periods = [self.period] if isinstance(self.period, int) else [p for _, p in self.period]
+        if min(periods) // self.fragments <= self.overlap:
+            raise ConfigError(
+                f"with period={self.period!r} and fragments={self.fragments} there are "
+                f"{min(periods) // self.fragments} steps between two rounds, and there have to be "
+                f"more than overlap={self.overlap}"
+            )
+
+    @property
+    def _streams(self) -> bool:
+        return self.fragments > 1 or self.overlap > 0 or self.merge > 0
 
     @property
     def needs(self) -> Needs:
         """Nothing but the driver."""
-        return Needs(exchanges_optimizer_state=self.inner_state == "average")
+        return Needs(
+            exchanges_optimizer_state=self.inner_state == "average", steps_ahead=self.overlap
+        )
 
     @property
     def wire_format(self) -> WireFormat:
         """By the name of ``wire_dtype``."""
-        return WIRE_FORMATS[self.wire_dtype]()
+        return NARROW_FORMATS[self.wire_dtype]()
 
     @property
     def center_update(self) -> CenterUpdate:
@@ -198,14 +243,46 @@ class OuterOptimizer(Strategy[None]):
             return self.period
         return [period for first, period in self.period if first <= epoch][-1]
 
-    def after_step(self, run: Run, state: None, batch: Batch) -> None:
-        """Take part in a round after every ``period`` steps."""
-        if run.step_of_epoch % self.period_in(run.epoch) == 0 and not batch.last:
-            self._exchange(run, last=False)
+    def start(self, run: Run) -> Stream | None:
+        """Begin at the center."""
+        if not self._streams:
+            return None
+        return Stream(run, self.fragments, self.overlap, self.merge)
 
-    def end_epoch(self, run: Run, state: None) -> None:
+    def saved_state(self, state: Stream | None) -> Mapping[str, Any]:
+        """With fragments or overlap, how the replica differs from the center, and what is due."""
+        return {} if state is None else state.saved()
+
+    def restore_state(self, state: Stream | None, saved: Mapping[str, Any]) -> None:
+        """Put the replica back where it was."""
+        if state is not None:
+            state.restore(saved)
+
+    def train_epoch(self, run: Run, state: Stream | None, batches: Iterable[Batch]) -> None:
+        """Train on an epoch's minibatches but for those that were trained on before a restart."""
+        super().train_epoch(run, state, batches if state is None else state.skipped(batches))
+
+    def after_step(self, run: Run, state: Stream | None, batch: Batch) -> None:
+        """Take part in a round after every ``period`` steps, ``fragments`` times as often."""
+        if state is not None:
+            state.count_step()
+        if batch.last or not self._is_due(run.step_of_epoch, self.period_in(run.epoch)):
+            return
+        if state is None:
+            self._exchange(run, last=False)
+        else:
+            state.send()
+
+    def end_epoch(self, run: Run, state: Stream | None) -> None:
         """Contribute the tail, 0 to ``period`` steps, and take the epoch's final center."""
-        self._exchange(run, last=True)
+        if state is None:
+            self._exchange(run, last=True)
+        else:
+            state.end_epoch()
+
+    def _is_due(self, step: int, period: int) -> bool:
+        """Whether a fragment's turn comes with a step of the epoch, counted from 1."""
+        return step * self.fragments // period > (step - 1) * self.fragments // period
 
     def _exchange(self, run: Run, *, last: bool) -> None:
         if self.inner_state == "reset":

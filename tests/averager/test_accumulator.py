@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparkdl.averager.accumulator import Accumulator, RankOrder
+from sparkdl.averager.packing import AsDtype
 from sparkdl.averager.wire import plan_chunks
 from sparkdl.protocols import Layout, Segment
 
@@ -28,7 +29,7 @@ CHUNKS = plan_chunks(LAYOUT, size=12)
 
 def make_accumulator(total: list[Tensor], ranks: Sequence[int]) -> Accumulator:
     """Of ``LAYOUT``, every segment arriving in the replica's own dtype."""
-    return Accumulator(LAYOUT, [s.dtype for s in LAYOUT], CHUNKS, total, ranks)
+    return Accumulator(LAYOUT, [AsDtype(s.dtype) for s in LAYOUT], CHUNKS, total, ranks)
 
 
 def add(accumulator: Accumulator, rank: int, index: int, values: Tensor) -> None:
@@ -212,7 +213,7 @@ def test_narrow_types_are_summed_in_float32(dtype: torch.dtype) -> None:
     layout = (Segment("parameters", dtype, 2),)
     chunks = plan_chunks(layout, size=64)
     total = [torch.empty(2, dtype=torch.float32)]
-    accumulator = Accumulator(layout, [dtype], chunks, total, range(256))
+    accumulator = Accumulator(layout, [AsDtype(dtype)], chunks, total, range(256))
     for rank in range(256):
         accumulator.declare(rank, 1)
         # 256 additions of 1 + 1/128 in bfloat16 itself would stop growing at 256.
@@ -227,7 +228,7 @@ def test_equal_weights_are_not_rounded() -> None:
     layout = (Segment("parameters", torch.float64, 1),)
     total = [torch.empty(1, dtype=torch.float64)]
     chunks = plan_chunks(layout, size=64)
-    accumulator = Accumulator(layout, [torch.float64], chunks, total, [0, 1, 2])
+    accumulator = Accumulator(layout, [AsDtype(torch.float64)], chunks, total, [0, 1, 2])
     for rank, value in enumerate([0.1, 0.2, 0.3]):
         accumulator.declare(rank, 49)
         add(accumulator, rank, 0, torch.tensor([value], dtype=torch.float64))
@@ -261,7 +262,7 @@ class TestInPlace:
     def test_that_of_another_type_does_not(self) -> None:
         layout = (Segment("parameters", torch.float32, 2),)
         total, chunks = [torch.empty(2)], plan_chunks(layout, size=64)
-        accumulator = Accumulator(layout, [torch.bfloat16], chunks, total, [0])
+        accumulator = Accumulator(layout, [AsDtype(torch.bfloat16)], chunks, total, [0])
         accumulator.declare(0, 1)
         assert accumulator.in_place(0, 0) is None
 

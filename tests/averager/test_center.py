@@ -37,8 +37,8 @@ def contribute(center: Center, rank: int, value: float) -> None:
     """Add a contribution whose elements are all the same."""
     total = center.sum
     assert total is not None
-    for index, chunk in enumerate(center.chunks):
-        dtype = center.wire_dtype(chunk)
+    for index, chunk in enumerate(total.chunks):
+        dtype = center.contribution(chunk).dtype
         values = torch.full((chunk.stop - chunk.start,), value, dtype=dtype)
         place = total.in_place(rank, index)
         if place is not None:

@@ -57,18 +57,20 @@ def contribute(center: Center, wire_format: WireFormat, *values: float) -> None:
     """A round of one worker, which holds the center and then has so many in each segment."""
     total = center.open_sum([0])
     total.declare(0, 1)
-    for index, chunk in enumerate(center.chunks):
+    for index, chunk in enumerate(total.chunks):
         base = chunk.of(center.values)
         mine = torch.full_like(base, values[chunk.segment])
-        sent = wire_format.encode(mine, base, center.layout[chunk.segment])
-        total.add(0, index, sent)
+        segment = center.layout[chunk.segment]
+        packing = wire_format.contribution(segment)
+        sent = packing.pack(wire_format.encode(mine, base, segment))
+        total.add(0, index, packing.unpack(sent, len(mine)))
     center.commit(Contributions((1,), 4, 2))
 
 
 def replied(center: Center, wire_format: WireFormat, before: Tensor) -> Tensor:
     """What the first segment of a worker that held the center becomes by the reply."""
     octets = bytearray(b"".join(map(bytes, center.reply()[1::2])))
-    dtype = wire_format.wire_dtype(center.layout[0])
+    dtype = wire_format.reply(center.layout[0]).dtype
     values, base = before.clone(), before.clone()
     wire_format.decode(torch.frombuffer(octets, dtype=dtype)[:SIZE], values, base, center.layout[0])
     return values

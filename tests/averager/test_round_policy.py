@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from decisions import Run, commit, only, report, started
 from policies import AllButStragglers
 
@@ -16,8 +17,9 @@ from sparkdl.averager import events as on
 from sparkdl.averager.center_update import Contributions
 from sparkdl.averager.coordinator import Coordinator
 from sparkdl.averager.round_policy import All, Nobody, RoundPolicy
-from sparkdl.averager.wire_format import BFloat16Changes
+from sparkdl.averager.wire_format import BFloat16Changes, FullPrecision
 from sparkdl.errors import ConfigError
+from sparkdl.protocols import Segment
 from sparkdl.testing.simulation import random_plan, simulate
 
 
@@ -214,3 +216,10 @@ def test_every_schedule_ends_as_its_faults_allow(policy: Callable[[], RoundPolic
 def test_replies_of_changes_are_refused_where_not_all_get_each_of_them(policy: RoundPolicy) -> None:
     with pytest.raises(ConfigError, match=f"'bfloat16' .* with {type(policy).__name__}"):
         Averager((), [], 2, BFloat16Changes(), policy=policy)
+
+
+@pytest.mark.parametrize("policy", [Nobody(), AllButStragglers(1)], ids=["nobody", "all but one"])
+def test_fragments_are_refused_where_not_all_get_each_of_them(policy: RoundPolicy) -> None:
+    layout = (Segment("parameters", torch.float32, 4),)
+    with pytest.raises(ConfigError, match=f"2 fragments .* {type(policy).__name__} lets them"):
+        Averager(layout, [torch.zeros(4)], 2, FullPrecision(), policy=policy, fragments=2)

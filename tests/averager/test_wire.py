@@ -19,6 +19,7 @@ from sparkdl.averager.wire import (
     Chunk,
     chunk_bytes,
     plan_chunks,
+    plan_fragments,
 )
 from sparkdl.protocols import Segment
 
@@ -39,6 +40,28 @@ def test_chunks_cover_every_element_once_and_in_order(
     for chunk in chunks:
         itemsize = layout[chunk.segment].center_dtype.itemsize
         assert (chunk.stop - chunk.start) * itemsize <= max(size, itemsize)
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 50), st.sampled_from(DTYPES)), max_size=5),
+    size=st.integers(1, 100),
+    fragments=st.integers(1, 9),
+)
+def test_fragments_cover_every_element_once_and_are_of_the_same_size(
+    sizes: list[tuple[int, torch.dtype]], size: int, fragments: int
+) -> None:
+    layout = tuple(Segment("parameters", dtype, numel) for numel, dtype in sizes)
+    plan = plan_fragments(layout, size, fragments)
+    assert len(plan) == fragments
+    covered = [(c.segment, i) for part in plan for c in part for i in range(c.start, c.stop)]
+    everything = [(s, i) for s, (numel, _) in enumerate(sizes) for i in range(numel)]
+    assert sorted(covered) == everything
+    for segment, (numel, _) in enumerate(sizes):
+        parts = [sum(c.stop - c.start for c in part if c.segment == segment) for part in plan]
+        assert set(parts) <= {numel // fragments, -(-numel // fragments)}
+        for chunk in (c for part in plan for c in part if c.segment == segment):
+            itemsize = layout[segment].center_dtype.itemsize
+            assert (chunk.stop - chunk.start) * itemsize <= max(size, itemsize)
 
 
 def test_a_chunk_is_a_view_of_its_segment() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparkdl.averager.center import Center
 from sparkdl.averager.center_update import Contributions
+from sparkdl.averager.packing import AsDtype
 from sparkdl.averager.wire_format import (
     WIRE_FORMATS,
     BFloat16Changes,
@@ -32,19 +33,19 @@ def test_formats_are_found_by_the_name_of_the_wire_dtype() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.int64])
 def test_full_precision_sends_the_replicas_own_type(dtype: torch.dtype) -> None:
-    assert FullPrecision().wire_dtype(Segment("parameters", dtype, 1)) is dtype
+    assert FullPrecision().contribution(Segment("parameters", dtype, 1)) == AsDtype(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_bfloat16_takes_two_bytes_a_value(dtype: torch.dtype) -> None:
     segment = Segment("parameters", dtype, 1)
-    assert BFloat16Changes().wire_dtype(segment).itemsize == 2
+    assert BFloat16Changes().contribution(segment).dtype.itemsize == 2
 
 
 def test_bfloat16_leaves_integers_alone() -> None:
     wire_format = BFloat16Changes()
     counters = torch.tensor([1_000_001])
-    assert wire_format.wire_dtype(INTEGERS) is torch.int64
+    assert wire_format.contribution(INTEGERS) == AsDtype(torch.int64)
     assert wire_format.encode(counters, torch.tensor([5]), INTEGERS) is counters
     target = torch.tensor([0])
     wire_format.decode(torch.tensor([7]), target, torch.tensor([5]), INTEGERS)
@@ -55,10 +56,13 @@ def take_part(center: Center, wire_format: WireFormat, values: Tensor, base: Ten
     """A round of a worker that is alone."""
     total = center.open_sum([0])
     total.declare(0, 1)
-    total.add(0, 0, wire_format.encode(values, base, center.layout[0]))
+    packing, size = wire_format.contribution(center.layout[0]), len(values)
+    packed = packing.pack(wire_format.encode(values, base, center.layout[0]))
+    total.add(0, 0, packing.unpack(packed, size))
     center.commit(Contributions((1,), 1))
     octets = bytearray(center.reply()[1])
-    reply = torch.frombuffer(octets, dtype=wire_format.wire_dtype(center.layout[0]))
+    packing = wire_format.reply(center.layout[0])
+    reply = packing.unpack(torch.frombuffer(octets, dtype=packing.dtype), size)
     wire_format.decode(reply, values, base, center.layout[0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,34 +49,54 @@ class RealSum(Sum):
 
 
 class RealCenter(Simulated):
-    """A center of as many equal numbers as a contribution has messages."""
+    """A center of fragments, each of as many equal numbers as a contribution has messages.
+
+    What a worker trains is one number, which it is sent as the fragment of the last round.
+    """
 
     def __init__(self, strategy: Strategy[Any], oracle: Oracle, chunks: int) -> None:
         super().__init__(chunks)
         self._wire_format = strategy.wire_format
-        (self._segment,) = layout = (Segment("parameters", torch.float64, chunks),)
-        ones = torch.ones(chunks, dtype=torch.float64)
+        size = strategy.fragments * chunks
+        (self._segment,) = layout = (Segment("parameters", torch.float64, size),)
+        ones = torch.ones(size, dtype=torch.float64)
         self._center = Center(layout, [ones], 1, self._wire_format, strategy.center_update)
-        self._center.chunks = [Chunk(0, index, index + 1) for index in range(chunks)]
+        self._center._fragments = [
+            [Chunk(0, index, index + 1) for index in range(first, first + chunks)]
+            for first in range(0, size, chunks)
+        ]
+        self._of_round = self._center.next_fragment
         self._oracle = oracle
         self._sent: dict[int, float] = {}
+        self._rounds = 0
 
     def send_to(self, rank: int) -> float:
         self._sent[rank] = self.value
         return self.value
 
     def open_sum(self, ranks: Sequence[int]) -> None:
+        self._of_round = self._center.next_fragment
+        self._look()
         self.sum = RealSum(self._center.open_sum(ranks), self._encode, self._center.scale)
 
     def commit(self, contributions: Contributions) -> None:
+        self._rounds += 1
         self._center.commit(contributions)
-        (self.value,) = set(self._center.values[0].tolist())
+        self._look()
         self.sum = None
+
+    def start_epoch(self) -> None:
+        self._center.start_epoch()
+
+    def _look(self) -> None:
+        """See what the round's fragment is now."""
+        (self.value,) = {chunk.of(self._center.values).item() for chunk in self._of_round}
 
     def require(
         self, before: float, contributions: Contributions, values: Mapping[int, float]
     ) -> None:
         if values:
+            contributions = replace(contributions, round=self._rounds)
             before = self._oracle(before, contributions, values, self._sent)
         assert self.value == pytest.approx(before, rel=1e-12)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -117,4 +118,55 @@ def test_the_driver_of_an_outer_optimizer_receives_and_sends_so_many_bytes_an_ep
     rounds, values = 4, P // 8
     assert traffic["in"] == WORKERS * rounds * octets * copies * values
     replies = ((rounds - 1) * octets + 4) * copies * values
+    assert traffic["out"] == WORKERS * (4 * values + replies)
+
+
+def scales(values: int) -> int:
+    """Bytes beside so many values: one for 128 of them."""
+    return math.ceil(values / 128)
+
+
+@pytest.mark.parametrize(
+    ("wire_dtype", "up", "down"),
+    [
+        ("float32", lambda n: 4 * n, lambda n: 4 * n),
+        ("bfloat16", lambda n: 2 * n, lambda n: 2 * n),
+        ("float8", lambda n: n + scales(n), lambda n: n + scales(n)),
+        (
+            "float4",
+            lambda n: math.ceil(n / 2) + scales(n),
+            lambda n: n + scales(n),
+        ),
+    ],
+    ids=["float32", "bfloat16", "float8", "float4"],
+)
+@pytest.mark.parametrize(("fragments", "overlap"), [(1, 2), (3, 1)])
+def test_the_driver_of_streamed_fragments_receives_and_sends_so_many_bytes(
+    wire_dtype: Any,
+    up: Callable[[int], int],
+    down: Callable[[int], int],
+    fragments: int,
+    overlap: int,
+    traffic: Counter[str],
+) -> None:
+    """A fragment a round, but for the center at the start of the training and of each epoch."""
+    period, steps, epochs = 6, 16, 2
+    strategy = OuterOptimizer(period, OuterSGD(), "keep", wire_dtype, fragments, overlap, 0.5)
+    data = classification([4 * steps] * WORKERS, dtype=np.float32)
+    job = make_job(
+        mlp().float(),
+        strategy=strategy,
+        optimizer=partial(torch.optim.SGD, lr=0.01),
+        schema=schema(dtype=torch.float32),
+        epochs=epochs,
+    )
+
+    run_world(job, data.shards(), ranks_as="processes")
+
+    values = P // 8
+    parts = [values * (k + 1) // fragments - values * k // fragments for k in range(fragments)]
+    rounds = (steps - 1) * fragments // period + fragments
+    of_rounds = [parts[number % fragments] for number in range(rounds)]
+    assert traffic["in"] == epochs * WORKERS * sum(map(up, of_rounds))
+    replies = epochs * (sum(map(down, of_rounds[:-1])) + 4 * values)
     assert traffic["out"] == WORKERS * (4 * values + replies)

@@ -351,6 +351,7 @@ class Averager:
             case do.Report(DataFacts() as facts):
                 self._observer.facts_known(facts)
             case do.Report(EpochSummary() as summary):
+                self.center.start_epoch()
                 self._observer.epoch_ended(summary)
             case do.End(failure):
                 self.ended, self.failure = True, failure

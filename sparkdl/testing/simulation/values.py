@@ -87,6 +87,9 @@ class Center:
         self.value = self.sum.finish() if contributions.weights else self.value
         self.sum = None
 
+    def start_epoch(self) -> None:
+        """An epoch has ended."""
+
     def require(
         self, before: float, contributions: Contributions, values: Mapping[int, float]
     ) -> None:

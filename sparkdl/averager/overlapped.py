@@ -1,0 +1,103 @@
+"""A round in which a worker takes part while it trains on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from sparkdl.averager.line import Line
+from sparkdl.events import WindowReport
+
+
+def merge(values: Tensor, center: Tensor, local: float) -> None:
+    """Merge the center's values into those that were trained while they were on their way.
+
+    Args:
+        values: of any dtype, 1-D; overwritten.
+        center: of the same shape.
+        local: how much of the worker's own stays, if they are floating-point numbers.
+    """
+    if local and values.dtype.is_floating_point:
+        values.mul_(local).add_(center.to(values.device), alpha=1 - local)
+    else:
+        values.copy_(center)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a worker sends, in memory of its own.
+
+    Attributes:
+        window: what was trained on.
+        header: says so.
+        messages: of values, in this order.
+    """
+
+    window: WindowReport
+    header: dict[str, Any]
+    messages: Sequence[Tensor]
+
+
+class OverlappedRound:
+    """Send a contribution and receive the reply, in a thread of its own.
+
+    Args:
+        line: to the averager; nobody else may use it before ``wait`` has returned.
+        contribution: what is sent.
+        reply: room for what comes back, a tensor a message.
+
+    Attributes:
+        window: the contribution's.
+        reply: as given.
+        notes: headers that came before the reply; to be looked at after ``wait``.
+    """
+
+    def __init__(self, line: Line, contribution: Contribution, reply: Sequence[Tensor]) -> None:
+        self.window = contribution.window
+        self.reply = reply
+        self.notes: list[dict[str, Any]] = []
+        self._line = line
+        self._contribution = contribution
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="sparkdl-round", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the reply.
+
+        Raises:
+            DeadlineError: the averager has said nothing for too long.
+            StoppedError: it has ended the run.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def abandon(self) -> None:
+        """Break the line, and see that nobody uses it any more."""
+        self._line.break_off()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            # As often as the round starts over because another worker was lost.
+            while not self._take_part():
+                pass
+        except BaseException as error:  # raised where the reply is wanted
+            self._error = error
+
+    def _take_part(self) -> bool:
+        """Returns whether the round has come to its end."""
+        self._line.send_header(self._contribution.header)
+        for values in self._contribution.messages:
+            self._line.send_values(values)
+        for room in self.reply:
+            while (header := self._line.receive_values(room)) is not None:
+                if "again" in header:
+                    return False
+                self.notes.append(header)
+        return True

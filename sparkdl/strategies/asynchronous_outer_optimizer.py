@@ -1,0 +1,141 @@
+"""Asynchronous DiLoCo: each worker steps the center when it is ready, momentum comes later.
+
+Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling" (arXiv 2401.09135).
+Momentum that takes a step for every contribution takes as many times more as there are workers,
+each on the change of one of them. Delayed Nesterov lets it take one in N. With d how a worker has
+moved in a window of ``period`` steps, away from the center that it was sent, the k-th contribution
+does
+
+    g  <-  g + d / N                              c  <-  c + learning_rate * d / N
+    if N divides k:  v  <-  momentum * v + g      c  <-  c + learning_rate * momentum * v
+                     g  <-  0
+
+where one without rows counts and changes nothing. With one worker and N = 1 this is DiLoCo. The
+paper's c is 0: no momentum between two of its steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparkdl.averager.center_update import CenterUpdate, Contributions
+from sparkdl.averager.round_policy import Nobody, RoundPolicy
+from sparkdl.averager.wire_format import Changes, WireFormat
+from sparkdl.errors import ConfigError
+from sparkdl.protocols import Batch
+from sparkdl.strategies.base import Needs, Run, Strategy
+
+
+@dataclass(frozen=True)
+class DelayedNesterov(CenterUpdate):
+    """Every contribution moves the center, every ``buffer``-th has momentum take a step.
+
+    Args:
+        buffer: N, >= 1; the number of workers in the paper.
+        learning_rate: > 0; 0.7, as DiLoCo's.
+        momentum: in [0, 1); 0.9, as DiLoCo's.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    buffer: int
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+    keeps = ("velocity", "gathered")
+
+    def __post_init__(self) -> None:
+        if type(self.buffer) is not int or self.buffer < 1:
+            raise ConfigError(
+                f"buffer must be a whole number >= 1 of contributions, got {self.buffer!r}"
+            )
+        for name, most in (("learning_rate", math.inf), ("momentum", 1)):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not 0 <= value < most or (name == "learning_rate" and not value):
+                bounds = "> 0" if name == "learning_rate" else ">= 0 and < 1"
+                raise ConfigError(f"{name} must be a number {bounds}, got {value!r}")
+
+    def scale(self, staleness: int) -> float:
+        """One over N, however stale; of buffers too, of which every worker sends its change."""
+        return 1 / self.buffer
+
+    def step(
+        self,
+        center: Tensor,
+        change: Tensor,
+        memory: Mapping[str, Tensor],
+        contributions: Contributions,
+    ) -> None:
+        """Part of the change, and of all since the last time if it is momentum's turn."""
+        velocity, gathered = memory["velocity"], memory["gathered"]
+        gathered.add_(change)
+        if contributions.round % self.buffer == 0:
+            velocity.mul_(self.momentum).add_(gathered)
+            gathered.zero_()
+            change.add_(velocity, alpha=self.momentum)
+        change.mul_(self.learning_rate)
+
+
+@dataclass(frozen=True)
+class AsynchronousOuterOptimizer(Strategy[None]):
+    """Train ``period`` steps alone, then step the center, whatever the other workers do.
+
+    Choose it where windows are hundreds of steps long, as for ``OuterOptimizer``, and workers
+    differ so much in speed that waiting for the slowest costs more than stale changes do. Do not
+    where they are equally fast: rounds of everyone learn more of the same rows, and give the same
+    bits each time.
+
+    Args:
+        outer: what moves the center; ``buffer`` as many as there are workers.
+        period: local steps between two contributions, >= 1; 50 to 500 in the papers.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    outer: DelayedNesterov
+    period: int = 500
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.outer, DelayedNesterov):
+            raise ConfigError(f"outer must be a DelayedNesterov(buffer), got {self.outer!r}")
+        if type(self.period) is not int or self.period < 1:
+            raise ConfigError(f"period must be a whole number >= 1 of steps, got {self.period!r}")
+
+    @property
+    def needs(self) -> Needs:
+        """Each worker keeps its own optimizer's state."""
+        return Needs(exchanges_optimizer_state=False)
+
+    @property
+    def wire_format(self) -> WireFormat:
+        """What has changed: values would undo what others have added meanwhile."""
+        return Changes()
+
+    @property
+    def center_update(self) -> CenterUpdate:
+        """The outer optimizer."""
+        return self.outer
+
+    @property
+    def round_policy(self) -> RoundPolicy:
+        """Each worker alone with the center."""
+        return Nobody()
+
+    def after_step(self, run: Run, state: None, batch: Batch) -> None:
+        """Contribute after every ``period`` steps; the epoch's tail is ``end_epoch``'s."""
+        if run.step_of_epoch % self.period == 0 and not batch.last:
+            self._exchange(run, last=False)
+
+    def end_epoch(self, run: Run, state: None) -> None:
+        """Contribute the rest, and wait for the epoch's end."""
+        self._exchange(run, last=True)
+
+    def _exchange(self, run: Run, *, last: bool) -> None:
+        segments = run.replica.segments(with_optimizer=False)
+        run.averager.exchange(segments, run.close_window(last=last))

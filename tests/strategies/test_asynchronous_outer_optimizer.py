@@ -1,0 +1,167 @@
+"""Delayed Nesterov: the paper's algorithm, its limits, and what the commits give."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import misbehaving
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from misbehaving import KillsOnce, die_after
+from outer import DATA, MOMENTUM, SIZES, job, same_bits
+from simulated import Oracle, simulated
+from toys import classification, relative_error
+
+from sparkdl.averager.center_update import new_memory
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.checkpoint.recipe import load_recipe, save_recipe
+from sparkdl.errors import ConfigError
+from sparkdl.estimator.persistence import PLACES
+from sparkdl.protocols import Segment
+from sparkdl.strategies import (
+    AsynchronousOuterOptimizer,
+    AsynchronousSGD,
+    Contributions,
+    DelayedNesterov,
+    OuterOptimizer,
+    OuterSGD,
+)
+from sparkdl.testing import run_world
+
+cloudpickle.register_pickle_by_value(misbehaving)
+
+STRATEGY = AsynchronousOuterOptimizer(DelayedNesterov(3, 0.7, 0.5), period=2)
+ALONE = classification([41])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    changes=st.lists(st.floats(-3, 3), min_size=1, max_size=20),
+    buffer=st.integers(1, 5),
+    rate=st.floats(0.01, 2),
+    momentum=st.floats(0, 0.99),
+)
+def test_it_is_the_papers_algorithm(
+    changes: list[float], buffer: int, rate: float, momentum: float
+) -> None:
+    """Liu et al.'s, with pseudo-gradients: g = -change, and m, Delta of those."""
+    update = DelayedNesterov(buffer, rate, momentum)
+    (memory,) = new_memory(update, (Segment("parameters", torch.float64, 1),))
+    theta = m = delta = 0.0
+    center = torch.zeros(1, dtype=torch.float64)
+    for number, change in enumerate(changes, 1):
+        g = -change
+        theta -= rate * g / buffer
+        delta += g
+        if number % buffer == 0:
+            m = momentum * m + delta / buffer
+            theta -= rate * momentum * m
+            delta = 0.0
+        moved = torch.tensor([change * update.scale(7)], dtype=torch.float64)
+        update.step(center, moved, memory, Contributions((1,), 3, 7, number))
+        center += moved
+        np.testing.assert_allclose(center.item(), theta, rtol=1e-9, atol=1e-9)
+
+
+def test_one_worker_with_a_buffer_of_one_is_diloco() -> None:
+    mine, diloco = (
+        run_world(job(strategy=strategy, optimizer=MOMENTUM), ALONE.shards()).module
+        for strategy in (
+            AsynchronousOuterOptimizer(DelayedNesterov(1, 0.7, 0.5), 4),
+            OuterOptimizer(4, OuterSGD(0.7, 0.5)),
+        )
+    )
+    assert relative_error(mine, diloco) < 1e-12
+
+
+def test_without_momentum_it_is_asynchronous_sgd() -> None:
+    mine, other = (
+        run_world(job(strategy=strategy), ALONE.shards()).module
+        for strategy in (
+            AsynchronousOuterOptimizer(DelayedNesterov(4, 0.8, 0.0), 3),
+            AsynchronousSGD(3, 0.2, scale_by_staleness=False),
+        )
+    )
+    assert relative_error(mine, other) < 1e-12
+
+
+@pytest.mark.parametrize("windows", [2, 5, 8])
+def test_alone_and_resumed_it_ends_in_the_same_bits(tmp_path: Path, windows: int) -> None:
+    """Also where momentum's turn is between two checkpoints."""
+    given = job(strategy=STRATEGY, optimizer=MOMENTUM)
+    whole = run_world(given, ALONE.shards())
+    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
+    die_after(windows, given, ALONE.shards(), policy)
+    assert same_bits(run_world(given, ALONE.shards(), checkpoints=policy), whole)
+
+
+def test_a_killed_worker_comes_back_and_no_row_is_lost_or_counted_twice(tmp_path: Path) -> None:
+    killed = job(KillsOnce(tmp_path, after=12), strategy=STRATEGY)
+    outcome = run_world(killed, DATA.shards(), ranks_as="processes")
+    assert len(os.listdir(tmp_path)) > 12
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    assert outcome.history[-1].loss < outcome.history[0].loss
+
+
+def by_hand() -> Oracle:
+    """The update once more, for one number."""
+    velocity = gathered = 0.0
+
+    def move(
+        center: float,
+        contributions: Contributions,
+        values: Mapping[int, float],
+        begun: Mapping[int, float],
+    ) -> float:
+        nonlocal velocity, gathered
+        ((rank, value),) = values.items()
+        change = (value - begun[rank]) / 3
+        gathered += change
+        if contributions.round % 3:
+            return center + 0.7 * change
+        velocity = 0.5 * velocity + gathered
+        gathered = 0.0
+        return center + 0.7 * (change + 0.5 * velocity)
+
+    return move
+
+
+@pytest.mark.usefixtures("quiet")
+def test_every_schedule_ends_with_the_center_that_its_commits_give() -> None:
+    outcomes = simulated(STRATEGY, by_hand, range(150))
+    assert sum(outcome.failure is None for outcome in outcomes) > 100
+    assert sum(outcome.losses for outcome in outcomes) > 35
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DelayedNesterov(0), r"buffer must be a whole number >= 1 .* got 0"),
+        (lambda: DelayedNesterov(2.0), r"buffer must be a whole number >= 1 .* got 2.0"),  # type: ignore[arg-type]
+        (lambda: DelayedNesterov(2, 0), r"learning_rate must be a number > 0, got 0"),
+        (lambda: DelayedNesterov(2, float("nan")), r"learning_rate must be a number > 0, got nan"),
+        (lambda: DelayedNesterov(2, 1, 1), r"momentum must be a number >= 0 and < 1, got 1"),
+        (lambda: AsynchronousOuterOptimizer(OuterSGD()), r"outer must be a DelayedNesterov"),  # type: ignore[arg-type]
+        (
+            lambda: AsynchronousOuterOptimizer(DelayedNesterov(2), 0),
+            r"period must be a whole number >= 1 of steps, got 0",
+        ),
+    ],
+)
+def test_arguments_out_of_range_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_it_is_saved_and_loaded_without_trust(tmp_path: Path) -> None:
+    saved = save_recipe(STRATEGY, tmp_path, "strategy")
+    place = PLACES["strategy"]
+    assert load_recipe(saved, tmp_path, "strategy", place=place, trust=False) == STRATEGY
+    assert list(tmp_path.iterdir()) == []
