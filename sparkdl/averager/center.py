@@ -152,6 +152,8 @@ class Center:
         for chunk in fragment:
             if chunk not in self._reply:
                 self._pack(chunk)
+        # In the order in which workers read it, not in that in which it was found.
+        self._reply = {chunk: self._reply[chunk] for chunk in fragment}
 
     def start_epoch(self) -> None:
         """Count the rounds of another epoch."""

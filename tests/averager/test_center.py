@@ -140,6 +140,13 @@ def test_a_round_without_weight_replies_that_nothing_changed(wire_format: WireFo
     assert integers.tolist() == [2, 2, 2]
 
 
+def test_the_reply_has_the_segments_in_order_whatever_is_done_to_each() -> None:
+    center = make_center(MIXED, BFloat16Changes())
+    average(center, {0: (1, 2.0), 1: (1, 4.0)})
+    sizes = [len(octets) for octets in center.reply()[1::2]]
+    assert sizes == [2 * 40_000, 8 * 3, 2 * 2]
+
+
 def test_under_bfloat16_the_reply_is_the_rounded_change_and_the_center_moves_by_it() -> None:
     center = make_center(wire_format=BFloat16Changes())
     for number in (1, 2):
