@@ -115,7 +115,7 @@ def test_an_import_that_only_the_driver_has_is_reported_from_the_worker(
     import only_here
 
     with pytest.raises(WorkerError, match="ModuleNotFoundError: No module named 'only_here'"):
-        estimator(model=only_here.build).fit(frame(spark))
+        estimator(model=only_here.build, shipModules=False).fit(frame(spark))
 
 
 @pytest.mark.parametrize(
