@@ -17,7 +17,8 @@ from torch import nn
 from sparkdl.checkpoint.portable import pickled_module
 from sparkdl.missing_modules import advice
 from sparkdl.spark.modules.arrival import arrive, importable
-from sparkdl.spark.modules.shipping import Shipment, ship
+from sparkdl.spark.modules.shipment import Shipment
+from sparkdl.spark.modules.shipping import ship
 from sparkdl.torch_settings import TorchSettings
 
 

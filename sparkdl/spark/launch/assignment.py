@@ -22,7 +22,7 @@ from sparkdl.spark.launch.bootstrap import require
 from sparkdl.spark.launch.forked import fork_server
 from sparkdl.spark.launch.rank_host import RankCall, host_ranks
 from sparkdl.spark.modules.arrival import Arrived, arrive, importable
-from sparkdl.spark.modules.shipping import Shipment
+from sparkdl.spark.modules.shipment import Shipment
 
 _OF_BARRIERS = ("_conn_info", "_port", "_secret")
 """PySpark's, by its version: how a task reaches its barrier in the executor."""

@@ -42,7 +42,8 @@ from sparkdl.spark.launch.worker_rows import (
     run_on_rows,
     with_original_places,
 )
-from sparkdl.spark.modules.shipping import Shipment, ship
+from sparkdl.spark.modules.shipment import Shipment
+from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
 from sparkdl.version import __version__
 from sparkdl.worker import Job

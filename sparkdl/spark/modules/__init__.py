@@ -10,6 +10,7 @@ is lost is what was changed in the driver's memory alone, by assignment to a mod
     units.py     what is the user's own, and what of it travels as one
     texts.py     the files of that, as the driver has imported them
     bundle.py    all that some names need, found through what is imported
+    shipment.py  what is sent
     shipping.py  to the executors, once for as long as nothing has changed
     arrival.py   importable there for one task, and nothing left of it after
 """

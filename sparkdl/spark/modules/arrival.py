@@ -28,8 +28,7 @@ from pathlib import Path
 
 from sparkdl.errors import SetupError
 from sparkdl.missing_modules import left_behind
-from sparkdl.spark.modules.bundle import is_plain
-from sparkdl.spark.modules.shipping import Shipment
+from sparkdl.spark.modules.shipment import Shipment, is_plain
 from sparkdl.spark.rows.scratch import row_directory
 
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EPERM, errno.EACCES)

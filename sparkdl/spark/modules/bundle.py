@@ -7,8 +7,8 @@ import io
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 
+from sparkdl.spark.modules.shipment import is_plain
 from sparkdl.spark.modules.texts import Texts, UnitFiles
 from sparkdl.spark.modules.units import CannotTravelError, Finder, Unit
 
@@ -89,19 +89,6 @@ def collect(
         waiting += sorted(read.imports - known)
         known |= read.imports
     return Bundle(units, files, left_out, tuple(too_large))
-
-
-def is_plain(path: str) -> bool:
-    """Whether a path leads to below where it begins, on every system."""
-    pure = PurePosixPath(path)
-    return (
-        bool(path)
-        and not pure.is_absolute()
-        and ".." not in pure.parts
-        and str(pure) == path
-        and path.isprintable()
-        and not set(path) & set('\\:*?"<>|')
-    )
 
 
 def _checked(unit: Unit, read: UnitFiles) -> UnitFiles:

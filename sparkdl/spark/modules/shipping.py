@@ -12,12 +12,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
 
 from pyspark import Broadcast, SparkContext, SparkFiles
 
 from sparkdl.missing_modules import HOW_OTHERS_TRAVEL
 from sparkdl.spark.modules.bundle import Bundle, collect
+from sparkdl.spark.modules.shipment import Shipment, Shipped
 from sparkdl.spark.modules.texts import Texts
 from sparkdl.spark.modules.units import Finder
 
@@ -25,48 +25,6 @@ logger = logging.getLogger(__name__)
 
 KEPT = 8
 """Sets of modules whose broadcast is kept, of those that were sent last."""
-
-
-class Shipped(NamedTuple):
-    """A module or package on its way.
-
-    Attributes:
-        name: dotted.
-        relative: its file or folder, as seen from where Python looks for it.
-        base: where Python looks for it on the driver; None for what is in an archive.
-    """
-
-    name: str
-    relative: str
-    base: str | None
-
-
-class Shipment(NamedTuple):
-    """Modules of the user's own, as a task receives them.
-
-    Attributes:
-        digest: of all their files.
-        units: the modules and packages.
-        archive: the zip file with them; None if there are none.
-        left_out: what had to stay, with the reasons.
-    """
-
-    digest: str
-    units: tuple[Shipped, ...]
-    archive: Broadcast[bytes] | None
-    left_out: tuple[tuple[str, str], ...]
-
-    def plain(self) -> tuple[Any, ...]:
-        """The same of plain values, for a Python that may lack this package."""
-        return (self.digest, tuple(map(tuple, self.units)), self.archive, self.left_out)
-
-    @classmethod
-    def of(cls, plain: tuple[Any, ...] | None) -> Shipment | None:
-        """The shipment of plain values; None of None."""
-        if plain is None:
-            return None
-        digest, units, archive, left_out = plain
-        return cls(digest, tuple(Shipped(*unit) for unit in units), archive, left_out)
 
 
 def ship(

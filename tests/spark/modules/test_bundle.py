@@ -15,7 +15,8 @@ from projects import on_path, write
 
 from sparkdl.errors import ConfigError
 from sparkdl.spark.modules import texts
-from sparkdl.spark.modules.bundle import Bundle, collect, is_plain
+from sparkdl.spark.modules.bundle import Bundle, collect
+from sparkdl.spark.modules.shipment import is_plain
 from sparkdl.spark.modules.texts import Texts
 from sparkdl.spark.modules.units import Finder
 

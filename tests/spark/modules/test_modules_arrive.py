@@ -18,7 +18,7 @@ from projects import on_path, write
 from sparkdl.errors import SetupError
 from sparkdl.missing_modules import advice
 from sparkdl.spark.modules.arrival import Arrived, arrive, importable
-from sparkdl.spark.modules.shipping import Shipment, Shipped
+from sparkdl.spark.modules.shipment import Shipment, Shipped
 
 
 @pytest.fixture(autouse=True)
