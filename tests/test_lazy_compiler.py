@@ -10,6 +10,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 START = """
 import sys
 import torch
@@ -89,6 +91,7 @@ def test_a_whole_run_does_not_import_the_compiler() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_a_module_of_the_compiler_imported_later_is_the_one_that_the_compiler_uses() -> None:
     in_a_process("""
         defer_compiler()
@@ -105,6 +108,7 @@ def test_a_module_of_the_compiler_imported_later_is_the_one_that_the_compiler_us
     """)
 
 
+@pytest.mark.slow
 def test_any_first_import_of_a_part_finds_the_one_that_the_compiler_uses() -> None:
     in_a_process("""
         defer_compiler()
@@ -114,6 +118,7 @@ def test_any_first_import_of_a_part_finds_the_one_that_the_compiler_uses() -> No
     """)
 
 
+@pytest.mark.slow
 def test_a_part_that_does_not_exist_is_an_import_error_as_ever() -> None:
     in_a_process("""
         defer_compiler()
@@ -128,6 +133,7 @@ def test_a_part_that_does_not_exist_is_an_import_error_as_ever() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_a_model_compiled_later_is_traced_and_optimizers_go_on_working() -> None:
     in_a_process("""
         defer_compiler()
@@ -155,6 +161,7 @@ def test_a_model_compiled_later_is_traced_and_optimizers_go_on_working() -> None
     """)
 
 
+@pytest.mark.slow
 def test_an_optimizer_step_inside_compiled_code_is_kept_out_of_graphs_as_ever() -> None:
     in_a_process("""
         defer_compiler()
@@ -174,6 +181,7 @@ def test_an_optimizer_step_inside_compiled_code_is_kept_out_of_graphs_as_ever() 
     """)
 
 
+@pytest.mark.slow
 def test_functions_and_modules_that_a_user_keeps_from_the_compiler_are_kept_from_it() -> None:
     in_a_process("""
         defer_compiler()

@@ -95,6 +95,7 @@ def test_each_row_of_a_shuffled_frame_is_trained_on_once_an_epoch(
     assert_each_row_once_an_epoch(fit(rows, tmp_path / "ids"), 50)
 
 
+@pytest.mark.slow
 def test_each_row_of_files_is_trained_on_once_an_epoch_in_the_same_random_order_every_time(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -229,6 +230,7 @@ def test_each_row_is_trained_on_once_on_a_spark_that_cannot_put_partitions_toget
     assert ("rows: Spark's shuffle, because this Spark cannot" in caplog.text) is adaptive
 
 
+@pytest.mark.slow
 def test_it_is_said_which_way_the_rows_go(
     spark: SparkSession, caplog: pytest.LogCaptureFixture
 ) -> None:

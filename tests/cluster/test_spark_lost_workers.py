@@ -39,6 +39,7 @@ def test_a_worker_that_is_killed_is_started_again_and_no_row_is_lost(
     assert [epoch.examples for epoch in fitted.history] == [90] * 4
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_again_and_again_ends_the_fit(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -47,6 +48,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_fit(
         estimator(model=model, numWorkers=3, epochs=9, maxFailures=2).fit(frame(spark, rows=90))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "message"),
     [

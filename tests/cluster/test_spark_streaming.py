@@ -98,6 +98,7 @@ def test_there_are_several_blocks_or_the_tests_below_would_say_nothing() -> None
     assert all(2 < rows / BLOCK < 4 for rows in ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spreads", ["exchange", "none"])
 def test_each_row_is_trained_on_once_an_epoch_the_first_in_blocks_as_they_arrive(
     spark: SparkSession, files: Path, tmp_path: Path, spreads: str

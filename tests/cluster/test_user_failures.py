@@ -198,6 +198,7 @@ def test_a_worker_that_hangs_ends_the_fit_after_the_timeout_and_is_named(
     assert_next_fit_works(spark)
 
 
+@pytest.mark.slow
 def test_an_interrupted_fit_leaves_no_job_and_the_session_usable(
     spark: SparkSession, tmp_path: Path
 ) -> None:

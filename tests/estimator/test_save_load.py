@@ -133,6 +133,7 @@ def test_a_saved_model_is_overwritten_only_if_asked(
     assert [p.name for p in tmp_path.iterdir()] == ["model"], "something was left beside"
 
 
+@pytest.mark.slow
 def test_a_model_loads_without_java_and_gives_identical_outputs(
     described: TorchModel, tmp_path: Path
 ) -> None:
@@ -197,6 +198,7 @@ def test_a_stage_that_names_a_command_is_refused_in_a_pipeline_too(
     assert not (tmp_path / "touched").exists()
 
 
+@pytest.mark.slow
 def test_a_pickled_pipeline_model_loads_inside_trusted_pickles_only(
     rows: DataFrame, tmp_path: Path
 ) -> None:
@@ -224,6 +226,7 @@ def test_a_saved_pipeline_is_loaded_and_fits_the_same_model(
     assert predictions(refitted, columns(rows)) == expected
 
 
+@pytest.mark.slow
 def test_a_cross_validators_model_of_torchs_classes_loads_without_trust(
     rows: DataFrame, tmp_path: Path
 ) -> None:

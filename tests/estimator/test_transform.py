@@ -274,6 +274,7 @@ def test_the_prediction_column_can_be_renamed(classifier: TorchModel, rows: Data
     assert classifier.getPredictionCol() == "prediction"
 
 
+@pytest.mark.slow
 def test_pyspark_ml_evaluators_accept_the_predictions(
     classifier: TorchModel, rows: DataFrame
 ) -> None:
@@ -407,6 +408,7 @@ def test_columns_may_have_any_name(rows: DataFrame) -> None:
     assert close(np.array([row[0].toArray() for row in found]), outputs_of(model))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 @pytest.mark.parametrize("kind", ["parametrized", "scripted"])
 def test_a_model_that_cannot_be_pickled_predicts_if_a_function_builds_it(

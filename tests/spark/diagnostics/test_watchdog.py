@@ -112,6 +112,7 @@ def test_at_sigusr1_the_driver_writes_where_the_workers_of_a_fit_are(
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
+@pytest.mark.slow
 def test_at_sigusr1_the_driver_writes_where_the_workers_of_a_function_are(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,6 +129,7 @@ def test_at_sigusr1_the_driver_writes_where_the_workers_of_a_function_are(
     assert "in waits_for_a_lock" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_upstream_that_takes_longer_than_the_timeout_is_waited_for(spark: SparkSession) -> None:
     slowly = F.udf(lambda value: time.sleep(1.2) or value, LongType(), useArrow=False)
     upstream = spark.range(0, 15, 1, 15).select(slowly("id").alias("id")).repartition(2)

@@ -162,6 +162,7 @@ def in_dirty_processes(spark: SparkSession) -> Iterator[None]:
     assert found == [("torch.float64", False)] * 3  # what was another job's is as that left it
 
 
+@pytest.mark.slow
 def test_a_fit_computes_with_the_drivers_settings_whatever_another_job_has_left(
     spark: SparkSession, request: pytest.FixtureRequest
 ) -> None:

@@ -177,6 +177,7 @@ def test_an_exception_on_one_rank_while_others_wait_for_it_is_what_is_raised(
     assert_next_run_works()
 
 
+@pytest.mark.slow
 def test_a_worker_killed_in_an_all_reduce_ends_the_run_and_is_named(spark: SparkSession) -> None:
     def die() -> None:
         import torch.distributed as dist

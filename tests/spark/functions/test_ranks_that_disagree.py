@@ -46,6 +46,7 @@ def test_a_rank_that_takes_fewer_steps_ends_the_exchanges_of_the_others(
     assert caught.value.rank == late
 
 
+@pytest.mark.slow
 def test_a_rank_that_still_runs_after_the_others_have_returned_is_named_with_its_place(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_process_that_ends_by_itself_is_told_as_it_was(
     assert "memory" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_relative_paths_begin_in_the_drivers_directory_on_every_rank(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

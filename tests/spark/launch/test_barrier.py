@@ -251,6 +251,7 @@ def test_the_params_choose_interface_and_port_of_a_fit(spark: SparkSession, tmp_
     assert port < int(chosen) <= port + 40
 
 
+@pytest.mark.slow
 def test_an_interface_that_no_worker_has_is_an_error_that_lists_what_there_is(
     spark: SparkSession,
 ) -> None:

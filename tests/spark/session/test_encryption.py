@@ -105,6 +105,7 @@ class Watches(nn.Module):
         return self.layer(features)
 
 
+@pytest.mark.slow
 def test_an_encrypted_fit_gives_the_same_bits(spark: SparkSession) -> None:
     rows = frame(spark)
     plain, encrypted = estimator(epochs=2), estimator(epochs=2).setTls(True)

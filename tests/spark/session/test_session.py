@@ -85,6 +85,7 @@ def test_the_driver_and_the_executors_compile_hot_code_later(spark: SparkSession
     assert [option in command_line(executor.pid()) for executor in executors] == [True] * 3
 
 
+@pytest.mark.slow
 def test_java_options_of_ones_own_come_beside_ours() -> None:
     settings = {"spark.driver.extraJavaOptions": "-Dmine=1", "spark.ui.enabled": "false"}
     script = (
