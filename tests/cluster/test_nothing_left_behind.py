@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from frames import CLASSES, WIDTH, estimator, frame, frame_of_sizes, same_bits
-from models import Net, Saboteur, Traced, lines
+from models import Saboteur, Traced, lines
 from pyspark.sql import SparkSession
 from torch import nn
 
@@ -158,12 +158,13 @@ def own_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def warm(spark: SparkSession) -> Traces:
+def warm(spark: SparkSession, tmp_path: Path) -> Traces:
     """What there is after fits that have used every executor, and processes to draw and fork in.
 
     An executor keeps the modules of the user's own that it was sent until it ends.
     """
-    for changes in ({}, {"model": partial(nn.Linear, WIDTH, CLASSES)}, {"model": Net}):
+    harmless = Saboteur(str(tmp_path / "warm"), "explode", step=1_000_000)
+    for changes in ({}, {"model": partial(nn.Linear, WIDTH, CLASSES)}, {"model": harmless}):
         estimator(numWorkers=3, **changes).fit(frame(spark))
     sparkdl.run(os.getpid, num_workers=3)
     return take_traces()
