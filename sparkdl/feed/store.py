@@ -148,15 +148,13 @@ class PartitionStore:
         Returns:
             One tensor a file, shape (n, ...).
         """
-        limit, step = self._resident_bytes, max(1, len(rows))
+        limit, pages = self._resident_bytes, None
         if limit is not None and self.rows * self.row_bytes > limit:
-            step = max(1, limit // PAGE_BYTES)
-        else:
-            limit = None
+            pages = max(1, limit // PAGE_BYTES)
         packed = []
         for group in self._groups:
-            packed.append(group.take(rows, self.rows, step, pinned=pinned))
-            if limit is not None:
+            packed.append(group.take(rows, self.rows, pages, pinned=pinned))
+            if pages is not None:
                 group.unmap()
         return packed
 
@@ -262,18 +260,23 @@ class _Group:
             f"({error.strerror}). Give it more room, use more hosts, or change storeIn"
         )
 
-    def take(self, rows: Tensor, stored: int, step: int, *, pinned: bool) -> Tensor:
+    def take(self, rows: Tensor, stored: int, pages: int | None, *, pinned: bool) -> Tensor:
+        """Copy rows, with no more than so many pages mapped at a time if that is limited."""
         out = torch.empty((len(rows), *self.row_shape), dtype=self.dtype, pin_memory=pinned)
         if not out.numel():
             return out
         stored_rows, taken, chosen = self._map(stored), self._raw(out), rows.numpy()
-        for start in range(0, len(chosen), step):
-            if start:
-                self.unmap()
-            part = slice(start, start + step)
+        if pages is None:
             # Rows of 64 bytes come 1.6 times as fast as by torch.index_select, long ones equally
             # fast; "clip" is the mode that writes to ``out`` directly.
-            np.take(stored_rows, chosen[part], out=taken[part], mode="clip")
+            np.take(stored_rows, chosen, out=taken, mode="clip")
+            return out
+        # Page by page, so that each is mapped once however many of its rows are wanted.
+        order = np.argsort(chosen, kind="stable")
+        begins = np.diff(chosen[order] * self.row_bytes // PAGE_BYTES, prepend=-1) > 0
+        for part in np.split(order, np.flatnonzero(begins)[pages::pages]):
+            taken[part] = stored_rows[chosen[part]]
+            self.unmap()
         return out
 
     def _raw(self, values: Tensor) -> np.ndarray:
