@@ -22,7 +22,7 @@ from sparkdl.averager.center_update import Memory
 from sparkdl.averager.kept import KeptModel, KeptState
 from sparkdl.averager.membership import Tolerance, too_many_losses
 from sparkdl.averager.progress import Progress
-from sparkdl.averager.run_events import EpochValidated, NewRows
+from sparkdl.averager.run_events import EpochCounted, EpochValidated, NewRows
 from sparkdl.averager.run_events import RunEvent as Event
 from sparkdl.averager.saving import CheckpointPlan, Resumed
 from sparkdl.averager.server import Averager
@@ -41,6 +41,7 @@ from sparkdl.errors import (
 from sparkdl.events import EpochSummary
 from sparkdl.feed.facts import DataFacts, check_facts
 from sparkdl.initial import drawn_apart
+from sparkdl.measuring import Measuring
 from sparkdl.protocols import (
     Layout,
     LossFunction,
@@ -170,7 +171,8 @@ def run(
 
     Raises:
         ConfigError: the newest checkpoint is of another training or of other rows, another process
-            writes checkpoints there, or the strategy has state that no checkpoint holds.
+            writes checkpoints there, the strategy has state that no checkpoint holds, or metrics
+            have no rows to be measured on.
         CheckpointError: the checkpoints cannot be read.
         ModelError: the optimizer cannot take a step, a worker has built other frozen parameters
             than the driver, or as ``first_replica`` does.
@@ -182,6 +184,7 @@ def run(
     replica = first_replica(job)
     if warm_start is not None:
         warm_start.apply(replica.module)
+    measuring = Measuring.of(job, follows=replica.schedule.follows_epoch_losses)
     try:
         layout, center = initial_center(
             replica, with_optimizer=job.strategy.needs.exchanges_optimizer_state
@@ -235,7 +238,9 @@ def run(
                 tolerance=Tolerance(job.survivable_losses, job.min_workers),
                 tls=job.tls,
                 frozen=replica.frozen.fingerprint,
-                followed=bool(callbacks),
+                followed=bool(callbacks) or measuring is not None,
+                measures=measuring is not None,
+                metric=job.scheduler_metric,
                 kept_model=kept_model,
             )
 
@@ -244,7 +249,8 @@ def run(
             _Examiner(job, check, resumed),
             on_event,
             callbacks,
-            _training(job.epochs, progress, kept_model),
+            _training(job.epochs, progress, kept_model, measuring),
+            measuring,
         )
         averager = open_averager(center, memory, progress, {}, kept_model)
         losses: list[str] = []
@@ -316,13 +322,19 @@ def _finished(
     return False
 
 
-def _training(epochs: int, progress: Progress | None, kept_model: KeptModel | None) -> Training:
+def _training(
+    epochs: int,
+    progress: Progress | None,
+    kept_model: KeptModel | None,
+    measuring: Measuring | None,
+) -> Training:
     """What callbacks see when a training begins or goes on."""
     history = () if progress is None else progress.history
     # Of an epoch behind which nothing was committed the workers validate once more.
     known = len(history) if progress is None or progress.rounds else len(history) - 1
     kept_epoch = None if kept_model is None else kept_model.epoch
-    return Training(epochs, history[: max(known, 0)], kept_epoch)
+    metrics = {} if measuring is None else measuring.higher_is_better
+    return Training(epochs, history[: max(known, 0)], kept_epoch, metrics)
 
 
 class _Serving:
@@ -333,6 +345,7 @@ class _Serving:
         on_event: told of what is reported.
         callbacks: told of what concerns them.
         training: what they see.
+        measuring: computes the metrics; None without any.
 
     Attributes:
         calls: to the callbacks.
@@ -344,8 +357,10 @@ class _Serving:
         on_event: Callable[[Event], None],
         callbacks: Sequence[Callback],
         training: Training,
+        measuring: Measuring | None = None,
     ) -> None:
         self._examine = examine
+        self._measuring = measuring
         self._on_event = on_event
         self.calls = Calls(callbacks, training)
 
@@ -376,6 +391,10 @@ class _Serving:
         if isinstance(event, NewRows):
             self._examine(DataFacts.of([replace(event.shard, complete=False)]))
             averager.approve(event.rank)
+            return
+        if isinstance(event, EpochCounted):
+            assert self._measuring is not None
+            averager.measured(event.epoch, self._measuring(event))
             return
         is_news = not isinstance(event, DataFacts) or self._examine(event)
         if is_news:

@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+MetricValue = float | list[Any] | dict[str, Any]
+"""What a metric comes to, of JSON's types: a number; lists of such values for a metric with one a
+class, for example; or such values by name."""
+
+
+def is_metric_value(value: object) -> bool:
+    """Whether something is a ``MetricValue``."""
+    if isinstance(value, list):
+        return all(map(is_metric_value, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_metric_value(each) for key, each in value.items())
+    return isinstance(value, (int, float))
+
+
+def are_metrics(value: object) -> bool:
+    """Whether something is metrics' values by name."""
+    return isinstance(value, dict) and is_metric_value(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +94,8 @@ class EpochSummary:
     """Mean over the epoch's contributions of how often others had updated the center meanwhile."""
     max_staleness: int = 0
     """The largest of these; both are 0 where every round has everyone."""
+    metrics: Mapping[str, MetricValue] = field(default_factory=dict)
+    """What the metrics come to on the held-out rows with the same parameters, by name."""
 
     @property
     def examples_per_second(self) -> float:

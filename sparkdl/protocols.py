@@ -231,5 +231,5 @@ class CenterExchange(Protocol):
             StoppedError: the averager ended the run.
         """
 
-    def report_validation(self, report: ValidationReport) -> None:
-        """Tell the driver what this worker found on its held-out rows."""
+    def report_validation(self, report: ValidationReport, states: bytes = b"") -> None:
+        """Tell the driver what this worker and its metrics found on its held-out rows."""

@@ -239,11 +239,15 @@ class Replica:
             return self.loss(outputs, targets)
         return weighted_mean(self._loss_of_rows(outputs, targets), batch.weights)
 
-    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, float]:
+    def evaluate(
+        self, batches: Iterable[Batch], watch: Callable[[Any, Targets], None] | None = None
+    ) -> tuple[float, float]:
         """Sum up the loss without training, the module in evaluation mode meanwhile.
 
         Args:
             batches: minibatches.
+            watch: given the outputs and the targets of each, on the replica's device: what the
+                model returns when it predicts, without labels.
 
         Returns:
             The sum of the (weighted) loss over the rows, and that of the weights: 1 a row if there
@@ -255,7 +259,13 @@ class Replica:
         with torch.no_grad():  # as in transform
             for batch in batches:
                 batch = batch.to(self.device)
-                loss = self.forward(batch)
+                with self._autocast():
+                    outputs = self.outputs(batch)
+                    loss = self.loss_of(outputs, batch)
+                    if watch is not None and isinstance(self.loss, ModelLoss):
+                        outputs = self.outputs(batch, with_labels=False)
+                if watch is not None:
+                    watch(outputs, batch.targets)
                 total = total + loss.double() * batch.examples
                 rows = batch.examples if batch.weights is None else batch.weights.double().sum()
                 weight = weight + rows

@@ -75,6 +75,8 @@ def identity(
             text="none" if schedule is None else " ".join(map(str, schedule)),
             parts={"state": schedule},
         ),
+        # Others change no step.
+        "scheduler metric": _followed_metric(job),
         # Its repr says what it was made with; what it has become since, each worker knows.
         "strategy": describe(
             kind, text=text_of(job.strategy), parts={"settings": text_of(job.strategy)}
@@ -93,6 +95,14 @@ def identity(
         "number of workers": world_size,
         "first epoch": "streamed" if job.feed.stream_first_epoch else "read first",
     }
+
+
+def _followed_metric(job: Job) -> dict[str, Any] | None:
+    """The metric that the learning rate follows, if there is one."""
+    name = job.scheduler_metric
+    if name is None or job.metrics is None:
+        return None
+    return describe(job.metrics.makers[name], text=name)
 
 
 def _membership(optimizer: torch.optim.Optimizer, replica: Replica) -> dict[str, str]:

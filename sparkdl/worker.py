@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,8 +44,15 @@ from sparkdl.events import ValidationReport
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ShardFacts
 from sparkdl.feed.feed import Feed, FeedOptions
+from sparkdl.metrics import Metrics
 from sparkdl.missing_modules import advice
-from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder, SchedulerBuilder
+from sparkdl.protocols import (
+    LossFunction,
+    ModelBuilder,
+    OptimizerBuilder,
+    SchedulerBuilder,
+    Targets,
+)
 from sparkdl.randomness import borrowed_random_numbers, seed_worker
 from sparkdl.replica import Precision, Replica
 from sparkdl.reshuffle import RowExchange, RowServer
@@ -95,6 +102,10 @@ class Job:
     """How the rows are fed."""
     callbacks: tuple[WorkerCallback, ...] = ()
     """Called on the workers around each step."""
+    metrics: Metrics | None = None
+    """Measured on the held-out rows after each epoch; needs ``schema.validation``."""
+    scheduler_metric: str | None = None
+    """The metric that a schedule follows which follows epochs; None for the loss."""
     tls: bool = False
     """Whether the connections of workers to the driver and to each other are encrypted."""
     settings: TorchSettings = field(default_factory=TorchSettings.here)
@@ -296,9 +307,12 @@ def _train(
                 feed.scale_weights(averager.mean_weight)
                 if averager.epoch_ended and job.schema.validation is not None:
                     # All may have been interrupted before they had reported it.
-                    averager.report_validation(_validate(run, feed, position.epoch - 1))
+                    _report_validation(job, run, averager, feed, position.epoch - 1)
                 with _collective(job, place, averager) as run.collective:
                     _train_from(position, job, run, strategy, averager, feed, exchange)
+                if job.metrics is not None:
+                    # Until they are computed this worker may have to count again.
+                    averager.epoch_losses(job.epochs)
                 averager.finish()
                 return
             except DisconnectedError as error:
@@ -352,7 +366,7 @@ def _train_from(
             if job.feed.streams(epoch):
                 averager.ask_for_rows()
             if job.schema.validation is not None:
-                run.averager.report_validation(_validate(run, feed, epoch))
+                _report_validation(job, run, averager, feed, epoch)
 
 
 def own_state(replica: Replica, strategy: Strategy[Any], saved: Mapping[str, Any]) -> bytes:
@@ -486,8 +500,22 @@ def _row_exchange(
     )
 
 
-def _validate(run: Run, feed: Feed, epoch: int) -> ValidationReport:
-    loss_sum, weight = run.replica.evaluate(feed.held_out())
+def _report_validation(
+    job: Job, run: Run, averager: AveragerClient, feed: Feed, epoch: int
+) -> None:
+    """Tell the driver of the loss on this worker's held-out rows, and what metrics count there."""
+    if job.metrics is None:
+        averager.report_validation(_validate(run, feed, epoch))
+        return
+    counted = job.metrics.begin(run.replica.device)
+    report = _validate(run, feed, epoch, counted.update)
+    averager.report_validation(report, counted.states())
+
+
+def _validate(
+    run: Run, feed: Feed, epoch: int, watch: Callable[[Any, Targets], None] | None = None
+) -> ValidationReport:
+    loss_sum, weight = run.replica.evaluate(feed.held_out(), watch)
     return ValidationReport(
         rank=run.rank,
         epoch=epoch,

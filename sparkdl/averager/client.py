@@ -15,6 +15,7 @@ from sparkdl.averager.finite import require_finite
 from sparkdl.averager.headers import (
     failure_header,
     join_header,
+    most_states,
     shard_header,
     validation_header,
     window_header,
@@ -27,6 +28,7 @@ from sparkdl.averager.wire import Chunk, plan_chunks, plan_fragments
 from sparkdl.averager.wire_format import WireFormat
 from sparkdl.errors import (
     CollectiveError,
+    DataError,
     TrainingError,
     WorkerError,
 )
@@ -339,9 +341,26 @@ class AveragerClient:
         gathered: list[dict[str, Any]] = self._line.receive_header()["gathered"]
         return gathered
 
-    def report_validation(self, report: ValidationReport) -> None:
-        """Tell the driver what this worker found on its held-out rows."""
-        self._line.send_header(validation_header(report))
+    def report_validation(self, report: ValidationReport, states: bytes = b"") -> None:
+        """Tell the driver what this worker found on its held-out rows.
+
+        Args:
+            report: the loss.
+            states: what its metrics have counted.
+
+        Raises:
+            DataError: that is more than a worker's share of the driver's memory.
+        """
+        most = most_states(len(self.shard_rows))
+        if len(states) > most:
+            raise DataError(
+                f"the metrics have counted {len(states)} bytes on the {report.examples} held-out "
+                f"rows of this worker, and each of {len(self.shard_rows)} may send {most} to the "
+                "driver. Metrics that keep every score (AUROC, average precision) take a fixed "
+                "size with thresholds=200; or hold fewer rows out"
+            )
+        self._line.send_header(validation_header(report, len(states)))
+        self._send_bytes(states)
 
     def epoch_losses(self, epochs: int) -> Sequence[float]:
         """What the first epochs came to, each: on held-out rows if there are any, else in training.

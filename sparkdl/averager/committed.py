@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
+from typing import Any
 
 from sparkdl.averager.kept import KeptState
 from sparkdl.averager.progress import Position, Progress
 from sparkdl.events import (
     EpochSummary,
+    MetricValue,
     ValidationReport,
     WindowReport,
     summarize_epoch,
@@ -42,6 +45,7 @@ class CommittedProgress:
         # By epoch and rank; which epochs' summaries do not have them yet.
         self._validations: dict[int, dict[int, ValidationReport]] = {}
         self._not_counted: set[int] = set()
+        self._states: dict[int, KeptState] = {}
         self.start_epoch(now)
 
     @property
@@ -86,13 +90,32 @@ class CommittedProgress:
         self.positions = [position.next_epoch() for position in self.positions]
         self._first_round = self.round
         self._reports = []
+        self._states = {}
         self.start_epoch(now)
         return summary
 
-    def validated(self, report: ValidationReport) -> None:
-        """Add to an epoch's summary what a rank found on its held-out rows."""
+    def validated(self, report: ValidationReport, states: KeptState | None = None) -> None:
+        """Add to an epoch's summary what a rank found on its held-out rows.
+
+        Args:
+            report: the loss.
+            states: what its metrics have counted.
+        """
         self._validations.setdefault(report.epoch, {})[report.rank] = report
         self._not_counted.add(report.epoch)
+        if states is not None and report.epoch == self.epoch - 1:
+            self._states[report.rank] = states
+
+    def take_states(self) -> tuple[KeptState | None, ...]:
+        """What the metrics of each rank have counted after the last epoch; given away."""
+        states, self._states = self._states, {}
+        return tuple(states.get(rank) for rank in range(len(self.positions)))
+
+    def measured(self, epoch: int, values: Mapping[str, MetricValue]) -> EpochSummary:
+        """Add to an epoch's summary what the metrics came to; returns the summary."""
+        summary = replace(self.history[epoch - 1], metrics=dict(values))
+        self._history[epoch - 1] = summary
+        return summary
 
     @property
     def validated_by(self) -> Set[int]:
@@ -108,16 +131,20 @@ class CommittedProgress:
         told = len(self.validated_by) == len(self.positions) or not self.at_end_of_epoch
         return self.epoch - 1 if told or not validates else self.epoch - 2
 
-    def epoch_losses(self, first: int, last: int) -> tuple[float, ...]:
+    def epoch_losses(self, first: int, last: int, metric: str | None = None) -> tuple[Any, ...]:
         """What epochs came to: on held-out rows if there are any, else while they were trained.
 
         Args:
             first: epoch counted from 1.
             last: as ``first``; included.
+            metric: the metric that is followed instead of the loss.
         """
+        epochs = self.history[first - 1 : last]
+        if metric is not None:
+            return tuple(summary.metrics[metric] for summary in epochs)
         return tuple(
             summary.loss if summary.validation_loss is None else summary.validation_loss
-            for summary in self.history[first - 1 : last]
+            for summary in epochs
         )
 
     @property

@@ -38,7 +38,9 @@ One worker is one connection (``framing.py`` has its form):
     {"rows": true}               ------> when all rows were read by all, or one is served elsewhere
                                  <------ {"mean_weight": of a row, "shard_rows": by rank,
                                           "row_servers": by rank}
-    {"validation": report}       ------> after an epoch, from who has held-out rows
+    {"validation": report,
+     "states": bytes}, bytes     ------> after an epoch, if rows are held out: the loss, and what
+                                         metrics have counted
     {"epoch_losses": epochs,
      "known": of how many already} ---> from who follows them, or asks for leave: wait until all
                                          have validated, and for the driver to look at that
@@ -98,6 +100,7 @@ from sparkdl.averager.headers import (
     read_own_state,
     read_row_server,
     read_shard,
+    read_states_size,
     read_validation,
     read_window,
 )
@@ -268,7 +271,7 @@ class Worker:
             elif "rows" in header and edge.coordinator.shards.known:
                 self.channel.send_header(self._all_rows())
             elif "validation" in header:
-                edge.tell(on.Validated(member, read_validation(header, member.rank)))
+                yield from self._validate(header)
             elif "epoch_losses" in header:
                 edge.tell(on.EpochLossesWanted(member, *read_epoch_losses(header, member.rank)))
             elif header.get("finish"):
@@ -276,6 +279,18 @@ class Worker:
                 return
             elif "reading" not in header:
                 raise TrainingError(f"{member} sent a header that no worker sends: {header}")
+
+    def _validate(self, header: dict[str, Any]) -> Conversation:
+        """Take what was found on held-out rows, and receive what metrics have counted there."""
+        member = self._member()
+        report = read_validation(header, member.rank)
+        world_size = self._edge.coordinator.members.world_size
+        size = read_states_size(header, member.rank, world_size)
+        states = KeptState() if size else None
+        for block in self._blocks(size):
+            yield block
+            states.add(block)  # type: ignore[union-attr]
+        self._edge.tell(on.Validated(member, report, states))
 
     def _contribute(self, header: dict[str, Any]) -> Conversation:
         """Receive a contribution, each chunk into the sum as soon as it is its turn."""

@@ -44,6 +44,7 @@ from sparkdl.averager.round import Loss, Round
 from sparkdl.averager.round_policy import All, RoundPolicy
 from sparkdl.averager.run_events import (
     CheckpointSaved,
+    EpochCounted,
     EpochValidated,
     NewRows,
     RoundCommitted,
@@ -75,6 +76,9 @@ class Coordinator:
         policy: who is waited for in rounds; by default everyone.
         followed: whether callbacks follow the run: the driver is told of rounds, losses of workers
             and checkpoints too, and workers begin an epoch when it has approved the one before.
+        measures: whether the driver computes metrics of what the workers count on held-out rows;
+            such a run is ``followed``.
+        metric: the metric that workers want to know of each epoch, instead of the loss.
 
     Attributes:
         members: who is in the run.
@@ -102,6 +106,8 @@ class Coordinator:
         frozen: str = "",
         policy: RoundPolicy | None = None,
         followed: bool = False,
+        measures: bool = False,
+        metric: str | None = None,
     ) -> None:
         self.members = Membership(world_size, deadline_s, tolerance or Tolerance(), now)
         self.shards = Shards(world_size)
@@ -120,7 +126,10 @@ class Coordinator:
         self._deadline_s = deadline_s
         self._gathers = Gathers(world_size)
         self._conduct = Conduct(self.members, self.round, self.committed, self._gathers, frozen)
-        self._epoch_losses = EpochLosses(self.committed, self.shards, needs_approval=followed)
+        self._measures = measures
+        self._epoch_losses = EpochLosses(
+            self.committed, self.shards, needs_approval=followed, metric=metric
+        )
         self._lateness = Lateness(
             self.members,
             self.shards,
@@ -163,6 +172,7 @@ class Coordinator:
             on.Started: self._start,
             on.Approved: self._approved,
             on.EpochApproved: self._epoch_approved,
+            on.EpochMeasured: self._epoch_measured,
             on.StopWanted: self._stop,
             on.Preempted: lambda event: self.checkpoints.preempt(event.reason),
             on.WorkersExpected: self._workers_expected,
@@ -405,14 +415,22 @@ class Coordinator:
 
     def _validated(self, event: on.Validated) -> None:
         self._conduct.require_admitted(event.member)
-        self.committed.validated(event.report)
+        self.committed.validated(event.report, event.states if self._measures else None)
         self._tell_of_epochs()
 
     def _tell_of_epochs(self) -> None:
         """Tell driver and workers of epochs of which it is known now what they came to."""
         for summary in self._epoch_losses.news():
-            self._tell_callbacks(EpochValidated(summary))
+            if self._measures:
+                states = self.committed.take_states()
+                self._decided.append(do.Report(EpochCounted(summary.epoch, states)))
+            else:
+                self._tell_callbacks(EpochValidated(summary))
         self._answer_epoch_losses()
+
+    def _epoch_measured(self, event: on.EpochMeasured) -> None:
+        summary = self.committed.measured(event.epoch, event.values)
+        self._tell_callbacks(EpochValidated(summary))
 
     def _epoch_approved(self, event: on.EpochApproved) -> None:
         self._epoch_losses.approve(event.epoch)

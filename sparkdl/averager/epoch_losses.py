@@ -24,18 +24,25 @@ class EpochLosses:
         committed: how far the training has come.
         shards: what the workers have found in their rows.
         needs_approval: whether workers are told of an epoch only when the driver has approved it.
+        metric: the metric that they follow instead of the loss; None if they follow that.
 
     Attributes:
         wanted: what each rank waits for that waits.
     """
 
     def __init__(
-        self, committed: CommittedProgress, shards: Shards, *, needs_approval: bool
+        self,
+        committed: CommittedProgress,
+        shards: Shards,
+        *,
+        needs_approval: bool,
+        metric: str | None = None,
     ) -> None:
         self.wanted: dict[int, on.EpochLossesWanted] = {}
         self._committed = committed
         self._shards = shards
         self._needs_approval = needs_approval
+        self._metric = metric
         self._known = self._approved = committed.epochs_with_known_loss(validates=True)
 
     def news(self) -> Sequence[EpochSummary]:
@@ -72,7 +79,8 @@ class EpochLosses:
             del self.wanted[event.member.rank]
         return [
             do.TellEpochLosses(
-                event.member, self._committed.epoch_losses(event.known + 1, event.epochs)
+                event.member,
+                self._committed.epoch_losses(event.known + 1, event.epochs, self._metric),
             )
             for event in answered
         ]

@@ -6,11 +6,12 @@ sockets nor a clock. What is answered is in ``decisions``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sparkdl.averager.kept import KeptState
 from sparkdl.errors import SparkDLError
-from sparkdl.events import ValidationReport, WindowReport
+from sparkdl.events import MetricValue, ValidationReport, WindowReport
 from sparkdl.feed.facts import ShardFacts
 
 
@@ -123,10 +124,17 @@ class OwnStateWritten:
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """A worker reports the loss on its held-out rows."""
+    """A worker reports the loss on its held-out rows.
+
+    Attributes:
+        member: the worker.
+        report: the loss.
+        states: what its metrics have counted; None without metrics.
+    """
 
     member: Member
     report: ValidationReport
+    states: KeptState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +189,19 @@ class EpochApproved:
 
 
 @dataclass(frozen=True, slots=True)
+class EpochMeasured:
+    """The driver has computed an epoch's metrics; the answer to ``run_events.EpochCounted``.
+
+    Attributes:
+        epoch: counted from 1.
+        values: by name.
+    """
+
+    epoch: int
+    values: Mapping[str, MetricValue]
+
+
+@dataclass(frozen=True, slots=True)
 class StopWanted:
     """The training is to end here, as if it had come to its end.
 
@@ -229,6 +250,7 @@ Event = (
     | Started
     | Approved
     | EpochApproved
+    | EpochMeasured
     | StopWanted
     | Preempted
     | WorkersExpected

@@ -58,6 +58,9 @@ _INTEGERS = range(-(1 << 63), 1 << 64)
 """Those that 64 bits hold. JSON has larger ones, which no float does: adding them up would fail."""
 ADDRESS_BYTES = 512
 """The longest that anybody is known by: a host's name has 253 at most."""
+MAX_STATES_BYTES = 256 << 20
+"""Of what metrics have counted in an epoch, of all workers together: the driver computes them in
+memory. A score and a label of 20 million held-out rows fit in."""
 SAFE_COLUMNS = 1000
 """Facts about so many fit into a header, whatever they are."""
 _FAILURE_TYPES: _Types = {
@@ -233,9 +236,33 @@ def read_own_state(header: dict[str, Any], rank: int, limit: int) -> int:
     return size
 
 
-def validation_header(report: ValidationReport) -> dict[str, Any]:
-    """What a worker sends about its held-out rows."""
-    return {"validation": dataclasses.asdict(report)}
+def validation_header(report: ValidationReport, states: int = 0) -> dict[str, Any]:
+    """What a worker sends about its held-out rows.
+
+    Args:
+        report: the loss.
+        states: bytes that follow, what its metrics have counted.
+    """
+    return {"validation": dataclasses.asdict(report), "states": states}
+
+
+def most_states(world_size: int) -> int:
+    """How many bytes of states a worker may send after an epoch."""
+    return MAX_STATES_BYTES // world_size
+
+
+def read_states_size(header: dict[str, Any], rank: int, world_size: int) -> int:
+    """How many bytes of what its metrics have counted a worker is about to send.
+
+    Raises:
+        TrainingError: the header does not say, or more than its share.
+    """
+    size = header.get("states", 0)
+    if type(size) is not int or not 0 <= size <= most_states(world_size):
+        raise TrainingError(
+            f"rank {rank} sent {_quoted(header)} where its metrics' states were due"
+        )
+    return size
 
 
 def read_validation(header: dict[str, Any], rank: int) -> ValidationReport:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints
 
-from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.events import EpochSummary, WindowReport, are_metrics
 
 T = TypeVar("T")
 _COUNTS = range(1 << 63)
@@ -90,6 +90,10 @@ def _read(kind: type[T], fields: Mapping[str, Any]) -> T:
 
 def _checked(hint: Any, name: str, value: Any) -> Any:
     """A number of the type that is wanted; whole ones count something."""
+    if name == "metrics":
+        if not are_metrics(value):
+            raise TypeError(f"{name} is {value!r}")
+        return value
     wanted = hint | int if hint in (float, float | None) else hint
     counts = hint in (int, int | None)
     if not isinstance(value, wanted) or (counts and value is not None and value not in _COUNTS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sparkdl.averager.kept import KeptState
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts, ShardFacts
 
@@ -32,6 +33,19 @@ class RoundCommitted:
 
     round: int
     reports: tuple[WindowReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EpochCounted:
+    """Every worker has told what its metrics have counted; all wait for ``EpochMeasured``.
+
+    Attributes:
+        epoch: counted from 1.
+        states: by rank; None of one that has sent nothing.
+    """
+
+    epoch: int
+    states: tuple[KeptState | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +82,7 @@ RunEvent = (
     | WindowReport
     | EpochSummary
     | RoundCommitted
+    | EpochCounted
     | EpochValidated
     | WorkerLost
     | CheckpointSaved

@@ -24,7 +24,7 @@ from sparkdl.averager.run_events import RunEvent
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
 from sparkdl.averager.wire_format import WireFormat
 from sparkdl.errors import ConfigError, SparkDLError, TrainingError
-from sparkdl.events import EpochSummary
+from sparkdl.events import EpochSummary, MetricValue
 from sparkdl.protocols import Layout
 from sparkdl.transport.address import AveragerAddress
 from sparkdl.transport.connection import set_up
@@ -58,6 +58,9 @@ class Averager:
             built others ends the run.
         followed: whether callbacks follow the run: ``events`` has more for them, and workers begin
             an epoch when ``approve_epoch`` was called for the one before.
+        measures: whether ``events`` has what metrics have counted, and ``measured`` says what they
+            come to; such a run is ``followed``.
+        metric: the metric that workers want to know of each epoch, instead of the loss.
         kept_model: what was kept of the center before; by default nothing.
 
     Raises:
@@ -87,6 +90,8 @@ class Averager:
         tls: bool = False,
         frozen: str = "",
         followed: bool = False,
+        measures: bool = False,
+        metric: str | None = None,
         kept_model: KeptModel | None = None,
     ) -> None:
         self._coordinator = Coordinator(
@@ -101,6 +106,8 @@ class Averager:
             frozen=frozen,
             policy=policy,
             followed=followed,
+            measures=measures,
+            metric=metric,
         )
         if wire_format.replies_changes and policy is not None and not policy.in_step:
             raise ConfigError(
@@ -215,6 +222,10 @@ class Averager:
     def approve_epoch(self, epoch: int) -> None:
         """Let workers that ask for leave begin the epoch after this one."""
         self._loop.post(on.EpochApproved(epoch))
+
+    def measured(self, epoch: int, values: Mapping[str, MetricValue]) -> None:
+        """Say what an epoch's metrics came to; the answer to ``EpochCounted``."""
+        self._loop.post(on.EpochMeasured(epoch, values))
 
     def stop(self, reason: str) -> None:
         """End the run as if it had come to its end; ``center`` is that of the last commit."""

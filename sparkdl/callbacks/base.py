@@ -8,7 +8,7 @@ there holds for the model of exactly that epoch. Without callbacks they do not w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from sparkdl.averager.run_events import (
     CheckpointSaved,
@@ -33,16 +33,23 @@ class Training:
         stopped: why a callback has ended the training; None if none has.
         kept_epoch: the epoch whose model the fit returns, if a callback has kept one, perhaps
             before a checkpoint.
+        metrics: of each metric that is measured after every epoch, by name, whether a larger value
+            is better; None if it does not say.
         began: when ``on_start`` was called, of the clock ``time.monotonic``.
     """
 
     def __init__(
-        self, epochs: int, history: Sequence[EpochSummary] = (), kept_epoch: int | None = None
+        self,
+        epochs: int,
+        history: Sequence[EpochSummary] = (),
+        kept_epoch: int | None = None,
+        metrics: Mapping[str, bool | None] | None = None,
     ) -> None:
         self.epochs = epochs
         self.history = list(history)
         self.stopped: str | None = None
         self.kept_epoch = kept_epoch
+        self.metrics = dict(metrics or {})
         self.began = time.monotonic()
 
     def stop(self, reason: str) -> None:

@@ -1,10 +1,9 @@
-"""Which epoch is the best by a loss, and what there is to say about it; for callbacks."""
+"""Which epoch is the best by a loss or a metric, and what there is to say about it."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from typing import Literal, get_args
 
 from sparkdl.callbacks.base import Training
@@ -14,67 +13,124 @@ from sparkdl.feed.facts import DataFacts
 
 logger = logging.getLogger(__name__)
 
-Metric = Literal["validation_loss", "loss"]
-"""The loss on held-out rows, or while training."""
+LOSSES = ("validation_loss", "loss")
+"""The loss on held-out rows, or while training; anything else is the name of a metric."""
+Mode = Literal["min", "max"]
+"""Whether a smaller or a larger value is better."""
 HOLD_OUT = (
     "there are none: set validationFraction, or name a column that marks them "
     "(validationIndicatorCol), or set metric='loss'"
 )
 
 
-def require_metric(metric: object) -> None:
-    """Check that an argument names a loss.
+def require_metric(metric: object, mode: object) -> None:
+    """Check arguments that say what to follow.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: ``metric`` is no name, or ``mode`` none of the two, or wrong for a loss.
     """
-    if metric not in get_args(Metric):
-        raise ConfigError(f"metric must be {' or '.join(get_args(Metric))}, got {metric!r}")
+    if not isinstance(metric, str) or not metric:
+        raise ConfigError(
+            f"metric must be {' or '.join(LOSSES)}, or the name of a metric, got {metric!r}"
+        )
+    if mode is not None and mode not in get_args(Mode):
+        raise ConfigError(f"mode must be 'min', 'max' or None, got {mode!r}")
+    if metric in LOSSES and mode == "max":
+        raise ConfigError(f"mode='max' would follow the largest {metric}: leave mode out")
 
 
-def require_measured(name: str, metric: Metric, facts: DataFacts) -> None:
-    """Check that a loss will be known.
+def require_measured(
+    name: str, metric: str, mode: Mode | None, training: Training, facts: DataFacts
+) -> None:
+    """Check that what a callback follows will be known, and what of it is better.
 
     Args:
-        name: of the callback that follows it.
-        metric: which.
+        name: of the callback.
+        metric: what it follows.
+        mode: what is better, if that was said.
+        training: the fit.
         facts: what the workers have found in their rows.
 
     Raises:
-        ConfigError: it is that on held-out rows, and there are none.
+        ConfigError: it will not.
     """
     if metric == "validation_loss" and facts.complete and not facts.held_out:
         raise ConfigError(f"{name} follows the loss on held-out rows, and {HOLD_OUT}")
+    if metric in LOSSES:
+        return
+    if metric not in training.metrics:
+        measured = ", ".join((*LOSSES, *training.metrics))
+        raise ConfigError(
+            f"{name} follows '{metric}', which nobody measures; there are {measured}. Add it: "
+            f"metrics={{'{metric}': ...}}"
+        )
+    higher = training.metrics[metric]
+    if mode is None and higher is None:
+        raise ConfigError(
+            f"{name} follows '{metric}', which does not say whether a larger value is better: set "
+            "mode='max' or mode='min'"
+        )
+    if mode is not None and higher is not None and higher != (mode == "max"):
+        raise ConfigError(
+            f"{name} has mode='{mode}', but a {'larger' if higher else 'smaller'} '{metric}' is "
+            "better: leave mode out"
+        )
 
 
-def value_of(summary: EpochSummary, metric: Metric) -> float:
-    """An epoch's loss; infinite where it is NaN, which is never an improvement.
+def value_of(summary: EpochSummary, metric: str) -> float:
+    """What an epoch came to.
 
     Raises:
-        ConfigError: it is that on held-out rows, and there were none.
+        ConfigError: that is not known, or no number.
     """
+    if metric not in LOSSES:
+        return _metric_of(summary, metric)
     value = summary.validation_loss if metric == "validation_loss" else summary.loss
     if value is None:
         raise ConfigError(f"epoch {summary.epoch} has no loss on held-out rows, for {HOLD_OUT}")
-    return math.inf if math.isnan(value) else value
+    return value
+
+
+def _metric_of(summary: EpochSummary, metric: str) -> float:
+    if metric not in summary.metrics:
+        raise ConfigError(
+            f"epoch {summary.epoch} has no '{metric}': it was trained without that metric, before "
+            "the checkpoint from which the fit goes on. Start anew (resume='never'), or follow one "
+            "that was measured"
+        )
+    value = summary.metrics[metric]
+    if not isinstance(value, (int, float)):
+        raise ConfigError(
+            f"'{metric}' came to {value!r:.80} in epoch {summary.epoch}; only a metric that is one "
+            "number can be followed, for example one with average='macro'"
+        )
+    return value
 
 
 def best_epoch(
-    history: Sequence[EpochSummary], metric: Metric, min_delta: float = 0.0
+    training: Training, metric: str, mode: Mode | None = None, min_delta: float = 0.0
 ) -> EpochSummary | None:
-    """The epoch of the last improvement; None before the first.
+    """The epoch of the last improvement; None before the first. NaN is never one.
 
     Args:
-        history: the epochs that have ended.
-        metric: by which loss.
-        min_delta: by how much it has to be below the best one before.
+        training: the fit, with the epochs that have ended.
+        metric: by what.
+        mode: what is better; None for what the metric says.
+        min_delta: by how much it has to be better than the best one before.
     """
     best, lowest = None, math.inf
-    for summary in history:
-        value = value_of(summary, metric)
+    sign = -1.0 if is_better_larger(training, metric, mode) else 1.0
+    for summary in training.history:
+        value = sign * value_of(summary, metric)
+        value = math.inf if math.isnan(value) else value
         if best is None or value < lowest - min_delta:
             best, lowest = summary, value
     return best
+
+
+def is_better_larger(training: Training, metric: str, mode: Mode | None) -> bool:
+    """Whether a larger value is better."""
+    return mode == "max" if mode is not None else bool(training.metrics.get(metric))
 
 
 def warn_if_lost(training: Training, best: EpochSummary | None) -> None:

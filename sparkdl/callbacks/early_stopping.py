@@ -1,4 +1,7 @@
-"""Stop when the loss does not fall any more (Prechelt 1998, "Early Stopping - But When?")."""
+"""Stop when a loss or a metric does not improve any more.
+
+Source: Prechelt 1998, "Early Stopping - But When?".
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from dataclasses import dataclass
 
 from sparkdl.callbacks.base import Callback, Training
 from sparkdl.callbacks.best_epoch import (
-    Metric,
+    Mode,
     best_epoch,
+    is_better_larger,
     require_measured,
     require_metric,
     value_of,
@@ -21,28 +25,31 @@ from sparkdl.feed.facts import DataFacts
 
 @dataclass(frozen=True)
 class EarlyStopping(Callback):
-    """End the training when the loss has not fallen for some epochs.
+    """End the training when a loss or a metric has not improved for some epochs.
 
     What it decides follows from the history alone, so that a fit that goes on from a checkpoint
     stops where it would have stopped; the best model so far is part of each checkpoint.
 
     Args:
-        metric: ``validation_loss``, which needs held-out rows, or ``loss``, the training loss.
+        metric: ``validation_loss``, which needs held-out rows, ``loss``, the training loss, or the
+            name of one of the estimator's ``metrics``.
         patience: epochs without improvement after which it ends, >= 1.
-        min_delta: by how much the loss has to fall to count as an improvement, >= 0.
+        min_delta: by how much it has to get better to count as an improvement, >= 0.
         restore_best: whether the fit returns the model of the best epoch, not of the last.
+        mode: ``max`` or ``min``, what is better, for a metric that does not say so itself.
 
     Raises:
         ConfigError: an argument is out of range.
     """
 
-    metric: Metric = "validation_loss"
+    metric: str = "validation_loss"
     patience: int = 3
     min_delta: float = 0.0
     restore_best: bool = True
+    mode: Mode | None = None
 
     def __post_init__(self) -> None:
-        require_metric(self.metric)
+        require_metric(self.metric, self.mode)
         if type(self.patience) is not int or self.patience < 1:
             raise ConfigError(
                 f"patience must be a whole number >= 1 of epochs, got {self.patience!r}"
@@ -54,7 +61,7 @@ class EarlyStopping(Callback):
 
     def on_start(self, training: Training, facts: DataFacts) -> None:
         """Look at the epochs before a checkpoint; they may have been enough."""
-        require_measured(type(self).__name__, self.metric, facts)
+        require_measured(type(self).__name__, self.metric, self.mode, training, facts)
         if self.restore_best:
             warn_if_lost(training, self._best(training))
         self._stop_if_due(training)
@@ -69,10 +76,11 @@ class EarlyStopping(Callback):
         best = self._best(training)
         if best is None or training.history[-1].epoch - best.epoch < self.patience:
             return
+        larger = is_better_larger(training, self.metric, self.mode)
         training.stop(
-            f"{self.metric} has not fallen below {value_of(best, self.metric):.6g} (epoch "
-            f"{best.epoch}) for {self.patience} epochs"
+            f"{self.metric} has not {'risen above' if larger else 'fallen below'} "
+            f"{value_of(best, self.metric):.6g} (epoch {best.epoch}) for {self.patience} epochs"
         )
 
     def _best(self, training: Training) -> EpochSummary | None:
-        return best_epoch(training.history, self.metric, self.min_delta)
+        return best_epoch(training, self.metric, self.mode, self.min_delta)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sparkdl.callbacks.base import Callback, Training
 from sparkdl.callbacks.best_epoch import (
-    Metric,
+    Mode,
     best_epoch,
     require_measured,
     require_metric,
@@ -18,29 +18,32 @@ from sparkdl.feed.facts import DataFacts
 
 @dataclass(frozen=True)
 class ModelCheckpoint(Callback):
-    """Have the fit return the model of the epoch with the lowest loss, and train all epochs.
+    """Have the fit return the model of the best epoch, and train all epochs.
 
     The best model so far is part of each checkpoint (``checkpointPath``), so that a fit that goes
     on from one returns what it would have returned.
 
     Args:
-        metric: ``validation_loss``, which needs held-out rows, or ``loss``, the training loss.
+        metric: ``validation_loss``, which needs held-out rows, ``loss``, the training loss, or the
+            name of one of the estimator's ``metrics``.
+        mode: ``max`` or ``min``, what is better, for a metric that does not say so itself.
 
     Raises:
-        ConfigError: there is no such metric.
+        ConfigError: an argument is none of these.
     """
 
-    metric: Metric = "validation_loss"
+    metric: str = "validation_loss"
+    mode: Mode | None = None
 
     def __post_init__(self) -> None:
-        require_metric(self.metric)
+        require_metric(self.metric, self.mode)
 
     def on_start(self, training: Training, facts: DataFacts) -> None:
-        """See whether there will be such a loss."""
-        require_measured(type(self).__name__, self.metric, facts)
-        warn_if_lost(training, best_epoch(training.history, self.metric))
+        """See whether that will be known."""
+        require_measured(type(self).__name__, self.metric, self.mode, training, facts)
+        warn_if_lost(training, best_epoch(training, self.metric, self.mode))
 
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:
         """Keep the model if it is the best."""
-        if best_epoch(training.history, self.metric) is summary:
+        if best_epoch(training, self.metric, self.mode) is summary:
             training.keep_model()

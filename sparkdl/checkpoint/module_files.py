@@ -23,14 +23,14 @@ from sparkdl.checkpoint.local_files import whole_directory
 from sparkdl.checkpoint.recipe import MODEL, load_recipe, save_recipe
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.errors import ConfigError
-from sparkdl.events import EpochSummary
+from sparkdl.events import EpochSummary, are_metrics
 from sparkdl.outputs import OutputKey, Widths, names_output
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Encoding
 from sparkdl.randomness import borrowed_random_numbers
 
 DESCRIPTION = "module.json"
 WEIGHTS = "module.safetensors"
-FORMAT = 3
+FORMAT = 4
 """Version of the files' format; a reader refuses a newer one."""
 _ENCODINGS = get_args(Encoding)
 _EPOCH_TYPES = get_type_hints(EpochSummary)
@@ -187,7 +187,11 @@ def _feature(
 
 
 def _epoch(**fields: Any) -> EpochSummary:
+    if not are_metrics(fields.get("metrics", {})):
+        raise ValueError(f"metrics cannot be {fields['metrics']!r:.200}")
     for name, value in fields.items():
+        if name == "metrics":
+            continue
         if isinstance(value, bool) or not isinstance(value, _EPOCH_TYPES.get(name, object) | int):
             raise ValueError(f"{name} cannot be {value!r}")
     return EpochSummary(**fields)

@@ -317,8 +317,8 @@ def test_a_best_epoch_that_nobody_kept_is_told_of(
 
 
 def test_a_model_checkpoint_follows_a_loss_that_there_is() -> None:
-    with pytest.raises(ConfigError, match="metric must be validation_loss or loss"):
-        ModelCheckpoint("accuracy")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="metric must be validation_loss or loss, or the name"):
+        ModelCheckpoint("")
     summary = EpochSummary(epoch=1, loss=0.0, examples=1, rounds=1, seconds=1.0)
     with pytest.raises(ConfigError, match="epoch 1 has no loss on held-out rows"):
         ModelCheckpoint().on_epoch(Training(1, [summary]), summary)
@@ -352,7 +352,9 @@ def test_an_improvement_has_to_be_large_enough() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"metric": "accuracy"},
+        {"metric": ""},
+        {"mode": "largest"},
+        {"mode": "max"},
         {"patience": 0},
         {"patience": True},
         {"min_delta": -1},

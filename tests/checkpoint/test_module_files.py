@@ -165,7 +165,7 @@ def test_a_newer_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
     write(Net(), Net, tmp_path)
     path = tmp_path / "module.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
-    with pytest.raises(ConfigError, match="format 99, newer than the 3"):
+    with pytest.raises(ConfigError, match="format 99, newer than the 4"):
         load_module(tmp_path)
 
 

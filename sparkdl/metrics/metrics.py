@@ -1,0 +1,240 @@
+"""The metrics of a fit or of an evaluation: counted where the rows are, computed in the driver."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkdl.errors import ConfigError, ModelError
+from sparkdl.events import MetricValue
+from sparkdl.metrics.states import merge_states, pack_states, parts_of, read_states
+from sparkdl.outputs import described
+from sparkdl.protocols import Targets
+from sparkdl.randomness import borrowed_random_numbers
+
+Inputs = Callable[[Any, Targets], tuple[Any, Any]]
+"""From a model's outputs and the targets to what a metric's ``update`` is called with."""
+
+LOSSES = ("loss", "validation_loss")
+"""Names that no metric may have, for callbacks follow losses by them."""
+
+
+def require_torchmetrics() -> Any:
+    """The package torchmetrics.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module("torchmetrics")
+    except ImportError as error:
+        raise ConfigError(
+            "metrics are those of torchmetrics, which is not installed here: "
+            'pip install "sparkdl-torch[metrics]", in the driver and on the executors'
+        ) from error
+
+
+def as_given(outputs: Any, targets: Targets) -> tuple[Any, Any]:
+    """Hand a metric what the model returns and the targets as they are."""
+    return outputs, targets
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Metrics by name; sent to the workers as it is.
+
+    Attributes:
+        makers: by name a ``torchmetrics.Metric``, of which copies are used, or a function or class
+            without arguments that makes one.
+        inputs: what the metrics are given.
+    """
+
+    makers: Mapping[str, Any]
+    inputs: Inputs = as_given
+
+    @classmethod
+    def of(cls, given: object, inputs: Inputs = as_given) -> Metrics:
+        """Check what the user gave: a dict, or a ``MetricCollection``.
+
+        Raises:
+            ConfigError: it is something else, or torchmetrics is not installed.
+        """
+        torchmetrics = require_torchmetrics()
+        if isinstance(given, torchmetrics.MetricCollection):
+            # Apart from each other: metrics of one compute group share their states.
+            given = {name: copy.deepcopy(metric) for name, metric in given.items()}
+        if not isinstance(given, Mapping) or not given:
+            raise ConfigError(
+                "metrics must be a dict of torchmetrics by name, for example {'accuracy': "
+                f"MulticlassAccuracy(num_classes=10)}}, or a MetricCollection, got {given!r}"
+            )
+        for name, maker in given.items():
+            if not isinstance(name, str) or not name or name in LOSSES:
+                raise ConfigError(
+                    f"metrics has the name {name!r}: it must be a text, and none of "
+                    f"{', '.join(LOSSES)}, which are measured anyway"
+                )
+            if not isinstance(maker, torchmetrics.Metric) and not callable(maker):
+                raise ConfigError(
+                    f"metric '{name}' must be a torchmetrics.Metric, or a function or class "
+                    f"without arguments that makes one, got {maker!r}"
+                )
+        return cls(dict(given), inputs)
+
+    def begin(self, device: torch.device | str = "cpu") -> Measurement:
+        """Start to count on a device.
+
+        Raises:
+            ConfigError: something does not make a metric.
+        """
+        return Measurement(self._made(device), self.inputs)
+
+    def higher_is_better(self) -> dict[str, bool | None]:
+        """Of each metric whether a larger value is better; None if it does not say."""
+        return {name: metric.higher_is_better for name, metric in self._made("cpu").items()}
+
+    def measure(self, states: Sequence[bytes]) -> dict[str, MetricValue]:
+        """Compute the metrics of what all have counted.
+
+        Args:
+            states: of each ``Measurement``, in an order that does not change: floating-point sums
+                depend on it.
+
+        Returns:
+            By name a number; lists of numbers for a metric with several, dicts for one with names.
+
+        Raises:
+            ModelError: a metric cannot be computed of them.
+            TrainingError: something else than states was sent.
+        """
+        made = self._made("cpu")
+        read = [read_states(octets, list(made.values())) for octets in states]
+        values = {}
+        for index, (name, metric) in enumerate(made.items()):
+            with _named(name, "cannot be computed of what the workers have counted"):
+                merge_states(metric, [of_rank[index] for of_rank in read])
+                with torch.no_grad():
+                    values[name] = _plain(metric.compute())
+        return values
+
+    def _made(self, device: torch.device | str) -> dict[str, Any]:
+        return {name: _make(name, maker).to(device) for name, maker in self.makers.items()}
+
+
+class Measurement:
+    """Metrics that count the rows of one worker.
+
+    Args:
+        metrics: by name; nobody else uses them.
+        inputs: what they are given.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], inputs: Inputs) -> None:
+        self._metrics = metrics
+        self._inputs = inputs
+
+    def update(self, outputs: Any, targets: Targets) -> None:
+        """Count a minibatch.
+
+        Args:
+            outputs: what the model has returned for it in evaluation mode.
+            targets: its labels.
+
+        Raises:
+            ModelError: a metric does not take them.
+        """
+        given = self._inputs(outputs, targets)
+        # A metric that draws random numbers must not change the training.
+        with borrowed_random_numbers(), torch.no_grad():
+            for name, metric in self._metrics.items():
+                with _named(name, f"fails on {' and '.join(map(_shown, given))}"):
+                    metric.update(*given)
+
+    def states(self) -> bytes:
+        """What was counted, for ``Metrics.measure``; safetensors, nothing of it is pickled.
+
+        Raises:
+            ModelError: a metric keeps what is no tensor.
+        """
+        return pack_states(self._metrics)
+
+
+def _make(name: str, maker: Any) -> Any:
+    torchmetrics = require_torchmetrics()
+    kinds = (torchmetrics.Metric, torchmetrics.MetricCollection)
+    try:
+        metric = copy.deepcopy(maker) if isinstance(maker, kinds) else maker()
+    except Exception as error:  # the user's function may raise anything
+        raise ConfigError(
+            f"metric '{name}' cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(metric, torchmetrics.Metric):
+        advice = (
+            ". Give the MetricCollection itself as metrics"
+            if isinstance(metric, torchmetrics.MetricCollection)
+            else ""
+        )
+        raise ConfigError(
+            f"metric '{name}' must be a torchmetrics.Metric, but what was given makes a "
+            f"{type(metric).__name__}{advice}"
+        )
+    metric.reset()
+    for _, part in parts_of(metric):
+        # We merge the states ourselves, also where the workers have a process group of their own.
+        part.distributed_available_fn = functools.partial(bool, False)
+    return metric
+
+
+@contextmanager
+def _named(name: str, what: str) -> Iterator[None]:
+    """Say which metric has raised; its warnings about few rows or one class stay what they are."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:  # metrics may raise anything
+        raise ModelError(f"metric '{name}' {what}: {type(error).__name__}: {error}") from error
+
+
+def _plain(value: Any) -> MetricValue:
+    """A metric's value of JSON's types."""
+    if isinstance(value, Tensor):
+        found: MetricValue = value.tolist() if value.dim() else float(value)
+        return found
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(described, value)) if isinstance(value, tuple) else described(value)
+
+
+def rehearse(metrics: Metrics, outputs: Any, targets: Targets) -> None:
+    """Check on a few rows that metrics take what the model returns, and that their states travel.
+
+    Args:
+        metrics: that will be measured.
+        outputs: of the model in evaluation mode.
+        targets: some that the loss takes.
+
+    Raises:
+        ConfigError: something does not make a metric.
+        ModelError: a metric does not take them, or keeps what is no tensor.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of so few rows much is said that will not hold
+        counted = metrics.begin()
+        counted.update(outputs, targets)
+        read_states(counted.states(), list(counted._metrics.values()))

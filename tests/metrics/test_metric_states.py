@@ -1,0 +1,279 @@
+"""What several workers have counted becomes one value: scikit-learn's, whoever had which rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn.metrics as sk
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+from torchmetrics import (
+    Accuracy,
+    CatMetric,
+    MeanMetric,
+    MeanSquaredError,
+    MetricCollection,
+    PearsonCorrCoef,
+    R2Score,
+    SpearmanCorrCoef,
+)
+from torchmetrics.classification import (
+    BinaryAccuracy,
+    BinaryAUROC,
+    BinaryAveragePrecision,
+    BinaryF1Score,
+    BinaryROC,
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassConfusionMatrix,
+    MulticlassF1Score,
+)
+from torchmetrics.wrappers import ClasswiseWrapper
+
+from sparkdl.errors import ConfigError, ModelError, TrainingError
+from sparkdl.metrics import Metrics
+
+CLASSES = 3
+Oracle = Callable[[np.ndarray, np.ndarray], Any]
+BINARY: dict[str, tuple[Any, Oracle]] = {
+    "accuracy": (BinaryAccuracy, lambda p, y: sk.accuracy_score(y, p > 0.5)),
+    "f1": (BinaryF1Score(), lambda p, y: sk.f1_score(y, p > 0.5)),
+    "auroc": (BinaryAUROC, lambda p, y: sk.roc_auc_score(y, p)),
+    "precision": (BinaryAveragePrecision, lambda p, y: sk.average_precision_score(y, p)),
+}
+MULTICLASS: dict[str, tuple[Any, Oracle]] = {
+    "micro": (
+        MulticlassAccuracy(CLASSES, average="micro"),
+        lambda p, y: sk.accuracy_score(y, p.argmax(1)),
+    ),
+    "f1": (
+        partial(MulticlassF1Score, CLASSES, average="macro"),
+        lambda p, y: sk.f1_score(y, p.argmax(1), average="macro"),
+    ),
+    "auroc": (
+        MulticlassAUROC(CLASSES),
+        lambda p, y: sk.roc_auc_score(y, p, multi_class="ovr"),
+    ),
+    "confusion": (
+        MulticlassConfusionMatrix(CLASSES),
+        lambda p, y: sk.confusion_matrix(y, p.argmax(1)).tolist(),
+    ),
+}
+REGRESSION: dict[str, tuple[Any, Oracle]] = {
+    "mse": (MeanSquaredError, lambda p, y: sk.mean_squared_error(y, p)),
+    "r2": (R2Score(), lambda p, y: sk.r2_score(y, p)),
+    # States that are stacked, not added.
+    "pearson": (PearsonCorrCoef, lambda p, y: np.corrcoef(p, y)[0, 1]),
+    "root": (MeanSquaredError() ** 0.5, lambda p, y: sk.root_mean_squared_error(y, p)),
+    "spearman": (SpearmanCorrCoef, lambda p, y: _spearman(p, y)),
+}
+
+
+def _spearman(predicted: np.ndarray, targets: np.ndarray) -> float:
+    def ranks(values: np.ndarray) -> np.ndarray:
+        return (values[:, None] > values).sum(1) + ((values[:, None] == values).sum(1) - 1) / 2
+
+    return float(np.corrcoef(ranks(predicted), ranks(targets))[0, 1])
+
+
+def measured(
+    makers: dict[str, Any],
+    predicted: np.ndarray,
+    targets: np.ndarray,
+    workers: list[list[int]],
+) -> Any:
+    """Have each worker count its minibatches, of so many rows each, and put all together."""
+    metrics = Metrics.of(makers)
+    states, start = [], 0
+    for minibatches in workers:
+        counted = metrics.begin()
+        for rows in minibatches:
+            here = slice(start, start + rows)
+            counted.update(torch.tensor(predicted[here]), torch.tensor(targets[here]))
+            start += rows
+        states.append(counted.states())
+    assert start == len(targets)
+    return metrics.measure(states)
+
+
+partitionings = st.lists(st.lists(st.integers(2, 9), max_size=4), min_size=1, max_size=5).filter(
+    lambda workers: sum(map(sum, workers)) >= 12
+)
+
+
+@pytest.mark.parametrize("task", ["binary", "multiclass", "regression"])
+@settings(max_examples=12)
+@given(workers=partitionings, seed=st.integers(0, 1000))
+def test_any_partitioning_gives_the_value_that_scikit_learn_gives(
+    task: str, workers: list[list[int]], seed: int
+) -> None:
+    rows, numbers = sum(map(sum, workers)), np.random.default_rng(seed)
+    if task == "binary":
+        targets, predicted, table = numbers.integers(0, 2, rows), numbers.random(rows), BINARY
+        targets[:2] = 0, 1
+    elif task == "multiclass":
+        targets, table = numbers.integers(0, CLASSES, rows), MULTICLASS
+        targets[:CLASSES] = range(CLASSES)
+        predicted = numbers.dirichlet(np.ones(CLASSES), rows)
+    else:
+        targets, predicted, table = numbers.normal(size=rows), numbers.normal(size=rows), REGRESSION
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = measured({k: m for k, (m, _) in table.items()}, predicted, targets, workers)
+    for name, (_, oracle) in table.items():
+        np.testing.assert_allclose(
+            found[name], oracle(predicted, targets), rtol=2e-5, atol=2e-6, err_msg=name
+        )
+
+
+def test_a_mean_counts_its_minibatches_and_a_worker_without_rows_counts_for_nothing() -> None:
+    class MeanOfMinibatches(MeanMetric):
+        """Its state is a running mean over updates, merged as torchmetrics's "mean"."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("mean", torch.tensor(0.0), dist_reduce_fx="mean")
+
+        def update(self, predicted: Any, targets: Any) -> None:
+            self.mean = self.mean + (predicted.mean() - self.mean) / self._update_count
+
+        def compute(self) -> Any:
+            return self.mean
+
+    values = np.array([1.0, 2.0, 3.0, 10.0])
+    found = measured({"mean": MeanOfMinibatches}, values, values, [[1, 1, 1], [], [1]])
+    assert found == {"mean": pytest.approx(4.0)}
+
+
+def test_a_collection_is_metrics_by_its_names_and_several_numbers_are_lists_and_dicts() -> None:
+    predicted = np.eye(CLASSES)[[0, 1, 2, 1]]
+    targets = np.array([0, 1, 2, 0])
+    collection = MetricCollection(
+        {"recall": MulticlassAccuracy(CLASSES, average=None), "f1": MulticlassF1Score(CLASSES)},
+        prefix="my_",
+    )
+    found = measured(collection, predicted, targets, [[2], [2]])  # type: ignore[arg-type]
+    assert found.keys() == {"my_recall", "my_f1"}
+    assert found["my_recall"] == [0.5, 1.0, 1.0]
+    each = ClasswiseWrapper(MulticlassAccuracy(CLASSES, average=None), labels=["a", "b", "c"])
+    found = measured({"by": each}, predicted, targets, [[1], [3]])
+    assert found == {
+        "by": {f"multiclassaccuracy_{k}": v for k, v in zip("abc", [0.5, 1, 1], strict=True)}
+    }
+    curve = measured({"roc": BinaryROC(thresholds=3)}, predicted[:, 0], targets == 0, [[4]])
+    assert [len(each) for each in curve["roc"]] == [3, 3, 3]
+
+
+def test_a_metric_of_the_user_s_stays_as_it_is_and_is_given_no_random_numbers() -> None:
+    class Drawing(CatMetric):
+        def update(self, predicted: Any, targets: Any) -> None:
+            super().update(torch.rand(1))
+
+    mine = BinaryAccuracy()
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    measured({"mine": mine, "drawn": Drawing}, np.ones(4), np.ones(4, np.int64), [[2, 2]])
+    assert mine.update_count == 0
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "a dict of torchmetrics by name"),
+        ([BinaryAccuracy()], "a dict of torchmetrics by name"),
+        ({"loss": BinaryAccuracy()}, "none of loss, validation_loss"),
+        ({"": BinaryAccuracy()}, "must be a text"),
+        ({"a": 3}, "metric 'a' must be a torchmetrics.Metric, or a function"),
+        ({"a": torch.nn.ReLU}, "makes a ReLU"),
+        ({"a": MulticlassF1Score}, "'a' cannot be made: TypeError: .*num_classes"),
+        ({"a": MetricCollection([BinaryAccuracy()])}, "Give the MetricCollection itself"),
+    ],
+)
+def test_what_is_no_metric_is_refused(given: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Metrics.of(given).begin()
+
+
+def test_a_metric_that_fails_is_named_with_what_it_was_given() -> None:
+    counted = Metrics.of({"f1": MulticlassF1Score(CLASSES)}).begin()
+    with pytest.raises(ModelError, match=r"'f1' fails on float32 \(4, 2\) and int64 \(4,\)"):
+        counted.update(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
+    metrics = Metrics.of({"r2": R2Score})
+    counted = metrics.begin()
+    counted.update(torch.zeros(1), torch.zeros(1))
+    with pytest.raises(ModelError, match="'r2' cannot be computed"):
+        metrics.measure([counted.states()])
+
+
+def test_a_state_that_is_no_tensor_is_refused() -> None:
+    class Words(CatMetric):
+        def update(self, predicted: Any, targets: Any) -> None:
+            self.value.append("a word")  # type: ignore[union-attr]
+
+    counted = Metrics.of({"words": Words}).begin()
+    counted.update(torch.zeros(1), torch.zeros(1))
+    with pytest.raises(ModelError, match="'words' keeps something else than tensors in its state"):
+        counted.states()
+
+
+def _states() -> dict[str, torch.Tensor]:
+    counted = Metrics.of({"mse": MeanSquaredError, "all": CatMetric}).begin()
+    counted._metrics["mse"].update(torch.zeros(3), torch.ones(3))
+    counted._metrics["all"].update(torch.zeros(3))
+    return load(counted.states())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"0/": None},
+        {"0/": torch.tensor(-1)},
+        {"0/": torch.tensor(1.0)},
+        {"0/": torch.tensor([1, 2])},
+        {"0//total": None},
+        {"1//value/7": torch.zeros(1)},
+        {"2/": torch.tensor(1)},
+        {"0//__class__": torch.tensor(1)},
+    ],
+)
+def test_states_that_no_worker_sends_are_refused(change: dict[str, Any]) -> None:
+    metrics = Metrics.of({"mse": MeanSquaredError, "all": CatMetric})
+    whole = _states()
+    metrics.measure([save(whole)] * 2)
+    forged = {k: v for k, v in {**whole, **change}.items() if v is not None}
+    with pytest.raises(TrainingError, match="other metrics than the driver has"):
+        metrics.measure([save(whole), save(forged)])
+
+
+@settings(max_examples=50)
+@given(octets=st.binary(max_size=200))
+def test_octets_of_any_kind_are_refused_and_never_run(octets: bytes) -> None:
+    with pytest.raises(TrainingError):
+        Metrics.of({"mse": MeanSquaredError}).measure([octets])
+
+
+def test_states_of_other_shapes_do_not_fit_together() -> None:
+    metrics = Metrics.of({"confusion": MulticlassConfusionMatrix(2)})
+    other = Metrics.of({"confusion": MulticlassConfusionMatrix(3)})
+    states = []
+    for each in (metrics, other):
+        counted = each.begin()
+        counted.update(torch.tensor([0, 1]), torch.tensor([1, 1]))
+        states.append(counted.states())
+    with pytest.raises((TrainingError, ModelError), match="do not fit together"):
+        metrics.measure(states)
+
+
+def test_a_function_that_makes_a_task_s_metric_is_one() -> None:
+    makers = {"accuracy": partial(Accuracy, task="multiclass", num_classes=CLASSES)}
+    assert measured(makers, np.eye(3), np.array([0, 1, 1]), [[1], [2]])["accuracy"] == (
+        pytest.approx(2 / 3)
+    )

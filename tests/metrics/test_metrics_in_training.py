@@ -1,0 +1,262 @@
+"""Metrics of each epoch of a training: in the history, for callbacks, for learning rates."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import sklearn.metrics as sk
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torchmetrics import MeanMetric
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassConfusionMatrix,
+)
+from toys import classification, make_job, mlp, schema
+
+from sparkdl.callbacks import Callback, EarlyStopping, ModelCheckpoint, Training
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.errors import ConfigError, DisconnectedError, ModelError, WorkerError
+from sparkdl.events import EpochSummary
+from sparkdl.metrics import Metrics
+from sparkdl.protocols import ColumnSpec
+from sparkdl.strategies import GradientAllReduce, ParameterAveraging
+from sparkdl.testing import run_world
+from sparkdl.testing.world import Shard
+from sparkdl.worker import Job
+
+SIZES = [24, 0, 15]
+CLASSES = 3
+MAKERS = {
+    "accuracy": MulticlassAccuracy(CLASSES, average="micro"),
+    "auroc": partial(MulticlassAUROC, CLASSES),
+    "confusion": partial(MulticlassConfusionMatrix, CLASSES),
+}
+
+
+def probabilities(outputs: Any, targets: Any) -> tuple[Any, Any]:
+    return outputs.softmax(1), targets
+
+
+def measured_job(makers: Any = MAKERS, **changes: Any) -> tuple[Job, list[Shard]]:
+    """A job whose workers hold every third of their rows out, if they have any, and the rows."""
+    shards: list[Shard] = []
+    for batches in classification(SIZES).shards():
+        rows = pa.Table.from_batches(batches) if batches else None
+        if rows is None:
+            shards.append([])
+            continue
+        held = pa.array(np.arange(rows.num_rows) % 3 == 0)
+        shards.append(rows.append_column("held", held).to_batches(max_chunksize=10))
+    columns = replace(schema(), validation=ColumnSpec("held", torch.bool))
+    metrics = Metrics.of(makers, probabilities)
+    return make_job(mlp(), schema=columns, metrics=metrics, **changes), shards
+
+
+def expected(module: torch.nn.Module) -> dict[str, Any]:
+    data = classification(SIZES)
+    held = np.concatenate([np.arange(size) % 3 == 0 for size in SIZES])
+    with torch.no_grad():
+        scores = module(torch.tensor(data.features[held])).softmax(1).numpy()
+    targets = data.targets[held]
+    return {
+        "accuracy": pytest.approx(sk.accuracy_score(targets, scores.argmax(1)), rel=1e-6),
+        "auroc": pytest.approx(sk.roc_auc_score(targets, scores, multi_class="ovr"), rel=1e-6),
+        "confusion": sk.confusion_matrix(targets, scores.argmax(1)).tolist(),
+    }
+
+
+class Epochs(Callback):
+    def __init__(self) -> None:
+        self.seen: list[EpochSummary] = []
+
+    def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+        assert training.history[-1] is summary
+        self.seen.append(summary)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks_as"),
+    [
+        (ParameterAveraging(2), "threads"),
+        pytest.param(GradientAllReduce(), "processes", marks=pytest.mark.slow),
+    ],
+    ids=["averaging", "all-reduce"],
+)
+def test_they_are_what_scikit_learn_says_of_all_held_out_rows(strategy: Any, ranks_as: Any) -> None:
+    epochs = Epochs()
+    job, shards = measured_job(epochs=2, strategy=strategy, deadline_s=120.0)
+    outcome = run_world(job, shards, ranks_as=ranks_as, callbacks=[epochs])
+    assert outcome.history[-1].metrics == expected(outcome.module)
+    assert epochs.seen == outcome.history
+    once = run_world(replace(job, epochs=1), shards, ranks_as=ranks_as)
+    assert once.history[0].metrics == expected(once.module) == outcome.history[0].metrics
+    # Measuring changes no step.
+    plain = run_world(replace(job, metrics=None), shards, ranks_as=ranks_as).module
+    assert all(map(torch.equal, plain.parameters(), outcome.module.parameters()))
+
+
+def test_a_resumed_training_has_the_same_ones(tmp_path: Path) -> None:
+    job, shards = measured_job(epochs=4)
+    straight = run_world(job, shards)
+    policy = CheckpointPolicy(path=str(tmp_path))
+    run_world(replace(job, epochs=2), shards, checkpoints=policy)
+    resumed = run_world(job, shards, checkpoints=policy)
+    again = run_world(job, shards, checkpoints=policy)
+    for outcome in (resumed, again):
+        assert [e.metrics for e in outcome.history] == [e.metrics for e in straight.history]
+    # Who comes without those metrics goes on all the same; of the last epoch nobody had told.
+    without = run_world(replace(job, metrics=None, epochs=5), shards, checkpoints=policy).history
+    assert [e.metrics for e in without[:3]] == [e.metrics for e in straight.history[:3]]
+    callbacks = [EarlyStopping("accuracy")]
+    with pytest.raises(ConfigError, match="epoch 4 has no 'accuracy': it was trained without"):
+        run_world(replace(job, epochs=6), shards, checkpoints=policy, callbacks=callbacks)
+
+
+def test_a_worker_that_is_lost_while_others_wait_counts_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sparkdl.averager.client import AveragerClient
+
+    job, shards = measured_job(epochs=3, max_failures=3)
+    straight = run_world(job, shards)
+    report, lost, lock = AveragerClient.report_validation, [], threading.Lock()
+
+    def lose(self: AveragerClient, found: Any, states: bytes = b"") -> None:
+        with lock:
+            due = found.rank == 2 and found.epoch in (1, 3) and found.epoch not in lost
+            lost.extend([found.epoch] if due else [])
+        if due and found.epoch == 1:
+            raise DisconnectedError("made up, before it was told")
+        report(self, found, states)
+        if due:
+            raise DisconnectedError("made up, after it was told")
+
+    monkeypatch.setattr(AveragerClient, "report_validation", lose)
+    found = run_world(job, shards)
+    assert lost == [1, 3]
+    assert [e.metrics for e in found.history] == [e.metrics for e in straight.history]
+
+
+class Scripted(MeanMetric):
+    """Comes to what is wanted after each epoch, for there is one of it an epoch."""
+
+    higher_is_better = None
+    values: list[float] = []  # noqa: RUF012
+
+    def compute(self) -> Any:
+        return torch.tensor(self.values.pop(0))
+
+    def update(self, *given: Any) -> None:
+        super().update(1.0)
+
+
+class Larger(Scripted):
+    higher_is_better = True
+    values: list[float] = []  # noqa: RUF012
+
+
+def test_early_stopping_and_the_best_model_follow_a_metric() -> None:
+    job, shards = measured_job({"mine": Larger}, epochs=9)
+    Larger.values[:] = [0.1, 0.5, float("nan"), 0.4, 0.3, 0.2]
+    stopped = run_world(job, shards, callbacks=[EarlyStopping("mine", patience=3)])
+    assert len(stopped.history) == 5
+    assert stopped.stopped == "mine has not risen above 0.5 (epoch 2) for 3 epochs"
+    best = run_world(replace(job, epochs=2, metrics=None), shards).module
+    assert all(map(torch.equal, best.parameters(), stopped.module.parameters()))
+    Scripted.values[:] = [0.3, 0.1, 0.2]
+    job, shards = measured_job({"mine": Scripted}, epochs=3)
+    lowest = run_world(job, shards, callbacks=[ModelCheckpoint("mine", mode="min")])
+    assert all(map(torch.equal, best.parameters(), lowest.module.parameters()))
+
+
+def test_a_learning_rate_follows_a_metric_and_so_does_a_resumed_one(tmp_path: Path) -> None:
+    plateau = partial(ReduceLROnPlateau, mode="max", patience=0, factor=0.1)
+    job, shards = measured_job(
+        {"mine": Larger}, epochs=4, scheduler=plateau, scheduler_metric="mine"
+    )
+    Larger.values[:] = [0.1, 0.2, 0.1, 0.1]
+    found = run_world(job, shards).module
+    # 0.1, 0.1, 0.1, 0.01: the metric falls after the third epoch.
+    by_hand = make_job(mlp(), schema=job.schema, scheduler=_tenth_at_the_fourth, epochs=4)
+    oracle = run_world(by_hand, shards).module
+    assert all(map(torch.equal, oracle.parameters(), found.parameters()))
+    policy = CheckpointPolicy(path=str(tmp_path))
+    Larger.values[:] = [0.1, 0.2, 0.1, 0.1]
+    run_world(replace(job, epochs=3), shards, checkpoints=policy)
+    other = replace(job, scheduler_metric=None)
+    with pytest.raises(ConfigError, match="scheduler metric"):
+        run_world(other, shards, checkpoints=policy)
+    Larger.values[:] = [0.1, 0.2, 0.1, 0.1]  # the first is now of the third, measured once more
+    resumed = run_world(job, shards, checkpoints=policy).module
+    assert all(map(torch.equal, oracle.parameters(), resumed.parameters()))
+
+
+def _tenth_at_the_fourth(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [3], gamma=0.1)
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (EarlyStopping("auroc"), "follows 'auroc', which nobody measures; there are validation_l"),
+        (EarlyStopping("accuracy", mode="min"), "a larger 'accuracy' is better: leave mode out"),
+        (ModelCheckpoint("confusion"), "does not say whether a larger value is better"),
+        (ModelCheckpoint("confusion", mode="max"), "came to .* in epoch 1; only a metric that is"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(callback: Any, words: str) -> None:
+    makers = {name: MAKERS[name] for name in ("accuracy", "confusion")}
+    job, shards = measured_job(makers)
+    with pytest.raises(ConfigError, match=words):
+        run_world(job, shards, callbacks=[callback])
+
+
+def test_a_learning_rate_that_cannot_follow_is_refused() -> None:
+    job, shards = measured_job(scheduler=partial(ReduceLROnPlateau, mode="max"))
+    with pytest.raises(ConfigError, match="'lost', which is none of the metrics"):
+        run_world(replace(job, scheduler_metric="lost"), shards)
+    with pytest.raises(ConfigError, match="can follow a metric that is one number"):
+        run_world(replace(job, scheduler_metric="confusion"), shards)
+    with pytest.raises(ConfigError, match="but the scheduler follows no metric"):
+        run_world(replace(job, scheduler_metric="auroc", scheduler=_tenth_at_the_fourth), shards)
+
+
+def test_metrics_without_held_out_rows_are_refused_in_words() -> None:
+    job, _ = measured_job()
+    with pytest.raises(ConfigError, match="held-out rows, and there are none: set validationFrac"):
+        run_world(replace(job, schema=schema()), classification(SIZES).shards())
+
+
+def test_errors_of_a_metric_name_it() -> None:
+    job, shards = measured_job({"five": MulticlassAccuracy(5)})
+    with pytest.raises(WorkerError, match="metric 'five' fails on float64"):
+        run_world(job, shards)
+
+    class Broken(Scripted):
+        def compute(self) -> Any:
+            raise ZeroDivisionError("made up")
+
+    with pytest.raises(ModelError, match=r"'b' cannot be computed .* ZeroDivisionError: made up"):
+        run_world(measured_job({"b": Broken})[0], shards)
+
+
+def test_more_than_the_driver_takes_is_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sparkdl.averager.headers.MAX_STATES_BYTES", 300)
+    job, shards = measured_job()
+    with pytest.raises(WorkerError, match=r"each of 3 may send 100 .* thresholds=200"):
+        run_world(job, shards)
+    monkeypatch.undo()
+    monkeypatch.setattr("sparkdl.measuring.MAX_NUMBERS", 8)
+    with pytest.raises(ConfigError, match="'confusion' came to 9 numbers"):
+        run_world(job, shards)
