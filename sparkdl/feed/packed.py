@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -58,14 +58,14 @@ def names_of_vectors(name: str) -> tuple[str, str, str]:
     return f"{name}:{VECTOR}", f"{name} indices", f"{name} values"
 
 
-def unpacked(batch: pa.RecordBatch) -> pa.RecordBatch:
+def columns_of(batch: pa.RecordBatch) -> dict[str, pa.Array]:
     """Take the columns of a record batch apart.
 
     Args:
         batch: columns named ``c0``, ``c1``, ..., which may be packed, and others.
 
     Returns:
-        The same rows: ``c0``, ``c1`` and so on by their numbers, then the others as they come.
+        The same rows, by the columns' names.
     """
     columns: dict[str, pa.Array] = {}
     vectors: dict[str, pa.Array] = {}
@@ -82,6 +82,16 @@ def unpacked(batch: pa.RecordBatch) -> pa.RecordBatch:
     for name, kinds in vectors.items():
         _, *parts = names_of_vectors(name)
         columns[name] = _vectors(kinds, *(columns.pop(part) for part in parts))
+    return columns
+
+
+def unpacked(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Take the columns of a record batch apart; those of ``columns_of``, by their numbers."""
+    return by_number(columns_of(batch))
+
+
+def by_number(columns: Mapping[str, pa.Array]) -> pa.RecordBatch:
+    """A record batch of columns: ``c0``, ``c1`` and so on, then the others as they come."""
     ordered = sorted(columns, key=_number)
     return pa.RecordBatch.from_arrays([columns[name] for name in ordered], names=ordered)
 

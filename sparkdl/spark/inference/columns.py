@@ -9,10 +9,11 @@ from pyspark.ml.functions import array_to_vector
 from pyspark.sql import Column, DataFrame
 from pyspark.sql.pandas.functions import arrow_udf
 
-from sparkdl.feed.packed import unpacked
+from sparkdl.feed.parquet_rows import unpacked_rows
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.predictor import Predictor
 from sparkdl.spark.rows.columns import InputColumn
+from sparkdl.spark.rows.in_files import columns_in_files, places
 from sparkdl.spark.rows.packing import Source, packed_columns
 
 
@@ -46,22 +47,28 @@ def prediction_columns(
         columns: the feature columns, in the order of the model's arguments.
         specs: the tensors that they become.
     """
+    named = {f"c{index}": column for index, column in enumerate(columns)}
+    in_files = columns_in_files(dataset, {name: column.name for name, column in named.items()})
     sources = [
-        Source(f"c{index}", column.expression(), dataset.schema[column.name].dataType)
-        for index, column in enumerate(columns)
+        Source(name, column.expression(), dataset.schema[column.name].dataType)
+        for name, column in named.items()
+        if name not in in_files
     ]
     inputs = packed_columns(sources, dataset.sparkSession)
+    if in_files:
+        name, where = places(dataset, in_files)
+        inputs[name] = where
     input_names = list(inputs)
 
     def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
-        def rows() -> Iterator[tuple[Sequence[pa.Array], Sequence[ColumnSpec]]]:
+        def whole() -> Iterator[pa.RecordBatch]:
             for batch in batches:
                 # Spark hands over a bare array if there is but one column.
                 arrays = batch if isinstance(batch, tuple) else (batch,)
-                whole = pa.RecordBatch.from_arrays(list(arrays), names=input_names)
-                yield unpacked(whole).columns, specs
+                yield pa.RecordBatch.from_arrays(list(arrays), names=input_names)
 
-        for predicted in predictor.predictions(rows()):
+        rows = ((batch.columns, specs) for batch in unpacked_rows(whole()))
+        for predicted in predictor.predictions(rows):
             yield pa.StructArray.from_arrays(predicted, names=predictor.fields)
 
     types = [

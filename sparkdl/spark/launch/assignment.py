@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 from pyspark import BarrierTaskContext, SparkFiles, TaskContext
 
-from sparkdl.feed.packed import unpacked
+from sparkdl.feed.parquet_rows import unpacked_rows
 from sparkdl.spark.cluster.gpus import VISIBLE
 from sparkdl.spark.launch.bootstrap import require
 from sparkdl.spark.launch.forked import fork_server
@@ -109,7 +109,7 @@ def run_ranks(
     Yields:
         What the function does for all ranks.
     """
-    batches = map(unpacked, batches)
+    batches = unpacked_rows(batches)
     context = TaskContext.get()
     assert context is not None
     assigned = assignments(context, ranks)

@@ -19,6 +19,7 @@ from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.rows.columns import InputColumn, quoted
 from sparkdl.spark.rows.delivery import Delivery, Way, require_one_each
 from sparkdl.spark.rows.groups import Grouped, NoGroupsError, grouped
+from sparkdl.spark.rows.in_files import columns_in_files, places
 from sparkdl.spark.rows.packing import packed
 from sparkdl.spark.rows.partitions import has_stable_order, known_partitions
 from sparkdl.spark.rows.record_batches import small_record_batches
@@ -103,10 +104,17 @@ def _with_order(workers: Workers, seed: int) -> DataFrame:
     def order(*identity: Column) -> Column:
         return F.xxhash64(F.lit(seed), *identity).alias(ORDER_COLUMN)
 
-    columns = enumerate(workers.columns)
-    rows = workers.frame.select(*[c.expression().alias(f"c{index}") for index, c in columns])
+    columns = {f"c{index}": column for index, column in enumerate(workers.columns)}
     stable = has_stable_order(workers.frame)
-    if workers.delivery.way is Way.SHUFFLED:
+    shuffled = workers.delivery.way is Way.SHUFFLED
+    names = {name: column.name for name, column in columns.items()}
+    in_files = columns_in_files(workers.frame, names) if stable and not shuffled else {}
+    chosen = [c.expression().alias(name) for name, c in columns.items() if name not in in_files]
+    if in_files:
+        name, where = places(workers.frame, in_files)
+        chosen.append(where.alias(name))
+    rows = workers.frame.select(*chosen)
+    if shuffled:
         if stable:
             rows = rows.select("*", order(F.monotonically_increasing_id()))
         rows = rows.repartition(workers.num_tasks)

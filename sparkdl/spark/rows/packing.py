@@ -24,6 +24,7 @@ from sparkdl.feed.packed import (
     names_of_lists,
     names_of_vectors,
 )
+from sparkdl.spark.rows.columns import quoted
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def packed(frame: DataFrame) -> DataFrame:
     Returns:
         Rows whose record batches ``feed.packed.unpacked`` turns into those of ``frame``.
     """
-    sources = [Source(field.name, F.col(field.name), field.dataType) for field in frame.schema]
+    sources = [Source(field.name, quoted(field.name), field.dataType) for field in frame.schema]
     columns = packed_columns(sources, frame.sparkSession)
     return frame.select(*[column.alias(name) for name, column in columns.items()])
 

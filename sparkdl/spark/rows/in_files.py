@@ -1,0 +1,122 @@
+"""Which columns workers read from Parquet files themselves: the JVM would take far longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from sparkdl.feed.parquet_rows import KINDS, PATH, ROW, FileColumn, name_of_columns
+
+_PARQUET = "org.apache.spark.sql.execution.datasources.parquet.ParquetFileFormat"
+"""Exactly this; formats that are built on it, like Delta's, may read something else into a file."""
+_ROW_BY_ROW = {"Project", "Filter", "SubqueryAlias", "View"}
+"""Nodes of a logical plan above which a file's rows still come in their order."""
+_OTHERWISE_READ = (
+    "spark.sql.files.ignoreCorruptFiles",
+    "spark.sql.files.ignoreMissingFiles",
+)
+_KEYS = "parquet.crypto.factory.class"
+
+
+def columns_in_files(frame: DataFrame, names: Mapping[str, str]) -> dict[str, FileColumn]:
+    """Which columns can be read straight from files.
+
+    Those of arrays, vectors or bytes, of a DataFrame that is read from Parquet files, perhaps
+    filtered, on a file system that is mounted on the executors (``file:``). A column that was made
+    by any expression is none of theirs.
+
+    Args:
+        frame: any DataFrame.
+        names: of its columns, by the names under which they are to arrive.
+    """
+    wide = {
+        name: kind
+        for name, column in names.items()
+        if (kind := _wide(frame.schema[column].dataType)) is not None
+    }
+    if not wide:
+        return {}
+    plan = frame._jdf.queryExecution().analyzed()
+    relation = _scan_of(plan)
+    if relation is None or not _is_plain(relation.relation(), frame):
+        return {}
+    partitioned = set(relation.relation().partitionSchema().fieldNames())
+    of_files = {
+        each.exprId().id(): each.name()
+        for each in _items(relation.output())
+        if each.name() not in partitioned
+    }
+    fields = {
+        each.name(): of_files[each.exprId().id()]
+        for each in _items(plan.output())
+        if each.exprId().id() in of_files
+    }
+    exactly = _setting(frame, "spark.sql.caseSensitive") == "true"
+    return {
+        name: FileColumn(fields[names[name]], kind, dimensions, exactly)
+        for name, (kind, dimensions) in wide.items()
+        if names[name] in fields
+    }
+
+
+def places(frame: DataFrame, columns: Mapping[str, FileColumn]) -> tuple[str, Column]:
+    """Where the rows lie, as ``feed.parquet_rows`` reads it: the column and its name.
+
+    Args:
+        frame: as given to ``columns_in_files``.
+        columns: those that it has found, one or more.
+    """
+    metadata = frame.metadataColumn("_metadata")
+    return name_of_columns(columns), F.struct(
+        metadata["file_path"].alias(PATH), metadata["row_index"].alias(ROW)
+    )
+
+
+def _wide(kind: T.DataType) -> tuple[str, int] | None:
+    """What a column holds and in how many arrays; None if Spark reads it as fast itself."""
+    if isinstance(kind, VectorUDT):
+        return "vector", 0
+    dimensions = 0
+    while isinstance(kind, T.ArrayType):
+        kind = kind.elementType
+        dimensions += 1
+    if dimensions == 0 and not isinstance(kind, T.BinaryType):
+        return None
+    element = kind.simpleString()
+    return (element, dimensions) if element in KINDS else None
+
+
+def _scan_of(plan: Any) -> Any:
+    """What a plan reads, if it does no more than that and filter it; else None."""
+    while (name := plan.getClass().getSimpleName()) in _ROW_BY_ROW:
+        plan = plan.children().apply(0)
+    return plan if name == "LogicalRelation" and not plan.isStreaming() else None
+
+
+def _is_plain(relation: Any, frame: DataFrame) -> bool:
+    if relation.getClass().getSimpleName() != "HadoopFsRelation":
+        return False
+    if relation.fileFormat().getClass().getName() != _PARQUET:
+        return False
+    schemes = {path.toUri().getScheme() for path in _items(relation.location().rootPaths())}
+    encrypted = frame._jdf.sparkSession().sessionState().newHadoopConf().get(_KEYS)
+    return (
+        schemes == {"file"}
+        and not encrypted
+        and not relation.options().contains("ignoreCorruptFiles")
+        and not relation.options().contains("ignoreMissingFiles")
+        and all(_setting(frame, name) != "true" for name in _OTHERWISE_READ)
+    )
+
+
+def _setting(frame: DataFrame, name: str) -> str:
+    return str(frame.sparkSession.conf.get(name)).lower()
+
+
+def _items(sequence: Any) -> Iterable[Any]:
+    return (sequence.apply(index) for index in range(sequence.size()))

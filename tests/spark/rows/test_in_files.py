@@ -1,0 +1,148 @@
+"""Which columns workers read from Parquet files themselves, and that it makes no difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark.ml.linalg import Vectors
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from torch import nn
+
+from sparkdl import ParameterAveraging, TorchEstimator, TorchModel
+from sparkdl.spark.rows.in_files import columns_in_files
+
+COLUMNS = {
+    "id": "id",
+    "group": "id % 2",
+    "x": "array(cast(id as float), cast(id % 7 as float))",
+    "nested": "array(array(id, -id))",
+    "raw": "unhex(lpad(hex(id), 4, '0'))",
+    "words": "array(cast(id as string))",
+}
+Change = Callable[[DataFrame], DataFrame]
+
+
+@pytest.fixture(scope="module")
+def files(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> DataFrame:
+    path = (tmp_path_factory.mktemp("in files") / "a%20 table").as_uri()
+    rows = spark.range(0, 60, 1, 3).selectExpr(
+        *[f"{sql} as {name}" for name, sql in COLUMNS.items()]
+    )
+    rows.write.partitionBy("group").parquet(path)
+    return spark.read.parquet(path)
+
+
+def found(frame: DataFrame) -> set[str]:
+    return set(columns_in_files(frame, {name: name for name in frame.columns}))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda df: df, {"x", "nested", "raw"}),
+        (lambda df: df.where("id > 10 and x[0] < 40"), {"x", "nested", "raw"}),
+        (lambda df: df.select("id", "x").alias("t"), {"x"}),
+        (lambda df: df.withColumnRenamed("x", "y"), {"nested", "raw"}),
+        (lambda df: df.withColumn("x", F.expr("x")), {"nested", "raw"}),
+        (lambda df: df.orderBy("id"), set()),
+        (lambda df: df.repartition(2), set()),
+        (lambda df: df.union(df), set()),
+        (lambda df: df.limit(3), set()),
+        (lambda df: df.join(df.select("id"), "id"), set()),
+        (lambda df: df.sparkSession.range(3).select(F.array("id").alias("x")), set()),
+    ],
+    ids=[
+        *["read", "filtered", "selected", "renamed", "computed", "sorted"],
+        *["shuffled", "united", "limited", "joined", "made"],
+    ],
+)
+def test_only_what_is_read_row_by_row_is_in_files(
+    files: DataFrame, change: Change, expected: set[str]
+) -> None:
+    assert found(change(files)) == expected
+
+
+def test_what_spark_reads_otherwise_is_not_read_from_files(
+    spark: SparkSession, files: DataFrame, tmp_path: Path
+) -> None:
+    path = (tmp_path / "parquet").as_uri()
+    files.write.parquet(path)
+    assert found(spark.read.parquet(path))
+    assert not found(spark.read.option("ignoreCorruptFiles", "true").parquet(path))
+    assert not found(spark.readStream.schema(spark.read.parquet(path).schema).parquet(path))
+    spark.read.parquet(path).write.orc((tmp_path / "orc").as_uri())
+    assert not found(spark.read.orc((tmp_path / "orc").as_uri()))
+    spark.conf.set("spark.sql.files.ignoreMissingFiles", "true")
+    try:
+        assert not found(spark.read.parquet(path))
+    finally:
+        spark.conf.unset("spark.sql.files.ignoreMissingFiles")
+
+
+def by_spark(frame: DataFrame, column: str) -> DataFrame:
+    """The same rows, of which Spark reads a column."""
+    return frame.withColumn(column, F.expr(column))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda df: df, lambda df: df.where("id % 3 = 1"), lambda df: df.where("id < 0")],
+    ids=["read", "filtered", "none"],
+)
+def test_predictions_are_those_of_the_rows_that_spark_reads(
+    files: DataFrame, change: Change
+) -> None:
+    model = TorchModel.from_module(nn.Linear(2, 1), torch.zeros(1, 2), featuresCol="x")
+    frame = change(files)
+    ours, others = (
+        {
+            row.id: row.prediction
+            for row in model.transform(each).select("id", "prediction").collect()
+        }
+        for each in (frame, by_spark(frame, "x"))
+    )
+    assert ours == others
+    assert len(ours) == frame.count()
+
+
+def test_training_on_files_gives_the_bits_of_the_rows_that_spark_reads(files: DataFrame) -> None:
+    estimator = TorchEstimator(
+        model=partial(nn.Linear, 2, 1),
+        loss=nn.MSELoss(),
+        optimizer=partial(torch.optim.SGD, lr=1e-4),
+        strategy=ParameterAveraging(period=2),
+        featuresCol="x",
+        labelCol="id",
+        epochs=2,
+        batchSize=8,
+        numWorkers=2,
+        seed=3,
+    )
+    assert found(files.select("id", "x")) == {"x"}
+    ours, others = (estimator.fit(each) for each in (files, by_spark(files, "x")))
+    assert torch.equal(ours.module.weight, others.module.weight)
+    assert ours.history[0].examples == 60
+
+
+def test_vectors_are_read_from_files(spark: SparkSession, tmp_path: Path) -> None:
+    rows: list[Any] = [
+        (k, Vectors.sparse(3, {1: float(k)}) if k % 2 else Vectors.dense(k, 0.0, 1.0))
+        for k in range(20)
+    ]
+    path = (tmp_path / "vectors").as_uri()
+    spark.createDataFrame(rows, ["id", "v"]).write.parquet(path)
+    frame = spark.read.parquet(path)
+    assert found(frame) == {"v"}
+    module = nn.Linear(3, 1)
+    model = TorchModel.from_module(module, torch.zeros(1, 3), featuresCol="v")
+    predicted = {row.id: row.prediction for row in model.transform(frame).collect()}
+    with torch.no_grad():
+        for k, vector in rows:
+            expected = module(torch.tensor(vector.toArray(), dtype=torch.float32)).item()
+            assert predicted[k] == pytest.approx(expected, abs=1e-5)
