@@ -14,12 +14,13 @@ from sparkdl.feed.parquet_rows import KINDS, PATH, ROW, FileColumn, name_of_colu
 
 _PARQUET = "org.apache.spark.sql.execution.datasources.parquet.ParquetFileFormat"
 """Exactly this; formats that are built on it, like Delta's, may read something else into a file."""
-_ROW_BY_ROW = {"Project", "Filter", "SubqueryAlias", "View"}
+_ROW_BY_ROW = {"Project", "Filter", "SubqueryAlias"}
 """Nodes of a logical plan above which a file's rows still come in their order."""
 _OTHERWISE_READ = (
     "spark.sql.files.ignoreCorruptFiles",
     "spark.sql.files.ignoreMissingFiles",
 )
+_METADATA = "_metadata"
 _KEYS = "parquet.crypto.factory.class"
 
 
@@ -45,6 +46,8 @@ def columns_in_files(frame: DataFrame, names: Mapping[str, str]) -> dict[str, Fi
     relation = _scan_of(plan)
     if relation is None or not _is_plain(relation.relation(), frame):
         return {}
+    if _METADATA not in {each.name() for each in _items(plan.metadataOutput())}:
+        return {}  # a view hides it, or it has a column of the user's of that name
     partitioned = set(relation.relation().partitionSchema().fieldNames())
     of_files = {
         each.exprId().id(): each.name()
@@ -71,7 +74,7 @@ def places(frame: DataFrame, columns: Mapping[str, FileColumn]) -> tuple[str, Co
         frame: as given to ``columns_in_files``.
         columns: those that it has found, one or more.
     """
-    metadata = frame.metadataColumn("_metadata")
+    metadata = frame.metadataColumn(_METADATA)
     return name_of_columns(columns), F.struct(
         metadata["file_path"].alias(PATH), metadata["row_index"].alias(ROW)
     )

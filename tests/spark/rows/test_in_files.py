@@ -85,6 +85,22 @@ def test_what_spark_reads_otherwise_is_not_read_from_files(
         spark.conf.unset("spark.sql.files.ignoreMissingFiles")
 
 
+def test_who_cannot_be_asked_where_its_rows_lie_is_read_by_spark(
+    spark: SparkSession, files: DataFrame, tmp_path: Path
+) -> None:
+    files.createOrReplaceTempView("of_files")
+    files.select("id", "x").withColumnRenamed("id", "_metadata").write.parquet(
+        (tmp_path / "named").as_uri()
+    )
+    model = TorchModel.from_module(nn.Linear(2, 1), torch.zeros(1, 2), featuresCol="x")
+    for frame in (
+        spark.table("of_files"),
+        spark.read.parquet((tmp_path / "named").as_uri()),
+    ):
+        assert not found(frame)
+        assert model.transform(frame).select("prediction").count() == 60
+
+
 def by_spark(frame: DataFrame, column: str) -> DataFrame:
     """The same rows, of which Spark reads a column."""
     return frame.withColumn(column, F.expr(column))
