@@ -47,6 +47,7 @@ class SavedModule:
         head: name of the meaning of its outputs.
         widths: of its outputs.
         history: one summary an epoch.
+        labels: the tensors that the outputs are compared with, as far as is known.
     """
 
     module: nn.Module
@@ -55,6 +56,7 @@ class SavedModule:
     head: str
     widths: Widths
     history: Sequence[EpochSummary]
+    labels: Sequence[ColumnSpec] = ()
 
 
 def write_module(saved: SavedModule, directory: Path) -> None:
@@ -68,15 +70,8 @@ def write_module(saved: SavedModule, directory: Path) -> None:
     description = {
         "format": FORMAT,
         "model": save_recipe(saved.builder, directory, "model"),
-        "features": [
-            {
-                "name": f.name,
-                "dtype": str(f.dtype).removeprefix("torch."),
-                "row_shape": list(f.row_shape),
-                "encoding": f.encoding,
-            }
-            for f in saved.features
-        ],
+        "features": list(map(_column_fields, saved.features)),
+        "labels": list(map(_column_fields, saved.labels)),
         "head": saved.head,
         "outputs": [{"key": key, "width": width} for key, width in saved.widths.items()],
         "history": [dataclasses.asdict(epoch) for epoch in saved.history],
@@ -100,7 +95,8 @@ def read_module(directory: Path, *, trust: TrustArgument) -> SavedModule:
     if not path.is_file():
         raise ConfigError(f"there is no saved model in {directory}: {DESCRIPTION} is missing")
     description = _read_description(path)
-    features = _entries(path, description, "features", _feature)
+    features = _entries(path, description, "features", _column)
+    labels = _entries(path, description, "labels", _column)
     history = _entries(path, description, "history", _epoch)
     widths = dict(_entries(path, description, "outputs", _output))
     builder = load_recipe(description.get("model"), directory, "model", place=MODEL, trust=trust)
@@ -113,6 +109,7 @@ def read_module(directory: Path, *, trust: TrustArgument) -> SavedModule:
         head=description["head"],
         widths=widths,
         history=history,
+        labels=tuple(labels),
     )
 
 
@@ -158,6 +155,8 @@ def _read_description(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is damaged or no saved model")
     if written == 1:  # before there were models of several outputs
         description["outputs"] = [{"key": None, "width": description.get("output_width", "none")}]
+    if written != FORMAT:  # before models could be evaluated
+        description.setdefault("labels", [])
     return description
 
 
@@ -171,7 +170,16 @@ def _entries(path: Path, description: dict[str, Any], name: str, read: Any) -> l
         raise ConfigError(f"{path} is damaged: an entry of {name} is none: {error}") from error
 
 
-def _feature(
+def _column_fields(column: ColumnSpec) -> dict[str, Any]:
+    return {
+        "name": column.name,
+        "dtype": str(column.dtype).removeprefix("torch."),
+        "row_shape": list(column.row_shape),
+        "encoding": column.encoding,
+    }
+
+
+def _column(
     name: str,
     dtype: str,
     row_shape: list[int],

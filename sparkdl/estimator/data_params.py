@@ -7,12 +7,12 @@ from typing import Any, Self
 from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.param.shared import (
     HasFeaturesCol,
-    HasLabelCol,
     HasPredictionCol,
     HasWeightCol,
 )
 
 from sparkdl.errors import ConfigError
+from sparkdl.estimator.label_params import LabelParams
 from sparkdl.estimator.validation_params import ValidationParams
 from sparkdl.outputs import OutputKey
 from sparkdl.spark.rows.column_overrides import dtypes, names, outputs, shapes
@@ -159,15 +159,9 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
         return self.getFeaturesAsDict() or self.getFeaturesAsKwargs()
 
 
-class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, ValidationParams):
+class DataParams(InputOutputParams, LabelParams, HasWeightCol, ValidationParams):
     """Params of ``TorchEstimator`` about the columns and how they are fed."""
 
-    labelCols: Param[list[str] | None] = Param(
-        Params._dummy(),
-        "labelCols",
-        "several label columns, passed to the loss as a tuple; wins over labelCol",
-        typeConverter=names("labelCols"),
-    )
     columnShapes: Param[dict[str, list[int]] | None] = Param(
         Params._dummy(),
         "columnShapes",
@@ -238,20 +232,6 @@ class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, ValidationParams)
         "where each worker keeps its rows: 'disk' (Spark's local directory) or 'memory' (/dev/shm)",
         typeConverter=one_of("storeIn", STORE_PLACES),
     )
-
-    def getLabelCols(self) -> list[str] | None:
-        """Gets the value of labelCols or its default value."""
-        return self.getOrDefault(self.labelCols)
-
-    def setLabelCols(self, value: list[str] | None) -> Self:
-        """Sets the value of labelCols."""
-        self._set(labelCols=value)
-        return self
-
-    def setLabelCol(self, value: str) -> Self:
-        """Sets the value of labelCol."""
-        self._set(labelCol=value)
-        return self
 
     def setWeightCol(self, value: str) -> Self:
         """Sets the value of weightCol."""
@@ -356,10 +336,6 @@ class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, ValidationParams)
         """Sets the value of storeIn."""
         self._set(storeIn=value)
         return self
-
-    def label_columns(self) -> list[str]:
-        """The label columns in the order of the loss's targets."""
-        return self.getLabelCols() or [self.getLabelCol()]
 
     def optional_column(self, param: str) -> str | None:
         """The column that a Param names, None if it is not set."""

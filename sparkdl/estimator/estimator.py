@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, overload
 
 from pyspark.ml import Estimator
@@ -97,10 +97,15 @@ class TorchEstimator(
         schedulerEvery: after what the scheduler takes a step: ``epoch``, or ``step`` for every step
             of the optimizer. Steps are then those of the worker with the most rows: workers that
             have fewer catch up at the end of the epoch.
+        schedulerMetric: which of the ``metrics`` ``ReduceLROnPlateau`` follows instead of the loss.
         callbacks: called in the driver after rounds, epochs and more, or, each
             ``WorkerCallback``, on the workers around each step; see ``sparkdl.callbacks``.
             ``EarlyStopping`` and ``TimeBudget`` end the training, with the model of the best epoch
             or with the model so far; ``ModelCheckpoint`` has the best epoch's model returned.
+        metrics: what to measure on the held-out rows after each epoch: by name a
+            ``torchmetrics.Metric``, of which copies are used, or a function or class that makes
+            one; or a ``MetricCollection``. They are in ``model.history``, and callbacks can follow
+            them.
         strategy: how the replicas agree; ``ParameterAveraging(period=5)`` by default.
         featuresCol: the features column: a number, an array of numbers or a vector a row. The model
             receives shape (rows,) for numbers and (rows, k) for arrays and vectors.
@@ -201,7 +206,9 @@ class TorchEstimator(
         optimizer: OptimizerBuilder,
         scheduler: SchedulerBuilder | None = None,
         schedulerEvery: str = "epoch",
+        schedulerMetric: str | None = None,
         callbacks: list[Callback | WorkerCallback] | None = None,
+        metrics: Mapping[str, Any] | None = None,
         # Without its argument: what reads job configurations looks for the subclasses of a class.
         strategy: Strategy | None = None,  # type: ignore[type-arg]
         featuresCol: str = "features",
@@ -371,5 +378,6 @@ class TorchEstimator(
             builder=self.getModel(),
             head=ready.head,
             widths=ready.checked.widths,
+            labels=ready.checked.labels,
             history=outcome.history,
         )

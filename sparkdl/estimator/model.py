@@ -17,21 +17,28 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.data_params import InputOutputParams
 from sparkdl.estimator.head import Head, head_of
 from sparkdl.estimator.inference_params import InferenceParams
+from sparkdl.estimator.label_params import LabelParams
+from sparkdl.estimator.labels import label_tensors
+from sparkdl.estimator.metric_inputs import MetricInputs
 from sparkdl.estimator.persistence import ModelReader, ModelWriter
 from sparkdl.estimator.predictions import predicted_columns
 from sparkdl.estimator.pretrained import Example, named_features, output_widths, specs_of
-from sparkdl.events import EpochSummary
+from sparkdl.events import EpochSummary, MetricValue
+from sparkdl.metrics import Metrics
 from sparkdl.outputs import Widths
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.columns import prediction_columns, readable
+from sparkdl.spark.inference.evaluation import Evaluation, evaluate
 from sparkdl.spark.inference.function import predict_function
 from sparkdl.spark.inference.predictor import OutputColumn, Predictor
 from sparkdl.spark.inference.shared_model import ModelSharing
-from sparkdl.spark.rows.columns import input_column
+from sparkdl.spark.rows.columns import InputColumn, input_column
 from sparkdl.torch_settings import TorchSettings
 
 
-class TorchModel(Model, InputOutputParams, InferenceParams, MLWritable, MLReadable["TorchModel"]):
+class TorchModel(
+    Model, InputOutputParams, LabelParams, InferenceParams, MLWritable, MLReadable["TorchModel"]
+):
     """A trained PyTorch model that adds columns of predictions to a DataFrame.
 
     Made by ``TorchEstimator.fit``, ``TorchModel.load`` or, of any module, by
@@ -52,17 +59,20 @@ class TorchModel(Model, InputOutputParams, InferenceParams, MLWritable, MLReadab
         head: Head,
         widths: Widths,
         history: Sequence[EpochSummary],
+        labels: Sequence[ColumnSpec] = (),
     ) -> None:
         super().__init__()
         self.module = module
         self.history = list(history)
         self._features = tuple(features)
+        self._labels = tuple(labels)
         self._builder = builder
         self._head = head
         self._widths = widths
         self._sharing = ModelSharing()
         self._setDefault(
             featuresCols=None,
+            labelCols=None,
             featuresAsDict=False,
             featuresAsKwargs=False,
             outputCols=None,
@@ -172,6 +182,52 @@ class TorchModel(Model, InputOutputParams, InferenceParams, MLWritable, MLReadab
                 f"the DataFrame already has a column '{taken[0]}'. Drop it, or choose another "
                 f"name: model.{setter}(...)"
             )
+        columns, specs = self._inputs(dataset)
+        predictor = self._predictor(outputs, [each.name for each in specs], dataset.sparkSession)
+        return readable(dataset, columns[0]).withColumns(
+            prediction_columns(predictor, dataset, columns, specs)
+        )
+
+    def evaluate(self, dataset: DataFrame, metrics: Mapping[str, Any]) -> dict[str, MetricValue]:
+        """Measure the model on labelled rows.
+
+        Each executor counts the rows that it has; what was counted is put together in the driver,
+        where no row ever comes.
+
+        Args:
+            dataset: with the feature columns and ``labelCol``, or ``labelCols``.
+            metrics: as the estimator's: by name a ``torchmetrics.Metric``, or a function or class
+                that makes one; or a ``MetricCollection``. They are given probabilities if the model
+                was trained with one of torch's losses for classes, else its output.
+
+        Returns:
+            By name a number; a list of numbers for a metric with several, such as one a class.
+
+        Raises:
+            ConfigError: something is no metric, or torchmetrics is not installed.
+            DataError: a column is missing, or there is no row.
+            ModelError: a metric cannot be computed.
+        """
+        measured = Metrics.of(metrics, MetricInputs.of(self, self._head))
+        measured.begin()  # what does not make a metric is found here
+        columns, specs = self._inputs(dataset)
+        several = self.getLabelCols() is not None
+        labels = [
+            input_column(dataset, name, "labelCols" if several else "labelCol")
+            for name in self.label_columns()
+        ]
+        label_specs = label_tensors(dataset, labels, self._labels, self._head)
+        evaluation = Evaluation(
+            predictor=self._predictor((), [each.name for each in specs], dataset.sparkSession),
+            metrics=measured,
+            features=specs,
+            labels=label_specs,
+            as_one=not several,
+        )
+        return evaluate(evaluation, dataset, [*columns, *labels])
+
+    def _inputs(self, dataset: DataFrame) -> tuple[list[InputColumn], list[ColumnSpec]]:
+        """The feature columns of a DataFrame, and the tensors that they become."""
         names = self.feature_columns()
         if len(names) != len(self._features):
             raise ConfigError(
@@ -189,10 +245,7 @@ class TorchModel(Model, InputOutputParams, InferenceParams, MLWritable, MLReadab
             )
             for column, trained in zip(columns, self._features, strict=True)
         ]
-        predictor = self._predictor(outputs, [each.name for each in specs], dataset.sparkSession)
-        return readable(dataset, columns[0]).withColumns(
-            prediction_columns(predictor, dataset, columns, specs)
-        )
+        return columns, specs
 
     def write(self) -> ModelWriter:
         """A writer: ``model.write().overwrite().save(path)``."""
@@ -203,6 +256,7 @@ class TorchModel(Model, InputOutputParams, InferenceParams, MLWritable, MLReadab
             head=self._head.value,
             widths=self._widths,
             history=self.history,
+            labels=self._labels,
         )
         return ModelWriter(self, saved)
 
@@ -238,6 +292,7 @@ class TorchModel(Model, InputOutputParams, InferenceParams, MLWritable, MLReadab
             head=Head(saved.head),
             widths=saved.widths,
             history=saved.history,
+            labels=saved.labels,
         )
 
     def copy(self, extra: Any = None) -> TorchModel:

@@ -54,6 +54,7 @@ PLACES = {
         several=True,
         harmless=classes_of(callbacks, callbacks.Hooks),
     ),
+    "metrics": Place("a dict of metrics by name", dict, instance=True),
     "batchTransform": Place("a function", nn.Module, instance=True, function=True),
 }
 """The estimator's Params whose values are not JSON."""
