@@ -12,15 +12,15 @@ from pyspark.ml.param.shared import (
 )
 
 from sparkdl.errors import ConfigError
+from sparkdl.estimator.head import Head
 from sparkdl.estimator.label_params import LabelParams
 from sparkdl.estimator.validation_params import ValidationParams
-from sparkdl.outputs import OutputKey
-from sparkdl.spark.rows.column_overrides import dtypes, names, outputs, shapes
+from sparkdl.outputs import OutputKey, Widths
+from sparkdl.spark.inference.predictor import OutputColumn
+from sparkdl.spark.rows.column_overrides import dtypes, names, shapes
 from sparkdl.spark.rows.converters import one_of, optional_function, optional_whole, whole
 from sparkdl.spark.rows.delivery import SHUFFLES
 from sparkdl.spark.rows.scratch import STORE_PLACES
-
-OUTPUT_TYPES = ("auto", "class", "probability", "raw")
 
 
 class InputOutputParams(HasFeaturesCol, HasPredictionCol):
@@ -43,20 +43,6 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
         "featuresAsKwargs",
         "whether the model takes its features as keyword arguments by the columns' names",
         typeConverter=TypeConverters.toBoolean,
-    )
-    outputCols: Param[dict[str, OutputKey] | None] = Param(
-        Params._dummy(),
-        "outputCols",
-        "the columns that the model adds, if it returns several outputs: by the name of each its "
-        "output's name, or position in a tuple; None for predictionCol alone",
-        typeConverter=outputs,
-    )
-    outputType: Param[str] = Param(
-        Params._dummy(),
-        "outputType",
-        "what predictionCol holds: 'class' (index, double), 'probability' (vector), 'raw' (the "
-        "model's output: double or vector), or 'auto': class for a classification loss, else raw",
-        typeConverter=one_of("outputType", OUTPUT_TYPES),
     )
     shipModules: Param[bool] = Param(
         Params._dummy(),
@@ -100,24 +86,6 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
         self._set(featuresAsKwargs=value)
         return self
 
-    def getOutputCols(self) -> dict[str, OutputKey] | None:
-        """Gets the value of outputCols or its default value."""
-        return self.getOrDefault(self.outputCols)
-
-    def setOutputCols(self, value: dict[str, OutputKey] | None) -> Self:
-        """Sets the value of outputCols."""
-        self._set(outputCols=value)
-        return self
-
-    def getOutputType(self) -> str:
-        """Gets the value of outputType or its default value."""
-        return self.getOrDefault(self.outputType)
-
-    def setOutputType(self, value: str) -> Self:
-        """Sets the value of outputType."""
-        self._set(outputType=value)
-        return self
-
     def getShipModules(self) -> bool:
         """Gets the value of shipModules or its default value."""
         return self.getOrDefault(self.shipModules)
@@ -143,7 +111,23 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
 
     def output_keys(self) -> dict[str, OutputKey | None]:
         """By the name of each column that the model adds its output; None for the only one."""
-        return {**(self.getOutputCols() or {self.getPredictionCol(): None})}
+        return {self.getPredictionCol(): None}
+
+    def setter_of(self, column: str) -> str:
+        """The method that gives a column which the model adds another name."""
+        return "setPredictionCol"
+
+    def predicted_columns(self, head: Head, widths: Widths) -> list[OutputColumn]:
+        """The columns that the model adds, in their order.
+
+        Args:
+            head: what the outputs mean.
+            widths: of the model's outputs.
+
+        Raises:
+            ConfigError: outputs of this meaning and width have no such columns.
+        """
+        raise NotImplementedError(type(self).__name__)
 
     def features_by_name(self) -> bool:
         """Whether the model takes its features by the columns' names, in whichever way.

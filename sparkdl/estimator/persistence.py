@@ -60,6 +60,10 @@ PLACES = {
 """The estimator's Params whose values are not JSON."""
 
 
+_DEFAULTS: tuple[list[str], ...] = ([], ["strategy"], ["loss"], ["loss", "strategy"])
+"""Which of them may have been left to be the default."""
+
+
 class DirectoryWriter(MLWriter):
     """Writes a stage as one directory, published when complete."""
 
@@ -148,7 +152,7 @@ class EstimatorReader(MLReader[Any]):
                 for name, recipe in saved.items()
             }
             defaults = metadata.get("defaultObjects", [])
-            if defaults not in ([], ["strategy"]) or not saved.keys() >= set(defaults):
+            if defaults not in _DEFAULTS or not saved.keys() >= set(defaults):
                 raise ConfigError(f"{directory} is damaged: defaultObjects is {defaults!r:.200}")
             given = {name: each for name, each in objects.items() if name not in defaults}
             given |= {name: metadata["paramMap"][name] for name in saved_plainly}

@@ -19,7 +19,6 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import head_of
 from sparkdl.estimator.metric_inputs import MetricInputs
 from sparkdl.estimator.params import EstimatorParams
-from sparkdl.estimator.predictions import predicted_columns
 from sparkdl.estimator.probe import PREDICTED_ROWS, LazyModelError, build, probe, require_single_row
 from sparkdl.estimator.rehearsal import require_schedule, require_steady_state, require_steps
 from sparkdl.estimator.schema import fed_columns
@@ -330,7 +329,7 @@ class Preflight:
         for key in self._params.output_keys().values():
             pick(outputs, key, len(PREDICTED_ROWS))
         widths = widths_of(outputs, len(PREDICTED_ROWS))
-        predicted_columns(self._params, self.head, widths)
+        self._params.predicted_columns(self.head, widths)
         self.checked = Checked(schema.features, widths, schema.labels)
 
     def _shard_rows(self, facts: DataFacts) -> set[int]:

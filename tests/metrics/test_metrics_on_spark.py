@@ -48,14 +48,14 @@ def by_scikit_learn(module: nn.Module, ids: np.ndarray) -> dict[str, Any]:
 def test_a_fit_measures_each_epoch_and_evaluate_gives_the_same_of_any_partitions(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    rows = frame(spark, ROWS).withColumn("held", F.col("id") % 3 == 0)
+    rows = frame(spark, ROWS).withColumn("held", F.col("id") % 4 == 0)
     model = estimator(
         metrics=METRICS,
         validationIndicatorCol="held",
         epochs=2,
         callbacks=[EarlyStopping("auroc", patience=2, restore_best=False)],
     ).fit(rows)
-    held = np.arange(0, ROWS, 3)
+    held = np.arange(0, ROWS, 4)
     assert model.history[-1].metrics == by_scikit_learn(model.module, held)
     for partitions in (1, 7):
         some = rows.where("held").repartition(partitions)
