@@ -20,7 +20,7 @@ from torch import nn
 
 from sparkdl.checkpoint.json_file import read_json_object
 from sparkdl.checkpoint.local_files import whole_directory
-from sparkdl.checkpoint.recipe import MODEL, load_recipe, save_recipe
+from sparkdl.checkpoint.recipe import LOSS, MODEL, load_recipe, save_recipe
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, are_metrics
@@ -48,6 +48,7 @@ class SavedModule:
         widths: of its outputs.
         history: one summary an epoch.
         labels: the tensors that the outputs are compared with, as far as is known.
+        loss: by which they are, if that is saved.
     """
 
     module: nn.Module
@@ -57,6 +58,7 @@ class SavedModule:
     widths: Widths
     history: Sequence[EpochSummary]
     labels: Sequence[ColumnSpec] = ()
+    loss: Any = None
 
 
 def write_module(saved: SavedModule, directory: Path) -> None:
@@ -72,6 +74,7 @@ def write_module(saved: SavedModule, directory: Path) -> None:
         "model": save_recipe(saved.builder, directory, "model"),
         "features": list(map(_column_fields, saved.features)),
         "labels": list(map(_column_fields, saved.labels)),
+        "loss": None if saved.loss is None else save_recipe(saved.loss, directory, "loss"),
         "head": saved.head,
         "outputs": [{"key": key, "width": width} for key, width in saved.widths.items()],
         "history": [dataclasses.asdict(epoch) for epoch in saved.history],
@@ -100,6 +103,9 @@ def read_module(directory: Path, *, trust: TrustArgument) -> SavedModule:
     history = _entries(path, description, "history", _epoch)
     widths = dict(_entries(path, description, "outputs", _output))
     builder = load_recipe(description.get("model"), directory, "model", place=MODEL, trust=trust)
+    recipe, loss = description.get("loss"), None
+    if recipe is not None:
+        loss = load_recipe(recipe, directory, "loss", place=LOSS, trust=trust)
     module = _build_module(builder)
     _put_weights(module, directory / WEIGHTS)
     return SavedModule(
@@ -110,6 +116,7 @@ def read_module(directory: Path, *, trust: TrustArgument) -> SavedModule:
         widths=widths,
         history=history,
         labels=tuple(labels),
+        loss=loss,
     )
 
 

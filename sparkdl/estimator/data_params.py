@@ -14,6 +14,7 @@ from pyspark.ml.param.shared import (
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.head import Head
 from sparkdl.estimator.label_params import LabelParams
+from sparkdl.estimator.score_params import ScoreParams
 from sparkdl.estimator.validation_params import ValidationParams
 from sparkdl.outputs import OutputKey, Widths
 from sparkdl.spark.inference.predictor import OutputColumn
@@ -23,7 +24,7 @@ from sparkdl.spark.rows.delivery import SHUFFLES
 from sparkdl.spark.rows.scratch import STORE_PLACES
 
 
-class InputOutputParams(HasFeaturesCol, HasPredictionCol):
+class InputOutputParams(HasFeaturesCol, HasPredictionCol, ScoreParams):
     """Params shared by the estimator and the model: what goes in and what comes out."""
 
     featuresCols: Param[list[str] | None] = Param(

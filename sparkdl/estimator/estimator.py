@@ -174,6 +174,7 @@ class BaseEstimator(
             head=ready.head,
             widths=ready.checked.widths,
             labels=ready.checked.labels,
+            loss=ready.job.loss,
             history=outcome.history,
         )
 
@@ -243,6 +244,8 @@ class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
             ``outputType`` says, the others the output as it is.
         outputType: what ``predictionCol`` holds: ``class``, ``probability``, ``raw`` or ``auto``
             (class for a classification loss, else raw).
+        scoreCol: the column of each row's loss that the fitted model adds too, to rows that have
+            ``labelCol``; None for none. Of a loss of your own it has to give one value a row.
         epochs: passes over the data.
         batchSize: rows a minibatch on each worker.
         dropLast: whether a worker leaves out the last minibatch of an epoch if it is short.
@@ -334,6 +337,7 @@ class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
         predictionCol: str = "prediction",
         outputCols: dict[str, str | int] | None = None,
         outputType: str = "auto",
+        scoreCol: str | None = None,
         epochs: int = 1,
         batchSize: int = 32,
         dropLast: bool = False,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame, SparkSession
-from torch import nn
+from torch import Tensor, nn
 
 from sparkdl.checkpoint.module_files import SavedModule
 from sparkdl.checkpoint.trust import TrustArgument
@@ -22,13 +22,16 @@ from sparkdl.estimator.labels import label_tensors
 from sparkdl.estimator.metric_inputs import MetricInputs
 from sparkdl.estimator.persistence import ModelReader, ModelWriter
 from sparkdl.events import EpochSummary, MetricValue
+from sparkdl.losses import ModelLoss
 from sparkdl.metrics import Metrics
 from sparkdl.outputs import Widths
-from sparkdl.protocols import ColumnSpec
+from sparkdl.protocols import ColumnSpec, LossFunction
+from sparkdl.references import pickled
 from sparkdl.spark.inference.columns import prediction_columns, readable
 from sparkdl.spark.inference.evaluation import Evaluation, evaluate
 from sparkdl.spark.inference.function import predict_function
 from sparkdl.spark.inference.predictor import OutputColumn, Predictor
+from sparkdl.spark.inference.scores import Labels, Score
 from sparkdl.spark.inference.shared_model import ModelSharing
 from sparkdl.spark.rows.columns import InputColumn, input_column
 from sparkdl.torch_settings import TorchSettings
@@ -55,12 +58,14 @@ class FittedModel(
         widths: Widths,
         history: Sequence[EpochSummary],
         labels: Sequence[ColumnSpec] = (),
+        loss: LossFunction | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.history = list(history)
         self._features = tuple(features)
         self._labels = tuple(labels)
+        self._loss = loss
         self._builder = builder
         self._head = head
         self._widths = widths
@@ -68,6 +73,7 @@ class FittedModel(
         self._setDefault(
             featuresCols=None,
             labelCols=None,
+            scoreCol=None,
             featuresAsDict=False,
             featuresAsKwargs=False,
             shipModules=True,
@@ -95,7 +101,13 @@ class FittedModel(
         return predict_function(predictor, self._features)
 
     def _predictor(
-        self, outputs: Sequence[OutputColumn], names: Sequence[str], spark: SparkSession
+        self,
+        outputs: Sequence[OutputColumn],
+        names: Sequence[str],
+        spark: SparkSession,
+        *,
+        also: Iterable[str] = (),
+        score: bytes | None = None,
     ) -> Predictor:
         return Predictor(
             model=self._sharing.share(
@@ -103,28 +115,73 @@ class FittedModel(
                 self._builder,
                 spark.sparkContext,
                 ship_modules=self.getShipModules(),
+                also=also,
             ),
             outputs=outputs,
             names=names if self.features_by_name() else None,
             as_kwargs=self.getFeaturesAsKwargs(),
             manner=self.manner(),
             settings=TorchSettings.here(),
+            score=score,
         )
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """Called by ``transform``: add the predictions to every row, in the rows' order."""
         outputs = self.predicted_columns(self._head, self._widths)
-        taken = [each.name for each in outputs if each.name in dataset.columns]
+        score = self.getScoreCol()
+        if score is not None:
+            outputs = [*outputs, OutputColumn(score, None, _no_function, False)]
+        names = [each.name for each in outputs]
+        taken = [name for name in names if name in dataset.columns or names.count(name) > 1]
         if taken:
+            setter = "setScoreCol" if taken[0] == score else self.setter_of(taken[0])
             raise DataError(
                 f"the DataFrame already has a column '{taken[0]}'. Drop it, or choose another "
-                f"name: model.{self.setter_of(taken[0])}(...)"
+                f"name: model.{setter}(...)"
             )
         columns, specs = self._inputs(dataset)
-        predictor = self._predictor(outputs, [each.name for each in specs], dataset.sparkSession)
-        return readable(dataset, columns[0]).withColumns(
-            prediction_columns(predictor, dataset, columns, specs)
+        spark, given = dataset.sparkSession, [each.name for each in specs]
+        if score is None:
+            predictor = self._predictor(outputs, given, spark)
+            return readable(dataset, columns[0]).withColumns(
+                prediction_columns(predictor, dataset, columns, specs)
+            )
+        rows, label_columns, labels = self._labelled(dataset)
+        used: set[str] = set()
+        octets = pickled(Score(self._loss_of_rows(), labels), used)
+        predictor = self._predictor(outputs, given, spark, also=used, score=octets)
+        both = [*columns, *label_columns]
+        added = readable(rows, columns[0]).withColumns(
+            prediction_columns(predictor, rows, both, [*specs, *labels.specs])
         )
+        return added.drop(*(set(rows.columns) - set(dataset.columns)))
+
+    def _loss_of_rows(self) -> LossFunction:
+        if self._loss is None:
+            raise ConfigError(
+                f"scoreCol='{self.getScoreCol()}' needs the loss, which the model does not have: "
+                "it is saved with a model whose scoreCol is set when it is saved, and given to "
+                "from_module as loss=..."
+            )
+        if isinstance(self._loss, ModelLoss):
+            raise ConfigError(
+                "scoreCol does not go with loss='model': a model that computes its own loss gives "
+                "no value a row. Leave one of the two out"
+            )
+        return self._loss
+
+    def _label_rows(self, dataset: DataFrame) -> tuple[DataFrame, list[str]]:
+        """The rows, perhaps with columns of their own, and the columns of their labels."""
+        return dataset, self.label_columns()
+
+    def _labelled(self, dataset: DataFrame) -> tuple[DataFrame, list[InputColumn], Labels]:
+        """The rows with the labels as the model was trained with, and what those become."""
+        several = self.getLabelCols() is not None
+        rows, names = self._label_rows(dataset)
+        param = "labelCols" if several else "labelCol"
+        columns = [input_column(rows, name, param) for name in names]
+        specs = label_tensors(rows, columns, self._labels, self._head)
+        return rows, columns, Labels(specs, as_one=not several)
 
     def evaluate(self, dataset: DataFrame, metrics: Mapping[str, Any]) -> dict[str, MetricValue]:
         """Measure the model on labelled rows.
@@ -149,20 +206,12 @@ class FittedModel(
         measured = Metrics.of(metrics, MetricInputs.of(self, self._head))
         measured.begin()  # what does not make a metric is found here
         columns, specs = self._inputs(dataset)
-        several = self.getLabelCols() is not None
-        labels = [
-            input_column(dataset, name, "labelCols" if several else "labelCol")
-            for name in self.label_columns()
-        ]
-        label_specs = label_tensors(dataset, labels, self._labels, self._head)
-        evaluation = Evaluation(
-            predictor=self._predictor((), [each.name for each in specs], dataset.sparkSession),
-            metrics=measured,
-            features=specs,
-            labels=label_specs,
-            as_one=not several,
-        )
-        return evaluate(evaluation, dataset, [*columns, *labels])
+        rows, label_columns, labels = self._labelled(dataset)
+        used: set[str] = set()
+        octets, given = pickled(measured, used), [each.name for each in specs]
+        predictor = self._predictor((), given, dataset.sparkSession, also=used)
+        evaluation = Evaluation(predictor, octets, specs, labels)
+        return evaluate(evaluation, measured, rows, [*columns, *label_columns])
 
     def _inputs(self, dataset: DataFrame) -> tuple[list[InputColumn], list[ColumnSpec]]:
         """The feature columns of a DataFrame, and the tensors that they become."""
@@ -195,6 +244,7 @@ class FittedModel(
             widths=self._widths,
             history=self.history,
             labels=self._labels,
+            loss=None if self.getScoreCol() is None else self._loss,
         )
         return ModelWriter(self, saved)
 
@@ -231,9 +281,15 @@ class FittedModel(
             widths=saved.widths,
             history=saved.history,
             labels=saved.labels,
+            loss=saved.loss,
         )
 
     def copy(self, extra: Any = None) -> Self:
         """A copy with other Params; it shares the module, also on the executors."""
         copied: Self = super().copy(extra)
         return copied
+
+
+def _no_function(output: Tensor) -> Tensor:
+    """In the place of what makes a column of one output: the loss is one of all of them."""
+    raise AssertionError

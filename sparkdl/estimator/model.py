@@ -48,8 +48,8 @@ class TorchModel(FittedModel, OutputParams):
             example: what the module takes for one row or more, each tensor of shape (rows, ...): a
                 tensor, one an argument, or a dict by the names of the columns. Columns will have
                 to have its shapes a row, and become tensors of its dtypes.
-            loss: what it was trained with, if that is one of torch's for classes; ``outputType``
-                can be 'class' or 'probability' then.
+            loss: what it was trained with. If that is one of torch's for classes, ``outputType``
+                can be 'class' or 'probability'; ``scoreCol`` needs it.
             imageCols: the binary columns of encoded images, of which the example has the pixels.
             params: of the model, for example ``featuresCols``, ``featuresAsKwargs``,
                 ``outputCols`` or ``predictionCol``.
@@ -58,7 +58,9 @@ class TorchModel(FittedModel, OutputParams):
             ConfigError: the example or a Param does not fit the module.
             ModelError: the module fails on the example.
         """
-        taking = cls(module, (), builder=module, head=head_of(loss), widths={}, history=[])
+        taking = cls(
+            module, (), builder=module, head=head_of(loss), widths={}, history=[], loss=loss
+        )
         unknown = [name for name in params if not taking.hasParam(name)]
         if unknown:
             raise ConfigError(

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from sparkdl import callbacks, strategies
 from sparkdl.checkpoint.json_file import read_json_object
 from sparkdl.checkpoint.module_files import SavedModule, read_module, write_module
-from sparkdl.checkpoint.recipe import MODEL, Place, load_recipe, save_recipe
+from sparkdl.checkpoint.recipe import LOSS, MODEL, Place, load_recipe, save_recipe
 from sparkdl.checkpoint.trust import TrustArgument, classes_of
 from sparkdl.errors import ConfigError, SparkDLError
 from sparkdl.spark.storage.files import fetch, publish
@@ -30,7 +30,7 @@ from sparkdl.spark.storage.files import fetch, publish
 OBJECTS = "objects.json"
 PLACES = {
     "model": MODEL,
-    "loss": Place("an nn.Module or a function", nn.Module, instance=True, function=True),
+    "loss": LOSS,
     "optimizer": Place(
         "a class of optimizers, or a function that makes one", Optimizer, maker=True
     ),

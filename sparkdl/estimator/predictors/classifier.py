@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pyspark.sql import DataFrame
@@ -14,7 +14,6 @@ from sparkdl.estimator.estimator import BaseEstimator, TorchEstimator
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.predictors.class_params import ClassParams
 from sparkdl.estimator.predictors.classes import Label, indexed, labels_of, with_names
-from sparkdl.events import MetricValue
 
 
 class TorchClassificationModel(FittedModel, ClassParams):
@@ -42,14 +41,10 @@ class TorchClassificationModel(FittedModel, ClassParams):
         name = self.getPredictionCol()
         return with_names(added, name, self.getLabels()) if name else added
 
-    def evaluate(self, dataset: DataFrame, metrics: Mapping[str, Any]) -> dict[str, MetricValue]:
-        """Measure the model on rows labelled as those that it was trained on."""
+    def _label_rows(self, dataset: DataFrame) -> tuple[DataFrame, list[str]]:
+        """The rows with the index of each label; see ``FittedModel``."""
         rows, column = indexed(dataset, self.getLabelCol(), self.getLabels())
-        if column == self.getLabelCol():
-            return super().evaluate(rows, metrics)
-        return super(TorchClassificationModel, self.copy({self.labelCol: column})).evaluate(
-            rows, metrics
-        )
+        return rows, [column]
 
 
 class TorchClassifier(BaseEstimator[TorchClassificationModel], ClassParams):

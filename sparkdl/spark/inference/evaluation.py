@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import pyarrow as pa
-import torch
 from pyspark import TaskContext
 from pyspark.sql import DataFrame
-from torch import Tensor
 
 from sparkdl.errors import DataError
 from sparkdl.events import MetricValue
@@ -19,6 +18,7 @@ from sparkdl.feed.packed import unpacked
 from sparkdl.metrics import Metrics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.predictor import Predictor
+from sparkdl.spark.inference.scores import Labels
 from sparkdl.spark.rows.columns import InputColumn
 from sparkdl.spark.rows.packing import Source, packed_columns
 
@@ -33,55 +33,35 @@ class Evaluation:
 
     Attributes:
         predictor: the model; its output columns are not looked at.
-        metrics: what to count.
+        metrics: a pickled ``Metrics``.
         features: the tensors that the model takes.
         labels: those that the metrics take.
-        as_one: whether the label is one tensor, else a tuple.
     """
 
     predictor: Predictor
-    metrics: Metrics
+    metrics: bytes
     features: Sequence[ColumnSpec]
-    labels: Sequence[ColumnSpec]
-    as_one: bool
+    labels: Labels
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Count in a Spark task; gives one row if there is one."""
-        rows = 0
+        rows, count = 0, len(self.features)
         with self.predictor.running() as run:
-            counted = self.metrics.begin(run.device)
-            for batch in batches:
+            metrics: Metrics = cloudpickle.loads(self.metrics)
+            counted = metrics.begin(run.device)
+            for batch in filter(len, batches):
                 rows += batch.num_rows
-                if batch.num_rows:
-                    columns = unpacked(batch).columns
-                    count = len(self.features)
-                    features = tensors_of(columns[:count], self.features)
-                    labels = self._labels(columns[count:])
-                    for start, outputs in run.outputs(features):
-                        piece = slice(start, start + self.predictor.manner.batch_rows)
-                        targets = tuple(label[piece].to(run.device) for label in labels)
-                        counted.update(outputs, targets[0] if self.as_one else targets)
+                columns = unpacked(batch).columns
+                features = tensors_of(columns[:count], self.features)
+                labels = self.labels.tensors(columns[count:])
+                most = self.predictor.manner.batch_rows
+                for start, outputs in run.outputs(features):
+                    counted.update(outputs, self.labels.targets(labels, start, most, run.device))
+            states = counted.states()
         if rows:
             context = TaskContext.get()
             assert context is not None
-            yield _row(context.partitionId(), counted.states(), rows)
-
-    def _labels(self, columns: Sequence[pa.Array]) -> list[Tensor]:
-        # Class indices are looked at before they become whole numbers.
-        indices = [spec.dtype is torch.int64 and not spec.is_array for spec in self.labels]
-        wide = [
-            replace(spec, dtype=torch.float64) if index else spec
-            for spec, index in zip(self.labels, indices, strict=True)
-        ]
-        found = tensors_of(columns, wide)
-        for spec, label, index in zip(self.labels, found, indices, strict=True):
-            if index and not bool((label == label.round()).all()):
-                raise DataError(
-                    f"label column '{spec.name}' holds {label[label != label.round()][0]:g}, but "
-                    "the model has classes 0, 1, ...: index the labels as those that it was "
-                    "trained on"
-                )
-        return [label.to(spec.dtype) for spec, label in zip(self.labels, found, strict=True)]
+            yield _row(context.partitionId(), states, rows)
 
 
 def _row(partition: int, states: bytes, rows: int) -> pa.RecordBatch:
@@ -97,12 +77,13 @@ def _row(partition: int, states: bytes, rows: int) -> pa.RecordBatch:
 
 
 def evaluate(
-    evaluation: Evaluation, dataset: DataFrame, columns: Sequence[InputColumn]
+    evaluation: Evaluation, metrics: Metrics, dataset: DataFrame, columns: Sequence[InputColumn]
 ) -> dict[str, MetricValue]:
     """Measure a model by one Spark job; no row leaves its executor.
 
     Args:
         evaluation: what to count.
+        metrics: the same, to be computed here.
         dataset: the rows.
         columns: the features' columns, then the labels'.
 
@@ -121,4 +102,4 @@ def evaluate(
     if not counted:
         raise DataError("the DataFrame has no rows to evaluate the model on")
     counted.sort(key=lambda row: row["partition"])
-    return evaluation.metrics.measure([bytes(row["states"]) for row in counted])
+    return metrics.measure([bytes(row["states"]) for row in counted])

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import pyarrow as pa
 import torch
 from pyspark import TaskContext
@@ -17,6 +18,7 @@ from sparkdl.outputs import OutputKey, pick
 from sparkdl.protocols import ColumnSpec, Features
 from sparkdl.replica import forward
 from sparkdl.spark.cluster.devices import choose_device
+from sparkdl.spark.inference.scores import Score
 from sparkdl.spark.inference.shared_model import SharedModel, loaded
 from sparkdl.spark.launch.assignment import first_gpu
 from sparkdl.torch_settings import TorchSettings
@@ -70,6 +72,8 @@ class Predictor:
         as_kwargs: whether the model takes them as keyword arguments, else by name as one dict.
         manner: how it predicts.
         settings: torch's in the driver, which hold here too.
+        score: a pickled ``Score``, for the last of ``outputs``, which is the loss of each row; the
+            rows then have labels behind their features. None for none.
     """
 
     model: SharedModel
@@ -78,6 +82,7 @@ class Predictor:
     as_kwargs: bool
     manner: Manner
     settings: TorchSettings
+    score: bytes | None = None
 
     @property
     def fields(self) -> list[str]:
@@ -107,12 +112,20 @@ class Predictor:
             ModelError: the model returns no such output.
         """
         with self.running() as run:
+            score: Score | None = None if self.score is None else cloudpickle.loads(self.score)
+            behind = 0 if score is None else len(score.labels.specs)
             for columns, specs in batches:
-                features = tensors_of(columns, specs)
-                pieces = [
-                    self._columns(outputs, min(self.manner.batch_rows, len(features[0]) - start))
-                    for start, outputs in run.outputs(features)
-                ]
+                count = len(columns) - behind
+                features = tensors_of(columns[:count], specs[:count])
+                labels = [] if score is None else score.labels.tensors(columns[count:])
+                pieces = []
+                for start, outputs in run.outputs(features):
+                    rows = min(self.manner.batch_rows, len(features[0]) - start)
+                    piece = self._columns(outputs, rows)
+                    if score is not None:
+                        targets = score.labels.targets(labels, start, rows, run.device)
+                        piece.append(score(outputs, targets, rows).cpu())
+                    pieces.append(piece)
                 yield [
                     self._to_arrow([piece[index] for piece in pieces], each.wide)
                     for index, each in enumerate(self.outputs)
@@ -132,12 +145,11 @@ class Predictor:
 
     def _columns(self, returned: Any, rows: int) -> list[Tensor]:
         """The predictions for some rows, by column."""
-        picked = [pick(returned, each.key, rows) for each in self.outputs]
+        predicted = self.outputs if self.score is None else self.outputs[:-1]
+        picked = [pick(returned, each.key, rows) for each in predicted]
         if self.manner.dtype is not None:  # probabilities are not rounded once more
             picked = [each.float() for each in picked]
-        return [
-            each.function(output).cpu() for each, output in zip(self.outputs, picked, strict=True)
-        ]
+        return [each.function(output).cpu() for each, output in zip(predicted, picked, strict=True)]
 
     def _to_arrow(self, outputs: Sequence[Tensor], wide: bool) -> pa.Array:
         whole = torch.cat(list(outputs)) if outputs else torch.empty(0)
