@@ -54,7 +54,7 @@ def test_of_several_outputs_the_one_of_prediction_col() -> None:
     assert isinstance(labels, tuple)
     model = TorchModel.from_module(nn.Linear(2, 2), torch.zeros(1, 2))
     model.setOutputCols({"x": 0, "y": 1})
-    with pytest.raises(ConfigError, match="has no column 'prediction'. Set predictionCol"):
+    with pytest.raises(ConfigError, match="has no column 'prediction'"):
         MetricInputs.of(model, Head.UNKNOWN)
 
 

@@ -91,12 +91,20 @@ def test_texts_are_classes_and_the_columns_are_those_of_pyspark(
     evaluator = MulticlassClassificationEvaluator(labelCol="y", metricName="accuracy")
     accuracy = pytest.approx(sk.accuracy_score(targets, predicted))
     assert evaluator.evaluate(indexer.fit(rows).transform(added)) == accuracy
+    # The loss of each row, by the same indices; the column that has them does not stay.
+    scored = model.setScoreCol("loss").transform(rows)
+    assert scored.columns == [*added.columns, "loss"]
+    losses = -np.log(expected)[IDS, targets]
+    got = [row["loss"] for row in scored.orderBy("id").collect()]
+    np.testing.assert_allclose(got, losses, rtol=1e-4, atol=1e-6)
     metrics = {"accuracy": MulticlassAccuracy(CLASSES, average="micro")}
     path = str(tmp_path / "model")
     model.setThresholds([1e-9, 1.0, 1.0]).write().save(path)
     loaded = TorchClassificationModel.load(path)
     assert loaded.evaluate(rows, metrics) == {"accuracy": accuracy}
-    assert {row["prediction"] for row in loaded.transform(rows).collect()} == {0.0}
+    again = loaded.transform(rows).orderBy("id").collect()
+    assert {row["prediction"] for row in again} == {0.0}
+    assert [row["loss"] for row in again] == got
     taken = rows.withColumn("probability", F.lit(1))
     with pytest.raises(DataError, match=r"model\.setProbabilityCol"):
         loaded.transform(taken)
@@ -144,7 +152,8 @@ def test_a_pipeline_keeps_string_indexer_s_labels_and_is_saved_without_a_pickle(
 
 def test_a_regressor_passes_its_evaluator_and_is_saved(spark: SparkSession, tmp_path: Path) -> None:
     rows = frame(spark, ROWS).withColumn("label", F.col("features")[0] * 2 + 1)
-    estimator = TorchRegressor(model=partial(nn.Linear, WIDTH, 1), epochs=3, **SETTINGS)
+    linear = partial(nn.Linear, WIDTH, 1)
+    estimator = TorchRegressor(model=linear, epochs=3, scoreCol="error", **SETTINGS)
     estimator.write().save(str(tmp_path / "estimator"))
     estimator = TorchRegressor.load(str(tmp_path / "estimator"))
     assert isinstance(estimator.getLoss(), nn.MSELoss)
@@ -154,8 +163,15 @@ def test_a_regressor_passes_its_evaluator_and_is_saved(spark: SparkSession, tmp_
     expected = sk.mean_squared_error(targets, predicted)
     model.write().save(str(tmp_path / "model"))
     for each in (model, TorchRegressionModel.load(str(tmp_path / "model"))):
-        found = RegressionEvaluator(metricName="mse").evaluate(each.transform(rows))
+        added = each.transform(rows)
+        found = RegressionEvaluator(metricName="mse").evaluate(added)
         assert found == pytest.approx(expected, rel=1e-5)
+        errors = [row["error"] for row in added.orderBy("id").collect()]
+        np.testing.assert_allclose(errors, (predicted - targets) ** 2, rtol=1e-3, atol=1e-6)
+    without = model.copy().setScoreCol(None)
+    without.write().save(str(tmp_path / "without"))
+    with pytest.raises(ConfigError, match="scoreCol='e' needs the loss, which the model does not"):
+        TorchRegressionModel.load(str(tmp_path / "without")).setScoreCol("e").transform(rows)
 
 
 @pytest.mark.slow
@@ -183,15 +199,9 @@ def test_cross_validator_chooses_the_better_learning_rate(spark: SparkSession) -
         estimator=classifier, estimatorParamMaps=grid, evaluator=evaluator, numFolds=2, seed=1
     ).fit(rows)
     assert tuned.avgMetrics[1] > tuned.avgMetrics[0]
-    best = tuned.bestModel
-    expected = sk.roc_auc_score(features_of(IDS)[:, 0] > 0, scores(best.module)[:, 1])
-    probability = [row["probability"][1] for row in best.transform(rows).orderBy("id").collect()]
-    labels = features_of(IDS)[:, 0] > 0
+    best, labels = tuned.bestModel, features_of(IDS)[:, 0] > 0
     found = evaluator.evaluate(best.transform(rows))
-    raw = scores(best.module)
-    assert found == pytest.approx(sk.roc_auc_score(labels, raw[:, 1]), abs=1e-9)
-    assert expected == pytest.approx(sk.roc_auc_score(labels, raw[:, 1]))
-    assert len(probability) == ROWS
+    assert found == pytest.approx(sk.roc_auc_score(labels, scores(best.module)[:, 1]), abs=1e-9)
 
 
 def test_what_is_no_label_column_of_classes_is_refused(spark: SparkSession) -> None:
