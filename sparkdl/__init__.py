@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from sparkdl.checkpoint.module_files import load_module
     from sparkdl.checkpoint.trust import trusted_modules, trusted_pickles
     from sparkdl.estimator import TorchEstimator, TorchModel
+    from sparkdl.estimator.predictors import (
+        TorchClassificationModel,
+        TorchClassifier,
+        TorchRegressionModel,
+        TorchRegressor,
+    )
     from sparkdl.events import EpochSummary
     from sparkdl.protocols import Batch
     from sparkdl.spark.functions.run import run
@@ -40,9 +46,13 @@ __all__ = [
     "OuterOptimizer",
     "OuterSGD",
     "ParameterAveraging",
+    "TorchClassificationModel",
+    "TorchClassifier",
     "TorchDistributor",
     "TorchEstimator",
     "TorchModel",
+    "TorchRegressionModel",
+    "TorchRegressor",
     "__version__",
     "create_session",
     "current_worker",
@@ -63,9 +73,13 @@ _HOMES = {
     "OuterOptimizer": "sparkdl.strategies",
     "OuterSGD": "sparkdl.strategies",
     "ParameterAveraging": "sparkdl.strategies",
+    "TorchClassificationModel": "sparkdl.estimator.predictors",
+    "TorchClassifier": "sparkdl.estimator.predictors",
     "TorchDistributor": "sparkdl.spark.functions.torch_distributor",
     "TorchEstimator": "sparkdl.estimator",
     "TorchModel": "sparkdl.estimator",
+    "TorchRegressionModel": "sparkdl.estimator.predictors",
+    "TorchRegressor": "sparkdl.estimator.predictors",
     "create_session": "sparkdl.spark.session.session",
     "current_worker": "sparkdl.spark.functions.worker",
     "load_checkpoint": "sparkdl.spark.functions.worker",

@@ -184,7 +184,7 @@ def run(
     replica = first_replica(job)
     if warm_start is not None:
         warm_start.apply(replica.module)
-    measuring = Measuring.of(job, follows=replica.schedule.follows_epoch_losses)
+    measuring = Measuring.of(job, replica.schedule.mode)
     try:
         layout, center = initial_center(
             replica, with_optimizer=job.strategy.needs.exchanges_optimizer_state

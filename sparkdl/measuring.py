@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
-
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from sparkdl.averager.kept import KeptState
 from sparkdl.averager.run_events import EpochCounted
@@ -40,25 +38,28 @@ class Measuring:
         self.higher_is_better = metrics.higher_is_better()
 
     @classmethod
-    def of(cls, job: Job, *, follows: bool) -> Measuring | None:
+    def of(cls, job: Job, mode: str | None) -> Measuring | None:
         """What measures the metrics of a job; None if it has none.
 
         Args:
             job: what the workers train.
-            follows: whether its schedule follows what epochs come to.
+            mode: of its schedule, what is better, if it follows what epochs come to.
 
         Raises:
-            ConfigError: the metrics have no rows, or the schedule's is none of them.
+            ConfigError: the metrics have no rows, or the schedule cannot follow the one that it
+                is to follow.
         """
         followed = job.scheduler_metric
-        if followed is not None:
-            known = [] if job.metrics is None else list(job.metrics.makers)
-            require_followed(followed, known, follows=follows)
         if job.metrics is None:
+            if followed is not None:
+                _require_followed(followed, {}, mode)
             return None
         if job.schema.validation is None:
             raise ConfigError(HOLD_OUT)
-        return cls(job.metrics, followed)
+        measuring = cls(job.metrics, followed)
+        if followed is not None:
+            _require_followed(followed, measuring.higher_is_better, mode)
+        return measuring
 
     def __call__(self, counted: EpochCounted) -> dict[str, MetricValue]:
         """Compute the metrics of an epoch.
@@ -86,43 +87,34 @@ class Measuring:
         return values
 
 
-def require_followed(name: str, known: Iterable[str], *, follows: bool) -> None:
+def _require_followed(name: str, known: Mapping[str, bool | None], mode: str | None) -> None:
     """Check that the metric which the learning rate is to follow is measured, and followed.
+
+    Args:
+        name: of the metric.
+        known: of each metric whether a larger value is better; None if it does not say.
+        mode: what is better, to the schedule; None if it follows nothing.
 
     Raises:
         ConfigError: it is not.
     """
-    names = list(known)
-    if name not in names:
+    if name not in known:
         raise ConfigError(
             f"schedulerMetric is {name!r}, which is none of the metrics "
-            f"({', '.join(names) or 'there are none: set metrics'})"
+            f"({', '.join(known) or 'there are none: set metrics'})"
         )
-    if not follows:
+    if mode is None:
         raise ConfigError(
             f"schedulerMetric is {name!r}, but the scheduler follows no metric. Set "
             "scheduler=partial(torch.optim.lr_scheduler.ReduceLROnPlateau, ...), or leave "
             "schedulerMetric out"
         )
-
-
-def require_direction(name: str, scheduler: ReduceLROnPlateau, higher: bool | None) -> None:
-    """Check that a schedule and the metric that it follows agree on what is better.
-
-    Args:
-        name: of the metric.
-        scheduler: what follows it.
-        higher: whether a larger value is better; None if the metric does not say.
-
-    Raises:
-        ConfigError: they do not.
-    """
-    wanted = {True: "max", False: "min", None: scheduler.mode}[higher]
-    if scheduler.mode != wanted:
-        better = "larger" if higher else "smaller"
+    higher = known[name]
+    if higher is not None and higher != (mode == "max"):
         raise ConfigError(
-            f"a {better} {name} is better, but the scheduler has mode='{scheduler.mode}': set "
-            f"partial(ReduceLROnPlateau, mode='{wanted}', ...)"
+            f"a {'larger' if higher else 'smaller'} {name} is better, but the scheduler has "
+            f"mode='{mode}': set partial(ReduceLROnPlateau, mode='{'max' if higher else 'min'}', "
+            "...)"
         )
 
 

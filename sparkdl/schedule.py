@@ -52,6 +52,12 @@ class Schedule:
         return isinstance(self._scheduler, ReduceLROnPlateau)
 
     @property
+    def mode(self) -> str | None:
+        """Of one that follows losses or a metric, whether smaller ones (``min``) are better."""
+        followed = self._scheduler if isinstance(self._scheduler, ReduceLROnPlateau) else None
+        return None if followed is None else followed.mode
+
+    @property
     def steps(self) -> int:
         """How many it has taken."""
         return self._steps

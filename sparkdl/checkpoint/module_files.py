@@ -20,7 +20,7 @@ from torch import nn
 
 from sparkdl.checkpoint.json_file import read_json_object
 from sparkdl.checkpoint.local_files import whole_directory
-from sparkdl.checkpoint.recipe import MODEL, load_recipe, save_recipe
+from sparkdl.checkpoint.recipe import LOSS, MODEL, load_recipe, save_recipe
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, are_metrics
@@ -47,6 +47,8 @@ class SavedModule:
         head: name of the meaning of its outputs.
         widths: of its outputs.
         history: one summary an epoch.
+        labels: the tensors that the outputs are compared with, as far as is known.
+        loss: by which they are, if that is saved.
     """
 
     module: nn.Module
@@ -55,6 +57,8 @@ class SavedModule:
     head: str
     widths: Widths
     history: Sequence[EpochSummary]
+    labels: Sequence[ColumnSpec] = ()
+    loss: Any = None
 
 
 def write_module(saved: SavedModule, directory: Path) -> None:
@@ -68,15 +72,9 @@ def write_module(saved: SavedModule, directory: Path) -> None:
     description = {
         "format": FORMAT,
         "model": save_recipe(saved.builder, directory, "model"),
-        "features": [
-            {
-                "name": f.name,
-                "dtype": str(f.dtype).removeprefix("torch."),
-                "row_shape": list(f.row_shape),
-                "encoding": f.encoding,
-            }
-            for f in saved.features
-        ],
+        "features": list(map(_column_fields, saved.features)),
+        "labels": list(map(_column_fields, saved.labels)),
+        "loss": None if saved.loss is None else save_recipe(saved.loss, directory, "loss"),
         "head": saved.head,
         "outputs": [{"key": key, "width": width} for key, width in saved.widths.items()],
         "history": [dataclasses.asdict(epoch) for epoch in saved.history],
@@ -100,10 +98,14 @@ def read_module(directory: Path, *, trust: TrustArgument) -> SavedModule:
     if not path.is_file():
         raise ConfigError(f"there is no saved model in {directory}: {DESCRIPTION} is missing")
     description = _read_description(path)
-    features = _entries(path, description, "features", _feature)
+    features = _entries(path, description, "features", _column)
+    labels = _entries(path, description, "labels", _column)
     history = _entries(path, description, "history", _epoch)
     widths = dict(_entries(path, description, "outputs", _output))
     builder = load_recipe(description.get("model"), directory, "model", place=MODEL, trust=trust)
+    recipe, loss = description.get("loss"), None
+    if recipe is not None:
+        loss = load_recipe(recipe, directory, "loss", place=LOSS, trust=trust)
     module = _build_module(builder)
     _put_weights(module, directory / WEIGHTS)
     return SavedModule(
@@ -113,6 +115,8 @@ def read_module(directory: Path, *, trust: TrustArgument) -> SavedModule:
         head=description["head"],
         widths=widths,
         history=history,
+        labels=tuple(labels),
+        loss=loss,
     )
 
 
@@ -158,6 +162,8 @@ def _read_description(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is damaged or no saved model")
     if written == 1:  # before there were models of several outputs
         description["outputs"] = [{"key": None, "width": description.get("output_width", "none")}]
+    if written != FORMAT:  # before models could be evaluated
+        description.setdefault("labels", [])
     return description
 
 
@@ -171,7 +177,16 @@ def _entries(path: Path, description: dict[str, Any], name: str, read: Any) -> l
         raise ConfigError(f"{path} is damaged: an entry of {name} is none: {error}") from error
 
 
-def _feature(
+def _column_fields(column: ColumnSpec) -> dict[str, Any]:
+    return {
+        "name": column.name,
+        "dtype": str(column.dtype).removeprefix("torch."),
+        "row_shape": list(column.row_shape),
+        "encoding": column.encoding,
+    }
+
+
+def _column(
     name: str,
     dtype: str,
     row_shape: list[int],

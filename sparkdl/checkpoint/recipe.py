@@ -77,6 +77,7 @@ MODEL = Place(
     instance=True,
     maker=True,
 )
+LOSS = Place("an nn.Module or a function", torch.nn.Module, instance=True, function=True)
 
 
 def save_recipe(value: Any, directory: Path, name: str) -> dict[str, Any]:

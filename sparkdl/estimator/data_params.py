@@ -7,23 +7,24 @@ from typing import Any, Self
 from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.param.shared import (
     HasFeaturesCol,
-    HasLabelCol,
     HasPredictionCol,
     HasWeightCol,
 )
 
 from sparkdl.errors import ConfigError
+from sparkdl.estimator.head import Head
+from sparkdl.estimator.label_params import LabelParams
+from sparkdl.estimator.score_params import ScoreParams
 from sparkdl.estimator.validation_params import ValidationParams
-from sparkdl.outputs import OutputKey
-from sparkdl.spark.rows.column_overrides import dtypes, names, outputs, shapes
+from sparkdl.outputs import OutputKey, Widths
+from sparkdl.spark.inference.predictor import OutputColumn
+from sparkdl.spark.rows.column_overrides import dtypes, names, shapes
 from sparkdl.spark.rows.converters import one_of, optional_function, optional_whole, whole
 from sparkdl.spark.rows.delivery import SHUFFLES
 from sparkdl.spark.rows.scratch import STORE_PLACES
 
-OUTPUT_TYPES = ("auto", "class", "probability", "raw")
 
-
-class InputOutputParams(HasFeaturesCol, HasPredictionCol):
+class InputOutputParams(HasFeaturesCol, HasPredictionCol, ScoreParams):
     """Params shared by the estimator and the model: what goes in and what comes out."""
 
     featuresCols: Param[list[str] | None] = Param(
@@ -43,20 +44,6 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
         "featuresAsKwargs",
         "whether the model takes its features as keyword arguments by the columns' names",
         typeConverter=TypeConverters.toBoolean,
-    )
-    outputCols: Param[dict[str, OutputKey] | None] = Param(
-        Params._dummy(),
-        "outputCols",
-        "the columns that the model adds, if it returns several outputs: by the name of each its "
-        "output's name, or position in a tuple; None for predictionCol alone",
-        typeConverter=outputs,
-    )
-    outputType: Param[str] = Param(
-        Params._dummy(),
-        "outputType",
-        "what predictionCol holds: 'class' (index, double), 'probability' (vector), 'raw' (the "
-        "model's output: double or vector), or 'auto': class for a classification loss, else raw",
-        typeConverter=one_of("outputType", OUTPUT_TYPES),
     )
     shipModules: Param[bool] = Param(
         Params._dummy(),
@@ -100,24 +87,6 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
         self._set(featuresAsKwargs=value)
         return self
 
-    def getOutputCols(self) -> dict[str, OutputKey] | None:
-        """Gets the value of outputCols or its default value."""
-        return self.getOrDefault(self.outputCols)
-
-    def setOutputCols(self, value: dict[str, OutputKey] | None) -> Self:
-        """Sets the value of outputCols."""
-        self._set(outputCols=value)
-        return self
-
-    def getOutputType(self) -> str:
-        """Gets the value of outputType or its default value."""
-        return self.getOrDefault(self.outputType)
-
-    def setOutputType(self, value: str) -> Self:
-        """Sets the value of outputType."""
-        self._set(outputType=value)
-        return self
-
     def getShipModules(self) -> bool:
         """Gets the value of shipModules or its default value."""
         return self.getOrDefault(self.shipModules)
@@ -143,7 +112,23 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
 
     def output_keys(self) -> dict[str, OutputKey | None]:
         """By the name of each column that the model adds its output; None for the only one."""
-        return {**(self.getOutputCols() or {self.getPredictionCol(): None})}
+        return {self.getPredictionCol(): None}
+
+    def setter_of(self, column: str) -> str:
+        """The method that gives a column which the model adds another name."""
+        return "setPredictionCol"
+
+    def predicted_columns(self, head: Head, widths: Widths) -> list[OutputColumn]:
+        """The columns that the model adds, in their order.
+
+        Args:
+            head: what the outputs mean.
+            widths: of the model's outputs.
+
+        Raises:
+            ConfigError: outputs of this meaning and width have no such columns.
+        """
+        raise NotImplementedError(type(self).__name__)
 
     def features_by_name(self) -> bool:
         """Whether the model takes its features by the columns' names, in whichever way.
@@ -159,15 +144,9 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol):
         return self.getFeaturesAsDict() or self.getFeaturesAsKwargs()
 
 
-class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, ValidationParams):
+class DataParams(InputOutputParams, LabelParams, HasWeightCol, ValidationParams):
     """Params of ``TorchEstimator`` about the columns and how they are fed."""
 
-    labelCols: Param[list[str] | None] = Param(
-        Params._dummy(),
-        "labelCols",
-        "several label columns, passed to the loss as a tuple; wins over labelCol",
-        typeConverter=names("labelCols"),
-    )
     columnShapes: Param[dict[str, list[int]] | None] = Param(
         Params._dummy(),
         "columnShapes",
@@ -238,20 +217,6 @@ class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, ValidationParams)
         "where each worker keeps its rows: 'disk' (Spark's local directory) or 'memory' (/dev/shm)",
         typeConverter=one_of("storeIn", STORE_PLACES),
     )
-
-    def getLabelCols(self) -> list[str] | None:
-        """Gets the value of labelCols or its default value."""
-        return self.getOrDefault(self.labelCols)
-
-    def setLabelCols(self, value: list[str] | None) -> Self:
-        """Sets the value of labelCols."""
-        self._set(labelCols=value)
-        return self
-
-    def setLabelCol(self, value: str) -> Self:
-        """Sets the value of labelCol."""
-        self._set(labelCol=value)
-        return self
 
     def setWeightCol(self, value: str) -> Self:
         """Sets the value of weightCol."""
@@ -356,10 +321,6 @@ class DataParams(InputOutputParams, HasLabelCol, HasWeightCol, ValidationParams)
         """Sets the value of storeIn."""
         self._set(storeIn=value)
         return self
-
-    def label_columns(self) -> list[str]:
-        """The label columns in the order of the loss's targets."""
-        return self.getLabelCols() or [self.getLabelCol()]
 
     def optional_column(self, param: str) -> str | None:
         """The column that a Param names, None if it is not set."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
 import logging
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar, overload
+from collections.abc import Mapping
+from typing import Any, Generic, Literal, Self, TypeVar, overload
 
 from pyspark.ml import Estimator
 from pyspark.ml.param import Param
@@ -19,7 +16,10 @@ from sparkdl.callbacks import Callback, WorkerCallback
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.driver import run
 from sparkdl.errors import ConfigError
+from sparkdl.estimator.arguments import arguments_are_params
+from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.model import TorchModel
+from sparkdl.estimator.output_params import OutputParams
 from sparkdl.estimator.params import EstimatorParams
 from sparkdl.estimator.persistence import EstimatorReader, EstimatorWriter
 from sparkdl.estimator.preflight import Preflight, UnbalancedError
@@ -34,44 +34,152 @@ from sparkdl.strategies import ParameterAveraging, Strategy
 
 logger = logging.getLogger(__name__)
 
-F = TypeVar("F", bound=Callable[..., None])
+M = TypeVar("M", bound=FittedModel)
 ParamMap = dict[Param[Any], Any]
 
 
-def _arguments_are_params(init: F) -> F:
-    """Make an argument's default that of its Param, and set those that are given; refuse others."""
-    parameters = dict(inspect.signature(init).parameters)
-    del parameters["self"]
-    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs:
-            if name not in parameters:
-                close = difflib.get_close_matches(name, parameters, n=1)
-                hint = f" Did you mean '{close[0]}'?" if close else ""
-                raise ConfigError(
-                    f"TorchEstimator has no parameter '{name}'.{hint} It has: "
-                    f"{', '.join(parameters)}"
-                )
-        init(self, *args, **kwargs)
-        # pyspark.ml's own Params have no None; what is not set is not used.
-        self._setDefault(**{n: v for n, v in defaults.items() if n not in _WITHOUT_NONE})
-        self._set(**{n: v for n, v in kwargs.items() if v is not None or n not in _WITHOUT_NONE})
-
-    return checked  # type: ignore[return-value]
-
-
-_WITHOUT_NONE = ("strategy", "weightCol", "validationIndicatorCol")
-"""Arguments that may be None though their Params may not."""
-
-
-class TorchEstimator(
-    Estimator[TorchModel],
-    EstimatorParams,
-    MLWritable,
-    MLReadable["TorchEstimator"],
+class BaseEstimator(
+    Estimator[M], EstimatorParams, MLWritable, MLReadable["BaseEstimator[Any]"], Generic[M]
 ):
+    """Trains a PyTorch model; what kind of model comes out, subclasses say.
+
+    Needs ``_model``: the arguments of ``FittedModel`` -> the model.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setDefault(strategy=ParameterAveraging())
+
+    def _model(self, *args: Any, **kwargs: Any) -> M:
+        raise NotImplementedError
+
+    def write(self) -> EstimatorWriter:
+        """A writer: ``estimator.write().overwrite().save(path)``."""
+        return EstimatorWriter(self)
+
+    @classmethod
+    def read(cls, *, trust: TrustArgument = False) -> EstimatorReader:
+        """A reader; ``trust`` is that of ``load``."""
+        return EstimatorReader(cls, trust=trust)
+
+    @classmethod
+    def load(cls, path: str, *, trust: TrustArgument = False) -> Self:
+        """Load a saved estimator.
+
+        Args:
+            path: where it was saved.
+            trust: names of the modules that its classes and functions are of, for example
+                ``["mypackage.models"]``; torch's and sparkdl's strategies need no trust. True
+                trusts everything, also pickled Params, which run their author's code.
+
+        Raises:
+            ConfigError: there is no estimator, it is damaged, or a Param is not trusted.
+        """
+        estimator: Self = cls.read(trust=trust).load(path)
+        return estimator
+
+    @overload
+    def fit(
+        self,
+        dataset: DataFrame,
+        params: ParamMap | None = None,
+        *,
+        warm_start: FittedModel | None = None,
+    ) -> M: ...
+
+    @overload
+    def fit(
+        self,
+        dataset: DataFrame,
+        params: list[ParamMap] | tuple[ParamMap, ...],
+        *,
+        warm_start: FittedModel | None = None,
+    ) -> list[M]: ...
+
+    def fit(
+        self,
+        dataset: DataFrame,
+        params: ParamMap | list[ParamMap] | tuple[ParamMap, ...] | None = None,
+        *,
+        warm_start: FittedModel | None = None,
+    ) -> M | list[M]:
+        """Train the model on a DataFrame.
+
+        Args:
+            dataset: the rows.
+            params: values of Params for this call, by Param; or a list of them, for a model each.
+            warm_start: a model whose parameters and buffers the training begins with, instead of
+                those that ``model`` builds. The optimizer and its schedule begin anew, and so does
+                the history. A checkpoint of the training comes before it, and is refused with
+                another one.
+
+        Returns:
+            The trained model; a list of them for a list of ``params``.
+
+        Raises:
+            ModelError: the model cannot be trained, or ``warm_start`` is of another one.
+        """
+        if warm_start is None:
+            return super().fit(dataset, params)  # type: ignore[arg-type] # lists too
+        if not isinstance(warm_start, FittedModel):
+            raise ConfigError(
+                f"warm_start must be a TorchModel, got one of type {type(warm_start).__name__}"
+            )
+        if isinstance(params, (list, tuple)):
+            return [self.fit(dataset, each, warm_start=warm_start) for each in params]
+        changed = self.copy(params) if params else self
+        return changed._fit(dataset, warm_start)
+
+    def _fit(self, dataset: DataFrame, warm_start: FittedModel | None = None) -> M:
+        """Called by ``fit``; see the class."""
+        ready = Preflight(self, dataset, None if warm_start is None else warm_start.module)
+        spark, workers = dataset.sparkSession, ready.workers
+        with (
+            in_turn(spark, workers.num_tasks, gpu_profile(spark, workers.device)),
+            ProgressBar(self.getEpochs(), visible=self.getProgress()) as progress,
+        ):
+            model = self._try_as_it_is(ready, progress)
+            if model is None:
+                ready.read_first()
+                model = self._train(ready, progress)
+        return self._copyValues(model)
+
+    def _try_as_it_is(self, ready: Preflight, progress: ProgressBar) -> M | None:
+        try:
+            return self._train(ready, progress)
+        except UnbalancedError as found:
+            # Left before the second attempt, whose errors would carry this one along.
+            logger.info("training starts anew: %s", found)
+            return None
+
+    def _train(self, ready: Preflight, progress: ProgressBar) -> M:
+        spark = ready.workers.frame.sparkSession
+        host, advertised_host = driver_hosts(spark)
+        outcome = run(
+            ready.job,
+            ready.workers.num_workers,
+            launch(ready.workers, ready.job),
+            host=host,
+            advertised_host=advertised_host,
+            checkpoints=self.checkpoint_policy(spark.sparkContext.applicationId),
+            check=ready.check,
+            on_event=progress,
+            callbacks=self.driver_callbacks(),
+            warm_start=ready.warm_start,
+        )
+        return self._model(
+            outcome.module,
+            ready.checked.features,
+            builder=self.getModel(),
+            head=ready.head,
+            widths=ready.checked.widths,
+            labels=ready.checked.labels,
+            loss=ready.job.loss,
+            history=outcome.history,
+        )
+
+
+class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
     """Trains a PyTorch model on a Spark DataFrame, replicas resident in the executors.
 
     Every argument is a pyspark.ml Param with a getter and a setter.
@@ -97,10 +205,15 @@ class TorchEstimator(
         schedulerEvery: after what the scheduler takes a step: ``epoch``, or ``step`` for every step
             of the optimizer. Steps are then those of the worker with the most rows: workers that
             have fewer catch up at the end of the epoch.
+        schedulerMetric: which of the ``metrics`` ``ReduceLROnPlateau`` follows instead of the loss.
         callbacks: called in the driver after rounds, epochs and more, or, each
             ``WorkerCallback``, on the workers around each step; see ``sparkdl.callbacks``.
             ``EarlyStopping`` and ``TimeBudget`` end the training, with the model of the best epoch
             or with the model so far; ``ModelCheckpoint`` has the best epoch's model returned.
+        metrics: what to measure on the held-out rows after each epoch: by name a
+            ``torchmetrics.Metric``, of which copies are used, or a function or class that makes
+            one; or a ``MetricCollection``. They are in ``model.history``, and callbacks can follow
+            them.
         strategy: how the replicas agree; ``ParameterAveraging(period=5)`` by default.
         featuresCol: the features column: a number, an array of numbers or a vector a row. The model
             receives shape (rows,) for numbers and (rows, k) for arrays and vectors.
@@ -131,6 +244,8 @@ class TorchEstimator(
             ``outputType`` says, the others the output as it is.
         outputType: what ``predictionCol`` holds: ``class``, ``probability``, ``raw`` or ``auto``
             (class for a classification loss, else raw).
+        scoreCol: the column of each row's loss that the fitted model adds too, to rows that have
+            ``labelCol``; None for none. Of a loss of your own it has to give one value a row.
         epochs: passes over the data.
         batchSize: rows a minibatch on each worker.
         dropLast: whether a worker leaves out the last minibatch of an epoch if it is short.
@@ -192,7 +307,7 @@ class TorchEstimator(
         ConfigError: an argument is unknown or out of range.
     """
 
-    @_arguments_are_params
+    @arguments_are_params
     def __init__(
         self,
         *,
@@ -201,7 +316,9 @@ class TorchEstimator(
         optimizer: OptimizerBuilder,
         scheduler: SchedulerBuilder | None = None,
         schedulerEvery: str = "epoch",
+        schedulerMetric: str | None = None,
         callbacks: list[Callback | WorkerCallback] | None = None,
+        metrics: Mapping[str, Any] | None = None,
         # Without its argument: what reads job configurations looks for the subclasses of a class.
         strategy: Strategy | None = None,  # type: ignore[type-arg]
         featuresCol: str = "features",
@@ -220,6 +337,7 @@ class TorchEstimator(
         predictionCol: str = "prediction",
         outputCols: dict[str, str | int] | None = None,
         outputType: str = "auto",
+        scoreCol: str | None = None,
         epochs: int = 1,
         batchSize: int = 32,
         dropLast: bool = False,
@@ -249,127 +367,6 @@ class TorchEstimator(
         shipModules: bool = True,
     ) -> None:
         super().__init__()
-        self._setDefault(strategy=ParameterAveraging())
 
-    def write(self) -> EstimatorWriter:
-        """A writer: ``estimator.write().overwrite().save(path)``."""
-        return EstimatorWriter(self)
-
-    @classmethod
-    def read(cls, *, trust: TrustArgument = False) -> EstimatorReader:
-        """A reader; ``trust`` is that of ``load``."""
-        return EstimatorReader(cls, trust=trust)
-
-    @classmethod
-    def load(cls, path: str, *, trust: TrustArgument = False) -> TorchEstimator:
-        """Load a saved estimator.
-
-        Args:
-            path: where it was saved.
-            trust: names of the modules that its classes and functions are of, for example
-                ``["mypackage.models"]``; torch's and sparkdl's strategies need no trust. True
-                trusts everything, also pickled Params, which run their author's code.
-
-        Raises:
-            ConfigError: there is no estimator, it is damaged, or a Param is not trusted.
-        """
-        estimator: TorchEstimator = cls.read(trust=trust).load(path)
-        return estimator
-
-    @overload
-    def fit(
-        self,
-        dataset: DataFrame,
-        params: ParamMap | None = None,
-        *,
-        warm_start: TorchModel | None = None,
-    ) -> TorchModel: ...
-
-    @overload
-    def fit(
-        self,
-        dataset: DataFrame,
-        params: list[ParamMap] | tuple[ParamMap, ...],
-        *,
-        warm_start: TorchModel | None = None,
-    ) -> list[TorchModel]: ...
-
-    def fit(
-        self,
-        dataset: DataFrame,
-        params: ParamMap | list[ParamMap] | tuple[ParamMap, ...] | None = None,
-        *,
-        warm_start: TorchModel | None = None,
-    ) -> TorchModel | list[TorchModel]:
-        """Train the model on a DataFrame.
-
-        Args:
-            dataset: the rows.
-            params: values of Params for this call, by Param; or a list of them, for a model each.
-            warm_start: a model whose parameters and buffers the training begins with, instead of
-                those that ``model`` builds. The optimizer and its schedule begin anew, and so does
-                the history. A checkpoint of the training comes before it, and is refused with
-                another one.
-
-        Returns:
-            The trained ``TorchModel``; a list of them for a list of ``params``.
-
-        Raises:
-            ModelError: the model cannot be trained, or ``warm_start`` is of another one.
-        """
-        if warm_start is None:
-            return super().fit(dataset, params)  # type: ignore[arg-type] # lists too
-        if not isinstance(warm_start, TorchModel):
-            raise ConfigError(
-                f"warm_start must be a TorchModel, got one of type {type(warm_start).__name__}"
-            )
-        if isinstance(params, (list, tuple)):
-            return [self.fit(dataset, each, warm_start=warm_start) for each in params]
-        changed = self.copy(params) if params else self
-        return changed._fit(dataset, warm_start)
-
-    def _fit(self, dataset: DataFrame, warm_start: TorchModel | None = None) -> TorchModel:
-        """Called by ``fit``; see the class."""
-        ready = Preflight(self, dataset, None if warm_start is None else warm_start.module)
-        spark, workers = dataset.sparkSession, ready.workers
-        with (
-            in_turn(spark, workers.num_tasks, gpu_profile(spark, workers.device)),
-            ProgressBar(self.getEpochs(), visible=self.getProgress()) as progress,
-        ):
-            model = self._try_as_it_is(ready, progress)
-            if model is None:
-                ready.read_first()
-                model = self._train(ready, progress)
-        return self._copyValues(model)
-
-    def _try_as_it_is(self, ready: Preflight, progress: ProgressBar) -> TorchModel | None:
-        try:
-            return self._train(ready, progress)
-        except UnbalancedError as found:
-            # Left before the second attempt, whose errors would carry this one along.
-            logger.info("training starts anew: %s", found)
-            return None
-
-    def _train(self, ready: Preflight, progress: ProgressBar) -> TorchModel:
-        spark = ready.workers.frame.sparkSession
-        host, advertised_host = driver_hosts(spark)
-        outcome = run(
-            ready.job,
-            ready.workers.num_workers,
-            launch(ready.workers, ready.job),
-            host=host,
-            advertised_host=advertised_host,
-            checkpoints=self.checkpoint_policy(spark.sparkContext.applicationId),
-            check=ready.check,
-            on_event=progress,
-            callbacks=self.driver_callbacks(),
-            warm_start=ready.warm_start,
-        )
-        return TorchModel(
-            outcome.module,
-            ready.checked.features,
-            builder=self.getModel(),
-            head=ready.head,
-            widths=ready.checked.widths,
-            history=outcome.history,
-        )
+    def _model(self, *args: Any, **kwargs: Any) -> TorchModel:
+        return TorchModel(*args, **kwargs)

@@ -1,37 +1,20 @@
-"""``TorchModel``: a trained module as a pyspark.ml Transformer."""
+"""``TorchModel``: a trained module whose outputs become any columns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from pyspark.ml import Model
-from pyspark.ml.util import MLReadable, MLWritable
-from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
-from sparkdl.checkpoint.module_files import SavedModule
-from sparkdl.checkpoint.trust import TrustArgument
-from sparkdl.errors import ConfigError, DataError
-from sparkdl.estimator.data_params import InputOutputParams
-from sparkdl.estimator.head import Head, head_of
-from sparkdl.estimator.inference_params import InferenceParams
-from sparkdl.estimator.persistence import ModelReader, ModelWriter
-from sparkdl.estimator.predictions import predicted_columns
+from sparkdl.errors import ConfigError
+from sparkdl.estimator.fitted import FittedModel
+from sparkdl.estimator.head import head_of
+from sparkdl.estimator.output_params import OutputParams
 from sparkdl.estimator.pretrained import Example, named_features, output_widths, specs_of
-from sparkdl.events import EpochSummary
-from sparkdl.outputs import Widths
-from sparkdl.protocols import ColumnSpec
-from sparkdl.spark.inference.columns import prediction_columns, readable
-from sparkdl.spark.inference.function import predict_function
-from sparkdl.spark.inference.predictor import OutputColumn, Predictor
-from sparkdl.spark.inference.shared_model import ModelSharing
-from sparkdl.spark.rows.columns import input_column
-from sparkdl.torch_settings import TorchSettings
 
 
-class TorchModel(Model, InputOutputParams, InferenceParams, MLWritable, MLReadable["TorchModel"]):
+class TorchModel(FittedModel, OutputParams):
     """A trained PyTorch model that adds columns of predictions to a DataFrame.
 
     Made by ``TorchEstimator.fit``, ``TorchModel.load`` or, of any module, by
@@ -43,33 +26,9 @@ class TorchModel(Model, InputOutputParams, InferenceParams, MLWritable, MLReadab
         history: one ``EpochSummary`` an epoch of training.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        features: Sequence[ColumnSpec],
-        *,
-        builder: Any,
-        head: Head,
-        widths: Widths,
-        history: Sequence[EpochSummary],
-    ) -> None:
-        super().__init__()
-        self.module = module
-        self.history = list(history)
-        self._features = tuple(features)
-        self._builder = builder
-        self._head = head
-        self._widths = widths
-        self._sharing = ModelSharing()
-        self._setDefault(
-            featuresCols=None,
-            featuresAsDict=False,
-            featuresAsKwargs=False,
-            outputCols=None,
-            outputType="auto",
-            shipModules=True,
-        )
-        self._set_inference_defaults()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._setDefault(outputCols=None, outputType="auto")
 
     @classmethod
     def from_module(
@@ -89,8 +48,8 @@ class TorchModel(Model, InputOutputParams, InferenceParams, MLWritable, MLReadab
             example: what the module takes for one row or more, each tensor of shape (rows, ...): a
                 tensor, one an argument, or a dict by the names of the columns. Columns will have
                 to have its shapes a row, and become tensors of its dtypes.
-            loss: what it was trained with, if that is one of torch's for classes; ``outputType``
-                can be 'class' or 'probability' then.
+            loss: what it was trained with. If that is one of torch's for classes, ``outputType``
+                can be 'class' or 'probability'; ``scoreCol`` needs it.
             imageCols: the binary columns of encoded images, of which the example has the pixels.
             params: of the model, for example ``featuresCols``, ``featuresAsKwargs``,
                 ``outputCols`` or ``predictionCol``.
@@ -99,7 +58,9 @@ class TorchModel(Model, InputOutputParams, InferenceParams, MLWritable, MLReadab
             ConfigError: the example or a Param does not fit the module.
             ModelError: the module fails on the example.
         """
-        taking = cls(module, (), builder=module, head=head_of(loss), widths={}, history=[])
+        taking = cls(
+            module, (), builder=module, head=head_of(loss), widths={}, history=[], loss=loss
+        )
         unknown = [name for name in params if not taking.hasParam(name)]
         if unknown:
             raise ConfigError(
@@ -122,125 +83,5 @@ class TorchModel(Model, InputOutputParams, InferenceParams, MLWritable, MLReadab
             by_name=taking.features_by_name(),
             as_kwargs=taking.getFeaturesAsKwargs(),
         )
-        predicted_columns(taking, taking._head, taking._widths)
+        taking.predicted_columns(taking._head, taking._widths)
         return taking
-
-    def udf(self) -> Any:
-        """The model as a function of its feature columns, in the order of its arguments.
-
-        Call it with Columns, or register it: ``spark.udf.register("predict", model.udf())``. It
-        gives what ``predictionCol`` would hold, but arrays where that has vectors; of several
-        ``outputCols`` structs. ``transform`` is faster, because it can pack the rows, and it takes
-        pyspark.ml's vectors from Parquet files too.
-
-        It predicts with the module as it is now.
-
-        Raises:
-            ConfigError: there is no active Spark session.
-        """
-        spark = SparkSession.getActiveSession()
-        if spark is None:
-            raise ConfigError("udf() sends the model to executors: start a Spark session before")
-        outputs = predicted_columns(self, self._head, self._widths)
-        predictor = self._predictor(outputs, [each.name for each in self._features], spark)
-        return predict_function(predictor, self._features)
-
-    def _predictor(
-        self, outputs: Sequence[OutputColumn], names: Sequence[str], spark: SparkSession
-    ) -> Predictor:
-        return Predictor(
-            model=self._sharing.share(
-                self.module,
-                self._builder,
-                spark.sparkContext,
-                ship_modules=self.getShipModules(),
-            ),
-            outputs=outputs,
-            names=names if self.features_by_name() else None,
-            as_kwargs=self.getFeaturesAsKwargs(),
-            manner=self.manner(),
-            settings=TorchSettings.here(),
-        )
-
-    def _transform(self, dataset: DataFrame) -> DataFrame:
-        """Called by ``transform``: add the predictions to every row, in the rows' order."""
-        outputs = predicted_columns(self, self._head, self._widths)
-        taken = [each.name for each in outputs if each.name in dataset.columns]
-        if taken:
-            setter = "setPredictionCol" if self.getOutputCols() is None else "setOutputCols"
-            raise DataError(
-                f"the DataFrame already has a column '{taken[0]}'. Drop it, or choose another "
-                f"name: model.{setter}(...)"
-            )
-        names = self.feature_columns()
-        if len(names) != len(self._features):
-            raise ConfigError(
-                f"the model takes {len(self._features)} feature columns, but {len(names)} are "
-                f"named: {', '.join(names)}"
-            )
-        columns = [input_column(dataset, name, "featuresCol") for name in names]
-        # Named as in training: a model that takes a dict knows those names.
-        specs = [
-            replace(
-                column.spec(
-                    trained.dtype, trained.row_shape or None, image=trained.encoding == "image"
-                ),
-                name=trained.name,
-            )
-            for column, trained in zip(columns, self._features, strict=True)
-        ]
-        predictor = self._predictor(outputs, [each.name for each in specs], dataset.sparkSession)
-        return readable(dataset, columns[0]).withColumns(
-            prediction_columns(predictor, dataset, columns, specs)
-        )
-
-    def write(self) -> ModelWriter:
-        """A writer: ``model.write().overwrite().save(path)``."""
-        saved = SavedModule(
-            module=self.module,
-            builder=self._builder,
-            features=self._features,
-            head=self._head.value,
-            widths=self._widths,
-            history=self.history,
-        )
-        return ModelWriter(self, saved)
-
-    @classmethod
-    def read(cls, *, trust: TrustArgument = False) -> ModelReader:
-        """A reader; ``trust`` is that of ``load``."""
-        return ModelReader(cls._from_saved, trust=trust)
-
-    @classmethod
-    def load(cls, path: str, *, trust: TrustArgument = False) -> TorchModel:
-        """Load a saved model; needs no Spark if the path is local.
-
-        Args:
-            path: where it was saved.
-            trust: names of the modules that the model's own classes and functions are of, for
-                example ``["mypackage.models"]``; torch's need no trust. True trusts everything,
-                also a pickled architecture, which runs its author's code.
-
-        Raises:
-            ConfigError: there is no model, it is damaged, or what it is built of is not trusted.
-        """
-        model: TorchModel = cls.read(trust=trust).load(path)
-        return model
-
-    @classmethod
-    def _from_saved(cls, saved: SavedModule) -> TorchModel:
-        if saved.head not in [head.value for head in Head]:
-            raise ConfigError(f"the saved model's outputs are said to mean {saved.head!r}")
-        return cls(
-            saved.module,
-            saved.features,
-            builder=saved.builder,
-            head=Head(saved.head),
-            widths=saved.widths,
-            history=saved.history,
-        )
-
-    def copy(self, extra: Any = None) -> TorchModel:
-        """A copy with other Params; it shares the module, also on the executors."""
-        copied: TorchModel = super().copy(extra)
-        return copied

@@ -10,6 +10,7 @@ from pyspark.ml.param.shared import HasSeed
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.callback_params import CallbackParams
 from sparkdl.estimator.data_params import DataParams
+from sparkdl.estimator.metric_params import MetricParams
 from sparkdl.estimator.network_params import NetworkParams
 from sparkdl.estimator.recovery_params import RecoveryParams
 from sparkdl.estimator.schedule_params import ScheduleParams
@@ -61,6 +62,7 @@ class EstimatorParams(
     DataParams,
     ScheduleParams,
     CallbackParams,
+    MetricParams,
     RecoveryParams,
     NetworkParams,
     SecurityParams,

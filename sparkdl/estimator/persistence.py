@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from sparkdl import callbacks, strategies
 from sparkdl.checkpoint.json_file import read_json_object
 from sparkdl.checkpoint.module_files import SavedModule, read_module, write_module
-from sparkdl.checkpoint.recipe import MODEL, Place, load_recipe, save_recipe
+from sparkdl.checkpoint.recipe import LOSS, MODEL, Place, load_recipe, save_recipe
 from sparkdl.checkpoint.trust import TrustArgument, classes_of
 from sparkdl.errors import ConfigError, SparkDLError
 from sparkdl.spark.storage.files import fetch, publish
@@ -30,7 +30,7 @@ from sparkdl.spark.storage.files import fetch, publish
 OBJECTS = "objects.json"
 PLACES = {
     "model": MODEL,
-    "loss": Place("an nn.Module or a function", nn.Module, instance=True, function=True),
+    "loss": LOSS,
     "optimizer": Place(
         "a class of optimizers, or a function that makes one", Optimizer, maker=True
     ),
@@ -54,9 +54,14 @@ PLACES = {
         several=True,
         harmless=classes_of(callbacks, callbacks.Hooks),
     ),
+    "metrics": Place("a dict of metrics by name", dict, instance=True),
     "batchTransform": Place("a function", nn.Module, instance=True, function=True),
 }
 """The estimator's Params whose values are not JSON."""
+
+
+_DEFAULTS: tuple[list[str], ...] = ([], ["strategy"], ["loss"], ["loss", "strategy"])
+"""Which of them may have been left to be the default."""
 
 
 class DirectoryWriter(MLWriter):
@@ -147,7 +152,7 @@ class EstimatorReader(MLReader[Any]):
                 for name, recipe in saved.items()
             }
             defaults = metadata.get("defaultObjects", [])
-            if defaults not in ([], ["strategy"]) or not saved.keys() >= set(defaults):
+            if defaults not in _DEFAULTS or not saved.keys() >= set(defaults):
                 raise ConfigError(f"{directory} is damaged: defaultObjects is {defaults!r:.200}")
             given = {name: each for name, each in objects.items() if name not in defaults}
             given |= {name: metadata["paramMap"][name] for name in saved_plainly}

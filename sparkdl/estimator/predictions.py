@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.data_params import InputOutputParams
 from sparkdl.estimator.head import Head, output_function
-from sparkdl.outputs import Widths
+from sparkdl.outputs import OutputKey, Widths
 from sparkdl.spark.inference.predictor import OutputColumn
 
 
-def predicted_columns(params: InputOutputParams, head: Head, widths: Widths) -> list[OutputColumn]:
+def predicted_columns(
+    keys: Mapping[str, OutputKey | None],
+    prediction: str,
+    output_type: str,
+    head: Head,
+    widths: Widths,
+) -> list[OutputColumn]:
     """The columns in their order; ``outputType`` is that of ``predictionCol``, others are raw.
 
     Args:
-        params: of the estimator or the model.
+        keys: of each column its output.
+        prediction: the name of ``predictionCol``.
+        output_type: what that holds.
         head: what the outputs mean.
         widths: of the model's outputs.
 
     Raises:
         ConfigError: the model has no such output, or one of this meaning and width no such type.
     """
-    keys = params.output_keys()
-    prediction, output_type = params.getPredictionCol(), params.getOutputType()
     if prediction not in keys and output_type in ("class", "probability"):
         raise ConfigError(
             f"outputType='{output_type}' is that of predictionCol, but outputCols "

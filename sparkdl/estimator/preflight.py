@@ -17,8 +17,8 @@ from sparkdl.checkpoint.portable import require_portable
 from sparkdl.driver import as_builder
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import head_of
+from sparkdl.estimator.metric_inputs import MetricInputs
 from sparkdl.estimator.params import EstimatorParams
-from sparkdl.estimator.predictions import predicted_columns
 from sparkdl.estimator.probe import PREDICTED_ROWS, LazyModelError, build, probe, require_single_row
 from sparkdl.estimator.rehearsal import require_schedule, require_steady_state, require_steps
 from sparkdl.estimator.schema import fed_columns
@@ -27,6 +27,7 @@ from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ColumnFacts, DataFacts
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.initial import Initialized, prepare
+from sparkdl.metrics import Metrics
 from sparkdl.outputs import Widths, pick, widths_of
 from sparkdl.protocols import UNKNOWN, ColumnSpec, ModelBuilder
 from sparkdl.replica import Precision, Replica
@@ -83,6 +84,7 @@ class Preflight:
         for name in ("model", "loss", "optimizer", "scheduler", "strategy", "batchTransform"):
             require_picklable(name, params.getOrDefault(name))
         require_picklable("callbacks", list(params.worker_callbacks()))
+        require_picklable("metrics", params.getMetrics())
         builder = as_builder(params.getModel())
         prepare(builder)
         loss = params.loss_function()
@@ -119,6 +121,8 @@ class Preflight:
             max_failures=params.getMaxFailures(),
             min_workers=params.getMinWorkers(),
             callbacks=params.worker_callbacks(),
+            metrics=self._metrics(),
+            scheduler_metric=params.getSchedulerMetric(),
             clip_norm=params.getClipNorm(),
             precision=cast(Precision, params.getPrecision()),
             features_as_kwargs=params.getFeaturesAsKwargs(),
@@ -168,6 +172,14 @@ class Preflight:
         if params.getStreamFirstEpoch():
             self._stream_if_ordered()
         self._refuse_not_finite = params.getHandleInvalid() == "error"
+
+    def _metrics(self) -> Metrics | None:
+        given = self._params.getMetrics()
+        if given is None:
+            return None
+        metrics = Metrics.of(given, MetricInputs.of(self._params, self.head))
+        metrics.begin()  # finds what does not make a metric
+        return metrics
 
     def _require_streamable(self) -> None:
         """Refuse settings that need all rows to be known before the first is trained on."""
@@ -298,7 +310,12 @@ class Preflight:
         self._check_values(facts)
         schema = self.job.schema.of_lengths([column.longest for column in facts.columns])
         outputs = probe(
-            self._replica, schema, facts.columns, self.head, steps=not self._has_stepped
+            self._replica,
+            schema,
+            facts.columns,
+            self.head,
+            steps=not self._has_stepped,
+            metrics=self.job.metrics,
         )
         self._has_stepped = True
         # With gradients and optimizer state it is several times the center, for the whole fit.
@@ -312,8 +329,8 @@ class Preflight:
         for key in self._params.output_keys().values():
             pick(outputs, key, len(PREDICTED_ROWS))
         widths = widths_of(outputs, len(PREDICTED_ROWS))
-        predicted_columns(self._params, self.head, widths)
-        self.checked = Checked(schema.features, widths)
+        self._params.predicted_columns(self.head, widths)
+        self.checked = Checked(schema.features, widths, schema.labels)
 
     def _shard_rows(self, facts: DataFacts) -> set[int]:
         """How many rows a worker may have in an epoch."""
@@ -344,10 +361,12 @@ class Checked:
     Attributes:
         features: its inputs.
         widths: of its outputs, as ``outputs.widths_of`` gives them.
+        labels: what its outputs are compared with.
     """
 
     features: tuple[ColumnSpec, ...]
     widths: Widths
+    labels: tuple[ColumnSpec, ...]
 
 
 class UnbalancedError(DataError):

@@ -22,6 +22,7 @@ from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ColumnFacts
 from sparkdl.initial import has_lazy_parameters
 from sparkdl.losses import ModelLoss
+from sparkdl.metrics.metrics import Metrics, rehearse
 from sparkdl.optimizers import NamedParameters, build_optimizer
 from sparkdl.outputs import described, pick
 from sparkdl.protocols import (
@@ -125,6 +126,7 @@ def probe(
     head: Head,
     *,
     steps: bool = True,
+    metrics: Metrics | None = None,
 ) -> Any:
     """Take one step with a replica that is thrown away afterwards.
 
@@ -134,6 +136,7 @@ def probe(
         facts: what is known of each of its columns.
         head: what the loss says about the outputs.
         steps: whether to take the step, or to go only as far as the loss.
+        metrics: to try on what it predicts.
 
     Returns:
         What the model returns in evaluation mode, without labels, for ``PREDICTED_ROWS``.
@@ -152,6 +155,8 @@ def probe(
             outputs, loss = _try_out(replica, batch, schema, facts, head)
         predicted = schema.batch([column[[*PREDICTED_ROWS]] for column in columns], last=True)
         predictions = _predict(replica, predicted, schema, facts)
+        if metrics is not None:
+            rehearse(metrics, predictions, predicted.targets)
         _require_as_built(replica.module, built)
         if steps:
             try:

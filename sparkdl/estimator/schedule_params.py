@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pyspark.ml.param import Param, Params
 
-from sparkdl.spark.rows.converters import one_of, optional_function
+from sparkdl.spark.rows.converters import one_of, optional_function, optional_name
 
 
 class ScheduleParams(Params):
@@ -24,6 +24,22 @@ class ScheduleParams(Params):
         "after what the scheduler takes a step: 'epoch' or 'step' (of the optimizer)",
         typeConverter=one_of("schedulerEvery", ("epoch", "step")),
     )
+
+    schedulerMetric: Param[str | None] = Param(
+        Params._dummy(),
+        "schedulerMetric",
+        "which of the metrics ReduceLROnPlateau follows; None for the loss",
+        typeConverter=optional_name("schedulerMetric"),
+    )
+
+    def getSchedulerMetric(self) -> str | None:
+        """Gets the value of schedulerMetric or its default value."""
+        return self.getOrDefault(self.schedulerMetric)
+
+    def setSchedulerMetric(self, value: str | None) -> Self:
+        """Sets the value of schedulerMetric."""
+        self._set(schedulerMetric=value)
+        return self
 
     def getScheduler(self) -> Any:
         """Gets the value of scheduler or its default value."""

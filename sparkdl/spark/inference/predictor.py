@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import cloudpickle
 import pyarrow as pa
 import torch
 from pyspark import TaskContext
@@ -15,6 +18,7 @@ from sparkdl.outputs import OutputKey, pick
 from sparkdl.protocols import ColumnSpec, Features
 from sparkdl.replica import forward
 from sparkdl.spark.cluster.devices import choose_device
+from sparkdl.spark.inference.scores import Score
 from sparkdl.spark.inference.shared_model import SharedModel, loaded
 from sparkdl.spark.launch.assignment import first_gpu
 from sparkdl.torch_settings import TorchSettings
@@ -68,6 +72,8 @@ class Predictor:
         as_kwargs: whether the model takes them as keyword arguments, else by name as one dict.
         manner: how it predicts.
         settings: torch's in the driver, which hold here too.
+        score: a pickled ``Score``, for the last of ``outputs``, which is the loss of each row; the
+            rows then have labels behind their features. None for none.
     """
 
     model: SharedModel
@@ -76,6 +82,7 @@ class Predictor:
     as_kwargs: bool
     manner: Manner
     settings: TorchSettings
+    score: bytes | None = None
 
     @property
     def fields(self) -> list[str]:
@@ -104,6 +111,29 @@ class Predictor:
             DataError: a row cannot become part of a tensor.
             ModelError: the model returns no such output.
         """
+        with self.running() as run:
+            score: Score | None = None if self.score is None else cloudpickle.loads(self.score)
+            behind = 0 if score is None else len(score.labels.specs)
+            for columns, specs in batches:
+                count = len(columns) - behind
+                features = tensors_of(columns[:count], specs[:count])
+                labels = [] if score is None else score.labels.tensors(columns[count:])
+                pieces = []
+                for start, outputs in run.outputs(features):
+                    rows = min(self.manner.batch_rows, len(features[0]) - start)
+                    piece = self._columns(outputs, rows)
+                    if score is not None:
+                        targets = score.labels.targets(labels, start, rows, run.device)
+                        piece.append(score(outputs, targets, rows).cpu())
+                    pieces.append(piece)
+                yield [
+                    self._to_arrow([piece[index] for piece in pieces], each.wide)
+                    for index, each in enumerate(self.outputs)
+                ]
+
+    @contextmanager
+    def running(self) -> Iterator[Running]:
+        """Have the model ready in a Spark task, on the task's device."""
         context = TaskContext.get()
         assert context is not None
         torch.set_num_threads(context.cpus())
@@ -111,35 +141,15 @@ class Predictor:
         model = loaded(self.model, device, self.manner.dtype, self.settings)
         # Not in inference mode, in which a model cannot differentiate even within enable_grad.
         with model as module, self.settings.hold(), torch.no_grad():
-            for columns, specs in batches:
-                features = tensors_of(columns, specs)
-                pieces = [self._predict(module, each) for each in self._pieces(features, device)]
-                yield [
-                    self._to_arrow([piece[index] for piece in pieces], each.wide)
-                    for index, each in enumerate(self.outputs)
-                ]
+            yield Running(self, module, device)
 
-    def _pieces(self, features: list[Tensor], device: str) -> Iterator[Features]:
-        rows, dtype = self.manner.batch_rows, self.manner.dtype
-        for start in range(0, len(features[0]), rows):
-            cut = [
-                feature[start : start + rows].to(
-                    device, dtype if feature.is_floating_point() else None
-                )
-                for feature in features
-            ]
-            yield tuple(cut) if self.names is None else dict(zip(self.names, cut, strict=True))
-
-    def _predict(self, module: nn.Module, piece: Features) -> list[Tensor]:
+    def _columns(self, returned: Any, rows: int) -> list[Tensor]:
         """The predictions for some rows, by column."""
-        first = next(iter(piece.values() if isinstance(piece, dict) else piece))
-        returned = forward(module, piece, as_kwargs=self.as_kwargs)
-        picked = [pick(returned, each.key, len(first)) for each in self.outputs]
+        predicted = self.outputs if self.score is None else self.outputs[:-1]
+        picked = [pick(returned, each.key, rows) for each in predicted]
         if self.manner.dtype is not None:  # probabilities are not rounded once more
             picked = [each.float() for each in picked]
-        return [
-            each.function(output).cpu() for each, output in zip(self.outputs, picked, strict=True)
-        ]
+        return [each.function(output).cpu() for each, output in zip(predicted, picked, strict=True)]
 
     def _to_arrow(self, outputs: Sequence[Tensor], wide: bool) -> pa.Array:
         whole = torch.cat(list(outputs)) if outputs else torch.empty(0)
@@ -153,3 +163,38 @@ class Predictor:
             torch.arange(0, (rows + 1) * width, max(width, 1), dtype=torch.int32).numpy()
         )
         return pa.ListArray.from_arrays(offsets, flat)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A model that predicts in this task.
+
+    Attributes:
+        predictor: what is to be done with the rows.
+        module: the model.
+        device: where it is.
+    """
+
+    predictor: Predictor
+    module: nn.Module
+    device: str
+
+    def outputs(self, features: Sequence[Tensor]) -> Iterator[tuple[int, Any]]:
+        """What the model returns for some rows, so many at a time as go through it at once.
+
+        Args:
+            features: in the order of the model's arguments, each of shape (rows, ...).
+
+        Yields:
+            The position of the first row, and what was returned.
+        """
+        names, manner = self.predictor.names, self.predictor.manner
+        for start in range(0, len(features[0]), manner.batch_rows):
+            cut = [
+                feature[start : start + manner.batch_rows].to(
+                    self.device, manner.dtype if feature.is_floating_point() else None
+                )
+                for feature in features
+            ]
+            piece: Features = tuple(cut) if names is None else dict(zip(names, cut, strict=True))
+            yield start, forward(self.module, piece, as_kwargs=self.predictor.as_kwargs)

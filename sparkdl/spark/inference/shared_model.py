@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,7 +44,13 @@ class ModelSharing:
         self._last: tuple[SparkContext, SharedModel] | None = None
 
     def share(
-        self, module: nn.Module, builder: Any, context: SparkContext, *, ship_modules: bool
+        self,
+        module: nn.Module,
+        builder: Any,
+        context: SparkContext,
+        *,
+        ship_modules: bool,
+        also: Iterable[str] = (),
     ) -> SharedModel:
         """Send a model as it is now, unless this application's executors have it.
 
@@ -53,12 +59,13 @@ class ModelSharing:
             builder: what has built it.
             context: of the application, which may be another one than before.
             ship_modules: whether modules of the user's own are sent with it.
+            also: names that are looked for by what is sent beside it; see ``references``.
 
         Raises:
             ModelError: it cannot be pickled.
             ConfigError: a module's text has changed since it was imported.
         """
-        names: set[str] = set()
+        names: set[str] = set(also)
         pickled = pickled_module(module, builder, names)
         shipment = ship(names, context) if ship_modules else None
         digest = hashlib.sha256(pickled)

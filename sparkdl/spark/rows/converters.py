@@ -88,3 +88,14 @@ def optional_function(name: str, what: str) -> Any:
     """The same, or None."""
     convert = function(name, what)
     return lambda value: None if value is None else convert(value)
+
+
+def optional_name(name: str) -> Any:
+    """A text that is not empty, or None."""
+
+    def convert(value: Any) -> str | None:
+        if value is not None and (not isinstance(value, str) or not value):
+            raise ConfigError(f"{name} must be a name, got {value!r}")
+        return value
+
+    return convert

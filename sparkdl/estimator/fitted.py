@@ -1,0 +1,295 @@
+"""A trained module as a pyspark.ml Transformer, whatever columns it adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+from pyspark.ml import Model
+from pyspark.ml.util import MLReadable, MLWritable
+from pyspark.sql import DataFrame, SparkSession
+from torch import Tensor, nn
+
+from sparkdl.checkpoint.module_files import SavedModule
+from sparkdl.checkpoint.trust import TrustArgument
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.estimator.data_params import InputOutputParams
+from sparkdl.estimator.head import Head
+from sparkdl.estimator.inference_params import InferenceParams
+from sparkdl.estimator.label_params import LabelParams
+from sparkdl.estimator.labels import label_tensors
+from sparkdl.estimator.metric_inputs import MetricInputs
+from sparkdl.estimator.persistence import ModelReader, ModelWriter
+from sparkdl.events import EpochSummary, MetricValue
+from sparkdl.losses import ModelLoss
+from sparkdl.metrics import Metrics
+from sparkdl.outputs import Widths
+from sparkdl.protocols import ColumnSpec, LossFunction
+from sparkdl.references import pickled
+from sparkdl.spark.inference.columns import prediction_columns, readable
+from sparkdl.spark.inference.evaluation import Evaluation, evaluate
+from sparkdl.spark.inference.function import predict_function
+from sparkdl.spark.inference.predictor import OutputColumn, Predictor
+from sparkdl.spark.inference.scores import Labels, Score
+from sparkdl.spark.inference.shared_model import ModelSharing
+from sparkdl.spark.rows.columns import InputColumn, input_column
+from sparkdl.torch_settings import TorchSettings
+
+
+class FittedModel(
+    Model, InputOutputParams, LabelParams, InferenceParams, MLWritable, MLReadable["FittedModel"]
+):
+    """A trained PyTorch model that adds columns to a DataFrame; which ones, subclasses say.
+
+    Attributes:
+        module: the plain nn.Module, on the CPU and in evaluation mode. ``transform`` predicts with
+            it as it is when it is called.
+        history: one ``EpochSummary`` an epoch of training.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        features: Sequence[ColumnSpec],
+        *,
+        builder: Any,
+        head: Head,
+        widths: Widths,
+        history: Sequence[EpochSummary],
+        labels: Sequence[ColumnSpec] = (),
+        loss: LossFunction | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.history = list(history)
+        self._features = tuple(features)
+        self._labels = tuple(labels)
+        self._loss = loss
+        self._builder = builder
+        self._head = head
+        self._widths = widths
+        self._sharing = ModelSharing()
+        self._setDefault(
+            featuresCols=None,
+            labelCols=None,
+            scoreCol=None,
+            featuresAsDict=False,
+            featuresAsKwargs=False,
+            shipModules=True,
+        )
+        self._set_inference_defaults()
+
+    def udf(self) -> Any:
+        """The model as a function of its feature columns, in the order of its arguments.
+
+        Call it with Columns, or register it: ``spark.udf.register("predict", model.udf())``. It
+        gives what ``predictionCol`` would hold, but arrays where that has vectors; of several
+        ``outputCols`` structs. ``transform`` is faster, because it can pack the rows, and it takes
+        pyspark.ml's vectors from Parquet files too.
+
+        It predicts with the module as it is now.
+
+        Raises:
+            ConfigError: there is no active Spark session.
+        """
+        spark = SparkSession.getActiveSession()
+        if spark is None:
+            raise ConfigError("udf() sends the model to executors: start a Spark session before")
+        outputs = self.predicted_columns(self._head, self._widths)
+        predictor = self._predictor(outputs, [each.name for each in self._features], spark)
+        return predict_function(predictor, self._features)
+
+    def _predictor(
+        self,
+        outputs: Sequence[OutputColumn],
+        names: Sequence[str],
+        spark: SparkSession,
+        *,
+        also: Iterable[str] = (),
+        score: bytes | None = None,
+    ) -> Predictor:
+        return Predictor(
+            model=self._sharing.share(
+                self.module,
+                self._builder,
+                spark.sparkContext,
+                ship_modules=self.getShipModules(),
+                also=also,
+            ),
+            outputs=outputs,
+            names=names if self.features_by_name() else None,
+            as_kwargs=self.getFeaturesAsKwargs(),
+            manner=self.manner(),
+            settings=TorchSettings.here(),
+            score=score,
+        )
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        """Called by ``transform``: add the predictions to every row, in the rows' order."""
+        outputs = self.predicted_columns(self._head, self._widths)
+        score = self.getScoreCol()
+        if score is not None:
+            outputs = [*outputs, OutputColumn(score, None, _no_function, False)]
+        names = [each.name for each in outputs]
+        taken = [name for name in names if name in dataset.columns or names.count(name) > 1]
+        if taken:
+            setter = "setScoreCol" if taken[0] == score else self.setter_of(taken[0])
+            raise DataError(
+                f"the DataFrame already has a column '{taken[0]}'. Drop it, or choose another "
+                f"name: model.{setter}(...)"
+            )
+        columns, specs = self._inputs(dataset)
+        spark, given = dataset.sparkSession, [each.name for each in specs]
+        if score is None:
+            predictor = self._predictor(outputs, given, spark)
+            return readable(dataset, columns[0]).withColumns(
+                prediction_columns(predictor, dataset, columns, specs)
+            )
+        rows, label_columns, labels = self._labelled(dataset)
+        used: set[str] = set()
+        octets = pickled(Score(self._loss_of_rows(), labels), used)
+        predictor = self._predictor(outputs, given, spark, also=used, score=octets)
+        both = [*columns, *label_columns]
+        added = readable(rows, columns[0]).withColumns(
+            prediction_columns(predictor, rows, both, [*specs, *labels.specs])
+        )
+        return added.drop(*(set(rows.columns) - set(dataset.columns)))
+
+    def _loss_of_rows(self) -> LossFunction:
+        if self._loss is None:
+            raise ConfigError(
+                f"scoreCol='{self.getScoreCol()}' needs the loss, which the model does not have: "
+                "it is saved with a model whose scoreCol is set when it is saved, and given to "
+                "from_module as loss=..."
+            )
+        if isinstance(self._loss, ModelLoss):
+            raise ConfigError(
+                "scoreCol does not go with loss='model': a model that computes its own loss gives "
+                "no value a row. Leave one of the two out"
+            )
+        return self._loss
+
+    def _label_rows(self, dataset: DataFrame) -> tuple[DataFrame, list[str]]:
+        """The rows, perhaps with columns of their own, and the columns of their labels."""
+        return dataset, self.label_columns()
+
+    def _labelled(self, dataset: DataFrame) -> tuple[DataFrame, list[InputColumn], Labels]:
+        """The rows with the labels as the model was trained with, and what those become."""
+        several = self.getLabelCols() is not None
+        rows, names = self._label_rows(dataset)
+        param = "labelCols" if several else "labelCol"
+        columns = [input_column(rows, name, param) for name in names]
+        specs = label_tensors(rows, columns, self._labels, self._head)
+        return rows, columns, Labels(specs, as_one=not several)
+
+    def evaluate(self, dataset: DataFrame, metrics: Mapping[str, Any]) -> dict[str, MetricValue]:
+        """Measure the model on labelled rows.
+
+        Each executor counts the rows that it has; what was counted is put together in the driver,
+        where no row ever comes.
+
+        Args:
+            dataset: with the feature columns and ``labelCol``, or ``labelCols``.
+            metrics: as the estimator's: by name a ``torchmetrics.Metric``, or a function or class
+                that makes one; or a ``MetricCollection``. They are given probabilities if the model
+                was trained with one of torch's losses for classes, else its output.
+
+        Returns:
+            By name a number; a list of numbers for a metric with several, such as one a class.
+
+        Raises:
+            ConfigError: something is no metric, or torchmetrics is not installed.
+            DataError: a column is missing, or there is no row.
+            ModelError: a metric cannot be computed.
+        """
+        measured = Metrics.of(metrics, MetricInputs.of(self, self._head))
+        measured.begin()  # what does not make a metric is found here
+        columns, specs = self._inputs(dataset)
+        rows, label_columns, labels = self._labelled(dataset)
+        used: set[str] = set()
+        octets, given = pickled(measured, used), [each.name for each in specs]
+        predictor = self._predictor((), given, dataset.sparkSession, also=used)
+        evaluation = Evaluation(predictor, octets, specs, labels)
+        return evaluate(evaluation, measured, rows, [*columns, *label_columns])
+
+    def _inputs(self, dataset: DataFrame) -> tuple[list[InputColumn], list[ColumnSpec]]:
+        """The feature columns of a DataFrame, and the tensors that they become."""
+        names = self.feature_columns()
+        if len(names) != len(self._features):
+            raise ConfigError(
+                f"the model takes {len(self._features)} feature columns, but {len(names)} are "
+                f"named: {', '.join(names)}"
+            )
+        columns = [input_column(dataset, name, "featuresCol") for name in names]
+        # Named as in training: a model that takes a dict knows those names.
+        specs = [
+            replace(
+                column.spec(
+                    trained.dtype, trained.row_shape or None, image=trained.encoding == "image"
+                ),
+                name=trained.name,
+            )
+            for column, trained in zip(columns, self._features, strict=True)
+        ]
+        return columns, specs
+
+    def write(self) -> ModelWriter:
+        """A writer: ``model.write().overwrite().save(path)``."""
+        saved = SavedModule(
+            module=self.module,
+            builder=self._builder,
+            features=self._features,
+            head=self._head.value,
+            widths=self._widths,
+            history=self.history,
+            labels=self._labels,
+            loss=None if self.getScoreCol() is None else self._loss,
+        )
+        return ModelWriter(self, saved)
+
+    @classmethod
+    def read(cls, *, trust: TrustArgument = False) -> ModelReader:
+        """A reader; ``trust`` is that of ``load``."""
+        return ModelReader(cls._from_saved, trust=trust)
+
+    @classmethod
+    def load(cls, path: str, *, trust: TrustArgument = False) -> Self:
+        """Load a saved model; needs no Spark if the path is local.
+
+        Args:
+            path: where it was saved.
+            trust: names of the modules that the model's own classes and functions are of, for
+                example ``["mypackage.models"]``; torch's need no trust. True trusts everything,
+                also a pickled architecture, which runs its author's code.
+
+        Raises:
+            ConfigError: there is no model, it is damaged, or what it is built of is not trusted.
+        """
+        model: Self = cls.read(trust=trust).load(path)
+        return model
+
+    @classmethod
+    def _from_saved(cls, saved: SavedModule) -> Self:
+        if saved.head not in [head.value for head in Head]:
+            raise ConfigError(f"the saved model's outputs are said to mean {saved.head!r}")
+        return cls(
+            saved.module,
+            saved.features,
+            builder=saved.builder,
+            head=Head(saved.head),
+            widths=saved.widths,
+            history=saved.history,
+            labels=saved.labels,
+            loss=saved.loss,
+        )
+
+    def copy(self, extra: Any = None) -> Self:
+        """A copy with other Params; it shares the module, also on the executors."""
+        copied: Self = super().copy(extra)
+        return copied
+
+
+def _no_function(output: Tensor) -> Tensor:
+    """In the place of what makes a column of one output: the loss is one of all of them."""
+    raise AssertionError

@@ -1,0 +1,162 @@
+"""The Params of a classifier and its model: columns, thresholds and labels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from pyspark.ml.param import Param, Params
+from pyspark.ml.param.shared import HasProbabilityCol, HasRawPredictionCol, HasThresholds
+from torch import Tensor
+
+from sparkdl.errors import ConfigError
+from sparkdl.estimator.data_params import InputOutputParams
+from sparkdl.estimator.head import Head
+from sparkdl.estimator.predictors.classes import Label, labels
+from sparkdl.outputs import Widths
+from sparkdl.spark.inference.predictor import OutputColumn
+
+
+class ClassParams(InputOutputParams, HasRawPredictionCol, HasProbabilityCol, HasThresholds):
+    """Params shared by ``TorchClassifier`` and its model."""
+
+    labels: Param[list[Label] | None] = Param(
+        Params._dummy(),
+        "labels",
+        "the classes' labels, texts or numbers, in the order of the model's outputs; None for the "
+        "indices 0, 1, ..., for what StringIndexer has left in the column, or for all texts that "
+        "it has, sorted",
+        typeConverter=labels,
+    )
+
+    def getLabels(self) -> list[Label] | None:
+        """Gets the value of labels or its default value."""
+        return self.getOrDefault(self.labels)
+
+    def setLabels(self, value: Sequence[Label] | None) -> Self:
+        """Sets the value of labels."""
+        self._set(labels=value)
+        return self
+
+    def setRawPredictionCol(self, value: str) -> Self:
+        """Sets the value of rawPredictionCol; an empty one for no such column."""
+        self._set(rawPredictionCol=value)
+        return self
+
+    def setProbabilityCol(self, value: str) -> Self:
+        """Sets the value of probabilityCol; an empty one for no such column."""
+        self._set(probabilityCol=value)
+        return self
+
+    def setThresholds(self, value: Sequence[float]) -> Self:
+        """Sets the value of thresholds."""
+        self._set(thresholds=list(value))
+        return self
+
+    def setter_of(self, column: str) -> str:
+        """The method that gives a column which the model adds another name."""
+        setters = {
+            self.getRawPredictionCol(): "setRawPredictionCol",
+            self.getProbabilityCol(): "setProbabilityCol",
+        }
+        return setters.get(column, "setPredictionCol")
+
+    def predicted_columns(self, head: Head, widths: Widths) -> list[OutputColumn]:
+        """The columns that the model adds; see ``InputOutputParams``."""
+        if not head.is_classification:
+            raise ConfigError(
+                "a classifier needs one of torch's losses for classes (CrossEntropyLoss, NLLLoss, "
+                "BCEWithLogitsLoss, BCELoss, MultiMarginLoss), which says what the outputs mean. "
+                "For another loss take TorchEstimator"
+            )
+        if None not in widths:
+            raise ConfigError(
+                "a classifier's model returns one tensor, but there are outputs "
+                f"{', '.join(repr(key) for key in widths)}. Wrap it in a module that returns one, "
+                "or take TorchEstimator with outputCols"
+            )
+        count = self._count(head, widths[None])
+        function: Any = functools.partial(_raw, head=head)
+        columns = [OutputColumn(self.getRawPredictionCol(), None, function, True)]
+        if head is not Head.SCORES:
+            columns.append(OutputColumn(self.getProbabilityCol(), None, head.probabilities, True))
+        function = functools.partial(
+            _predict, head=head, thresholds=self._thresholds(head, count), values=self._values()
+        )
+        columns.append(OutputColumn(self.getPredictionCol(), None, function, False))
+        named = [each for each in columns if each.name]
+        taken = [each.name for each in named]
+        if len(set(taken)) < len(taken) or not taken:
+            raise ConfigError(
+                "rawPredictionCol, probabilityCol and predictionCol must be different names, and "
+                f"not all empty, got {', '.join(map(repr, taken)) or 'no name'}"
+            )
+        return named
+
+    def _count(self, head: Head, width: int | None) -> int:
+        """How many classes there are."""
+        single = head in (Head.BINARY_LOGIT, Head.BINARY_PROBABILITY)
+        count = width or 1
+        if single != (count == 1):
+            wanted = "one output a row, for two classes" if single else "an output for each class"
+            raise ConfigError(f"the loss takes {wanted}, but the model gives {count} a row")
+        count = 2 if single else count
+        named = self.getLabels()
+        if named is not None and len(named) != count:
+            raise ConfigError(
+                f"the model tells {count} classes apart, but there are {len(named)} labels "
+                f"({', '.join(map(repr, named[:20]))}). Give it an output for each"
+            )
+        return count
+
+    def _thresholds(self, head: Head, count: int) -> list[float] | None:
+        if not self.isDefined(self.thresholds):
+            return None
+        found = self.getThresholds()
+        if head is Head.SCORES:
+            raise ConfigError(
+                "thresholds are of probabilities, which MultiMarginLoss does not give. Leave them "
+                "out, or take CrossEntropyLoss"
+            )
+        if len(found) != count or not min(found) >= 0 or found.count(0.0) > 1:
+            raise ConfigError(
+                f"thresholds must be {count} numbers > 0, one for each class, of which at most one "
+                f"may be 0, got {found}"
+            )
+        return found
+
+    def _values(self) -> list[float] | None:
+        """What ``predictionCol`` holds for each class, if not its index."""
+        named = self.getLabels()
+        return None if named is None or isinstance(named[0], str) else [float(n) for n in named]
+
+
+def _raw(outputs: Tensor, *, head: Head) -> Tensor:
+    """Scores of the classes, shape (n, classes): a larger one is a likelier class."""
+    if head is Head.BINARY_LOGIT:
+        score = outputs.reshape(len(outputs))
+        return torch.stack([-score, score], dim=1)
+    return head.probabilities(outputs) if head is Head.BINARY_PROBABILITY else outputs
+
+
+def _predict(
+    outputs: Tensor, *, head: Head, thresholds: list[float] | None, values: list[float] | None
+) -> Tensor:
+    """The predicted class of each row, shape (n,), float64.
+
+    Of thresholds the class wins whose probability divided by its threshold is the largest, as in
+    pyspark.ml; without them the largest output.
+    """
+    if thresholds is None:
+        winners = head.classes(outputs)
+    else:
+        limits = torch.tensor(thresholds, dtype=torch.float64, device=outputs.device)
+        probabilities = head.probabilities(outputs).double()
+        # 0 / 0 is the least likely, not NaN.
+        scaled = torch.where(probabilities > 0, probabilities / limits, 0.0)
+        winners = scaled.argmax(dim=1).double()
+    if values is None:
+        return winners
+    return torch.tensor(values, dtype=torch.float64, device=outputs.device)[winners.long()]

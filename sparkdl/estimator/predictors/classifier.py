@@ -1,0 +1,115 @@
+"""``TorchClassifier``: a PyTorch model in the place of one of pyspark.ml's classifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyspark.sql import DataFrame
+from torch import nn
+
+from sparkdl.errors import ConfigError
+from sparkdl.estimator.arguments import arguments_are_params
+from sparkdl.estimator.estimator import BaseEstimator, TorchEstimator
+from sparkdl.estimator.fitted import FittedModel
+from sparkdl.estimator.predictors.class_params import ClassParams
+from sparkdl.estimator.predictors.classes import Label, indexed, labels_of, with_names
+
+
+class TorchClassificationModel(FittedModel, ClassParams):
+    """A trained classifier; adds ``rawPrediction``, ``probability`` and ``prediction``.
+
+    Made by ``TorchClassifier.fit`` or ``TorchClassificationModel.load``.
+
+    Attributes:
+        module: the plain nn.Module, on the CPU and in evaluation mode.
+        history: one ``EpochSummary`` an epoch of training.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._setDefault(labels=None)
+
+    @property
+    def numClasses(self) -> int:
+        """How many classes the model tells apart."""
+        return self._count(self._head, self._widths[None])
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        """Called by ``transform``: add the columns to every row, in the rows' order."""
+        added = super()._transform(dataset)
+        name = self.getPredictionCol()
+        return with_names(added, name, self.getLabels()) if name else added
+
+    def _label_rows(self, dataset: DataFrame) -> tuple[DataFrame, list[str]]:
+        """The rows with the index of each label; see ``FittedModel``."""
+        rows, column = indexed(dataset, self.getLabelCol(), self.getLabels())
+        return rows, [column]
+
+
+class TorchClassifier(BaseEstimator[TorchClassificationModel], ClassParams):
+    """Trains a PyTorch model to tell classes apart, as pyspark.ml's classifiers do.
+
+    The fitted model adds the columns that they add, so that evaluators, ``OneVsRest``,
+    ``CrossValidator`` and pipelines take it. Its outputs are told from the loss: a score for each
+    class (``CrossEntropyLoss``, the default, ``NLLLoss``, ``MultiMarginLoss``), or one for two
+    classes (``BCEWithLogitsLoss``, ``BCELoss``).
+
+    ``labelCol`` holds the classes' indices 0, 1, ..., perhaps made by StringIndexer, whose labels
+    are then kept; or texts, which are sorted; or with ``labels`` any texts or numbers.
+
+    Args:
+        rawPredictionCol: the column of the outputs, a vector with a number for each class; empty
+            for none.
+        probabilityCol: that of the probabilities, also a vector; empty for none. There is none for
+            ``MultiMarginLoss``.
+        predictionCol: that of the predicted class, a double: its index, with the labels where
+            IndexToString finds them; or the label itself, if ``labels`` are numbers.
+        thresholds: a number for each class; the class wins whose probability divided by its
+            threshold is the largest. None for the most likely class.
+        labels: the classes' labels, texts or numbers, in the order of the outputs; None as above.
+        params: all other arguments of ``TorchEstimator`` but ``outputCols`` and ``outputType``;
+            ``model`` and ``optimizer`` are needed.
+
+    Raises:
+        ConfigError: an argument is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        rawPredictionCol: str = "rawPrediction",
+        probabilityCol: str = "probability",
+        thresholds: list[float] | None = None,
+        labels: Sequence[Label] | None = None,
+        loss: Any = nn.CrossEntropyLoss(),  # noqa: B008 # it has no state
+        **params: Any,
+    ) -> None:
+        super().__init__()
+
+    __init__ = arguments_are_params(  # type: ignore[method-assign]
+        __init__, like=TorchEstimator.__init__, without=("outputCols", "outputType")
+    )
+
+    def _model(self, *args: Any, **kwargs: Any) -> TorchClassificationModel:
+        return TorchClassificationModel(*args, **kwargs)
+
+    def _fit(
+        self, dataset: DataFrame, warm_start: FittedModel | None = None
+    ) -> TorchClassificationModel:
+        """Called by ``fit``; see the class."""
+        if self.getLabelCols() is not None:
+            raise ConfigError(
+                f"a classifier has one label column, and labelCols names "
+                f"{', '.join(self.getLabelCols() or [])}. Set labelCol, or take TorchEstimator"
+            )
+        column = self.getLabelCol()
+        labels = self.getLabels() or labels_of(dataset, column)
+        rows, index = indexed(dataset, column, labels)
+        model = self.copy({self.labelCol: index, self.labels: labels})._fit_rows(rows, warm_start)
+        return model.setLabelCol(column)
+
+    def _fit_rows(
+        self, dataset: DataFrame, warm_start: FittedModel | None
+    ) -> TorchClassificationModel:
+        return super()._fit(dataset, warm_start)

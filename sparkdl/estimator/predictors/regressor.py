@@ -1,0 +1,82 @@
+"""``TorchRegressor``: a PyTorch model in the place of one of pyspark.ml's regressors."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from sparkdl.errors import ConfigError
+from sparkdl.estimator.arguments import arguments_are_params
+from sparkdl.estimator.data_params import InputOutputParams
+from sparkdl.estimator.estimator import BaseEstimator, TorchEstimator
+from sparkdl.estimator.fitted import FittedModel
+from sparkdl.estimator.head import Head
+from sparkdl.outputs import Widths
+from sparkdl.spark.inference.predictor import OutputColumn
+
+
+class NumberParams(InputOutputParams):
+    """Params shared by ``TorchRegressor`` and its model."""
+
+    def predicted_columns(self, head: Head, widths: Widths) -> list[OutputColumn]:
+        """The column that the model adds; see ``InputOutputParams``."""
+        if head.is_classification:
+            raise ConfigError(
+                "the loss is one for classes: take TorchClassifier, or a loss for numbers, for "
+                "example MSELoss"
+            )
+        if widths.get(None, 0) not in (None, 1):
+            shown = widths.get(None)
+            raise ConfigError(
+                f"a regressor's model gives one number a row, but this one gives "
+                f"{'several outputs' if shown is None else shown}. Take TorchEstimator, whose "
+                "predictionCol holds vectors and whose outputCols name several outputs"
+            )
+        function: Any = functools.partial(_number)
+        return [OutputColumn(self.getPredictionCol(), None, function, False)]
+
+
+def _number(outputs: Tensor) -> Tensor:
+    return outputs.reshape(len(outputs))
+
+
+class TorchRegressionModel(FittedModel, NumberParams):
+    """A trained regressor; adds ``prediction``, a double.
+
+    Made by ``TorchRegressor.fit`` or ``TorchRegressionModel.load``.
+
+    Attributes:
+        module: the plain nn.Module, on the CPU and in evaluation mode.
+        history: one ``EpochSummary`` an epoch of training.
+    """
+
+
+class TorchRegressor(BaseEstimator[TorchRegressionModel], NumberParams):
+    """Trains a PyTorch model to predict a number, as pyspark.ml's regressors do.
+
+    Args:
+        loss: (outputs, targets) -> scalar tensor, the mean over the minibatch; ``MSELoss`` by
+            default.
+        params: all other arguments of ``TorchEstimator`` but ``outputCols`` and ``outputType``;
+            ``model`` and ``optimizer`` are needed.
+
+    Raises:
+        ConfigError: an argument is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        loss: Any = nn.MSELoss(),  # noqa: B008 # it has no state
+        **params: Any,
+    ) -> None:
+        super().__init__()
+
+    __init__ = arguments_are_params(  # type: ignore[method-assign]
+        __init__, like=TorchEstimator.__init__, without=("outputCols", "outputType")
+    )
+
+    def _model(self, *args: Any, **kwargs: Any) -> TorchRegressionModel:
+        return TorchRegressionModel(*args, **kwargs)

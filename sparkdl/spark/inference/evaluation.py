@@ -1,0 +1,105 @@
+"""Metrics of a model on the rows of a DataFrame, counted where the rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql import DataFrame
+
+from sparkdl.errors import DataError
+from sparkdl.events import MetricValue
+from sparkdl.feed.decode import tensors_of
+from sparkdl.feed.packed import unpacked
+from sparkdl.metrics import Metrics
+from sparkdl.protocols import ColumnSpec
+from sparkdl.spark.inference.predictor import Predictor
+from sparkdl.spark.inference.scores import Labels
+from sparkdl.spark.rows.columns import InputColumn
+from sparkdl.spark.rows.packing import Source, packed_columns
+
+MAX_STATES_BYTES = 256 << 20
+"""Of what metrics have counted in one partition."""
+_COUNTED = pa.schema([("partition", pa.int32()), ("states", pa.binary())])
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Counts the rows of one partition; sent to the executors.
+
+    Attributes:
+        predictor: the model; its output columns are not looked at.
+        metrics: a pickled ``Metrics``.
+        features: the tensors that the model takes.
+        labels: those that the metrics take.
+    """
+
+    predictor: Predictor
+    metrics: bytes
+    features: Sequence[ColumnSpec]
+    labels: Labels
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Count in a Spark task; gives one row if there is one."""
+        rows, count = 0, len(self.features)
+        with self.predictor.running() as run:
+            metrics: Metrics = cloudpickle.loads(self.metrics)
+            counted = metrics.begin(run.device)
+            for batch in filter(len, batches):
+                rows += batch.num_rows
+                columns = unpacked(batch).columns
+                features = tensors_of(columns[:count], self.features)
+                labels = self.labels.tensors(columns[count:])
+                most = self.predictor.manner.batch_rows
+                for start, outputs in run.outputs(features):
+                    counted.update(outputs, self.labels.targets(labels, start, most, run.device))
+            states = counted.states()
+        if rows:
+            context = TaskContext.get()
+            assert context is not None
+            yield _row(context.partitionId(), states, rows)
+
+
+def _row(partition: int, states: bytes, rows: int) -> pa.RecordBatch:
+    if len(states) > MAX_STATES_BYTES:
+        raise DataError(
+            f"the metrics have counted {len(states)} bytes on the {rows} rows of partition "
+            f"{partition}, and {MAX_STATES_BYTES} can go to the driver. Metrics that keep every "
+            "score (AUROC, average precision) take a fixed size with thresholds=200"
+        )
+    return pa.RecordBatch.from_arrays(
+        [pa.array([partition], pa.int32()), pa.array([states], pa.binary())], schema=_COUNTED
+    )
+
+
+def evaluate(
+    evaluation: Evaluation, metrics: Metrics, dataset: DataFrame, columns: Sequence[InputColumn]
+) -> dict[str, MetricValue]:
+    """Measure a model by one Spark job; no row leaves its executor.
+
+    Args:
+        evaluation: what to count.
+        metrics: the same, to be computed here.
+        dataset: the rows.
+        columns: the features' columns, then the labels'.
+
+    Raises:
+        DataError: there is no row.
+        ModelError: a metric cannot be computed.
+    """
+    sources = [
+        Source(f"c{index}", column.expression(), dataset.schema[column.name].dataType)
+        for index, column in enumerate(columns)
+    ]
+    packed = packed_columns(sources, dataset.sparkSession)
+    # The stubs want columns that SQL knows; these are as it made them.
+    selected: Any = dataset.select(*(column.alias(name) for name, column in packed.items()))
+    counted = selected.mapInArrow(evaluation, "partition int, states binary").collect()
+    if not counted:
+        raise DataError("the DataFrame has no rows to evaluate the model on")
+    counted.sort(key=lambda row: row["partition"])
+    return metrics.measure([bytes(row["states"]) for row in counted])

@@ -1,0 +1,97 @@
+"""What labelled rows are good for beside predictions: the loss of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from sparkdl.errors import DataError, ModelError
+from sparkdl.feed.decode import tensors_of
+from sparkdl.losses import loss_of_rows
+from sparkdl.protocols import ColumnSpec, LossFunction, Targets
+from sparkdl.replica import align_targets
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The labels of rows as tensors.
+
+    Attributes:
+        specs: what the columns become.
+        as_one: whether the loss takes one tensor, else a tuple.
+    """
+
+    specs: Sequence[ColumnSpec]
+    as_one: bool
+
+    def tensors(self, columns: Sequence[pa.Array]) -> list[Tensor]:
+        """Decode the label columns of some rows.
+
+        Raises:
+            DataError: one cannot become part of a tensor, or is no index though it has to be.
+        """
+        # Class indices are looked at before they become whole numbers.
+        indices = [spec.dtype is torch.int64 and not spec.is_array for spec in self.specs]
+        wide = [
+            replace(spec, dtype=torch.float64) if index else spec
+            for spec, index in zip(self.specs, indices, strict=True)
+        ]
+        found = tensors_of(columns, wide)
+        for spec, label, index in zip(self.specs, found, indices, strict=True):
+            if index and not bool((label == label.round()).all()):
+                raise DataError(
+                    f"label column '{spec.name}' holds {label[label != label.round()][0]:g}, but "
+                    "the model has classes 0, 1, ...: index the labels as those that it was "
+                    "trained on"
+                )
+        return [label.to(spec.dtype) for spec, label in zip(self.specs, found, strict=True)]
+
+    def targets(self, labels: Sequence[Tensor], start: int, rows: int, device: str) -> Targets:
+        """Some of them as the loss takes them."""
+        cut = tuple(label[start : start + rows].to(device) for label in labels)
+        return cut[0] if self.as_one else cut
+
+
+@dataclass(frozen=True)
+class Score:
+    """Gives each row its loss.
+
+    Attributes:
+        loss: (outputs, targets) -> the mean; by row, as far as torch's own losses go.
+        labels: of the rows.
+    """
+
+    loss: LossFunction
+    labels: Labels
+
+    def __call__(self, outputs: Any, targets: Targets, rows: int) -> Tensor:
+        """The losses of some rows, shape (rows,), float64.
+
+        Args:
+            outputs: all that the model has returned for them.
+            targets: their labels.
+            rows: how many.
+
+        Raises:
+            ModelError: the loss does not give one value a row.
+        """
+        loss = self.loss.to(_device(targets)) if isinstance(self.loss, torch.nn.Module) else None
+        by_row = loss_of_rows(self.loss if loss is None else loss)
+        values = by_row(outputs, align_targets(outputs, targets))
+        if not isinstance(values, Tensor) or values.dim() == 0 or len(values) != rows:
+            shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise ModelError(
+                f"scoreCol needs a loss with one value a row, shape ({rows},) here, but it gives "
+                f"{shape}. torch's own losses do; in a function of yours take reduction='none' as "
+                "an argument, or leave the mean out"
+            )
+        return values.reshape(rows, -1).double().mean(dim=1)
+
+
+def _device(targets: Targets) -> torch.device:
+    return (targets if isinstance(targets, Tensor) else targets[0]).device

@@ -1,0 +1,143 @@
+"""What a classifier makes of outputs: scores, probabilities, classes; and what it refuses."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import Net
+from torch import Tensor, nn
+
+from sparkdl import TorchClassifier, TorchRegressor
+from sparkdl.errors import ConfigError
+from sparkdl.estimator.head import Head
+from sparkdl.outputs import Widths
+
+CLASSES = 3
+
+
+def classifier(**changes: Any) -> TorchClassifier:
+    return TorchClassifier(model=Net, optimizer=partial(torch.optim.SGD, lr=0.1), **changes)
+
+
+def columns(head: Head, outputs: Tensor, **changes: Any) -> dict[str, np.ndarray]:
+    width = outputs.shape[1] if outputs.dim() == 2 else None
+    made = classifier(**changes).predicted_columns(head, {None: width})
+    return {each.name: each.function(outputs).numpy() for each in made}
+
+
+@given(st.integers(0, 1000))
+def test_scores_become_softmax_probabilities_and_the_largest_wins(seed: int) -> None:
+    scores = np.random.default_rng(seed).normal(size=(5, CLASSES))
+    found = columns(Head.LOGITS, torch.tensor(scores))
+    exponents = np.exp(scores)
+    np.testing.assert_array_equal(found["rawPrediction"], scores)
+    expected = exponents / exponents.sum(1, keepdims=True)
+    np.testing.assert_allclose(found["probability"], expected)
+    np.testing.assert_array_equal(found["prediction"], scores.argmax(1))
+
+
+def test_one_score_is_one_for_and_one_against() -> None:
+    scores = torch.tensor([[-2.0], [0.0], [3.0]])
+    for outputs in (scores, scores[:, 0]):
+        found = columns(Head.BINARY_LOGIT, outputs)
+        assert found["rawPrediction"].tolist() == [[2.0, -2.0], [0.0, 0.0], [-3.0, 3.0]]
+        positive = 1 / (1 + np.exp(-scores[:, 0].numpy()))
+        np.testing.assert_allclose(found["probability"][:, 1], positive, rtol=1e-6)
+        assert found["prediction"].tolist() == [0.0, 0.0, 1.0]
+
+
+def test_a_loss_without_probabilities_has_no_such_column() -> None:
+    found = columns(Head.SCORES, torch.tensor([[1.0, 2.0, 0.0]]))
+    assert found.keys() == {"rawPrediction", "prediction"}
+    assert found["prediction"].tolist() == [1.0]
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=CLASSES, max_size=CLASSES).filter(lambda p: sum(p) > 0.1),
+    st.lists(st.floats(0.01, 5), min_size=CLASSES, max_size=CLASSES),
+)
+def test_the_largest_probability_over_its_threshold_wins(
+    shares: list[float], thresholds: list[float]
+) -> None:
+    probabilities = np.array([shares]) / sum(shares)
+    found = columns(
+        Head.LOG_PROBABILITIES, torch.tensor(probabilities).log(), thresholds=thresholds
+    )
+    scaled = (probabilities / thresholds)[0]
+    winner = int(found["prediction"][0])
+    assert scaled[winner] >= scaled.max() * (1 - 1e-12)
+
+
+def test_a_threshold_of_zero_wins_whenever_its_class_is_possible() -> None:
+    outputs = torch.tensor([[0.9, 0.1, 0.0], [0.7, 0.3, 0.0], [0.8, 0.0, 0.2]]).log()
+    found = columns(Head.LOG_PROBABILITIES, outputs, thresholds=[0.5, 0.0, 0.1])
+    assert found["prediction"].tolist() == [1.0, 1.0, 2.0]
+
+
+def test_labels_that_are_numbers_are_predicted_themselves() -> None:
+    outputs = torch.eye(CLASSES)
+    found = columns(Head.LOGITS, outputs, labels=[10, 2.5, -1])
+    assert found["prediction"].tolist() == [10.0, 2.5, -1.0]
+    assert columns(Head.LOGITS, outputs, labels=["a", "b", "c"])["prediction"].tolist() == [0, 1, 2]
+
+
+def test_an_empty_name_leaves_a_column_out() -> None:
+    found = columns(Head.LOGITS, torch.eye(CLASSES), rawPredictionCol="", probabilityCol="")
+    assert found.keys() == {"prediction"}
+
+
+@pytest.mark.parametrize(
+    ("head", "widths", "changes", "words"),
+    [
+        (Head.UNKNOWN, {None: 3}, {}, "needs one of torch's losses for classes"),
+        (Head.LOGITS, {"a": 3, "b": 2}, {}, "there are outputs 'a', 'b'"),
+        (Head.LOGITS, {None: 1}, {}, "an output for each class, but the model gives 1 a row"),
+        (Head.BINARY_LOGIT, {None: 3}, {}, "one output a row, for two classes, but the model g"),
+        (Head.LOGITS, {None: 3}, {"labels": ["a", "b"]}, "tells 3 classes apart, but there are 2"),
+        (Head.LOGITS, {None: 3}, {"thresholds": [1.0, 1.0]}, "thresholds must be 3 numbers > 0"),
+        (Head.LOGITS, {None: 3}, {"thresholds": [0.0, 0.0, 1.0]}, "at most one may be 0"),
+        (Head.LOGITS, {None: 3}, {"thresholds": [-1.0, 1.0, 1.0]}, "thresholds must be 3"),
+        (Head.SCORES, {None: 3}, {"thresholds": [1.0, 1.0, 1.0]}, "MultiMarginLoss does not give"),
+        (Head.LOGITS, {None: 3}, {"probabilityCol": "prediction"}, "must be different names"),
+    ],
+)
+def test_what_is_no_classifier_is_refused(
+    head: Head, widths: Widths, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        classifier(**changes).predicted_columns(head, widths)
+
+
+@pytest.mark.parametrize("value", [[], ["a"], ["a", "a"], ["a", 1], "ab", [True, False], 3])
+def test_what_are_no_labels_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="labels must be two or more different texts, or numbers"):
+        classifier(labels=value)
+
+
+def test_a_regressor_predicts_one_number() -> None:
+    regressor = TorchRegressor(model=Net, optimizer=torch.optim.SGD)
+    (column,) = regressor.predicted_columns(Head.UNKNOWN, {None: 1})
+    assert (column.name, column.wide) == ("prediction", False)
+    assert column.function(torch.tensor([[1.5], [2.0]])).tolist() == [1.5, 2.0]
+    with pytest.raises(ConfigError, match="take TorchClassifier"):
+        regressor.predicted_columns(Head.LOGITS, {None: 3})
+    for widths, words in (({None: 4}, "this one gives 4"), ({"a": 1, "b": 1}, "several outputs")):
+        with pytest.raises(ConfigError, match=words):
+            regressor.predicted_columns(Head.UNKNOWN, widths)  # type: ignore[arg-type]
+
+
+def test_arguments_are_those_of_torch_estimator_but_for_the_output_columns() -> None:
+    assert classifier(epochs=3, batchSize=7, labelCol="y").getEpochs() == 3
+    assert isinstance(classifier().getLoss(), nn.CrossEntropyLoss)
+    with pytest.raises(ConfigError, match=r"TorchClassifier has no parameter 'outputType'"):
+        classifier(outputType="class")
+    with pytest.raises(ConfigError, match="Did you mean 'epochs'"):
+        TorchRegressor(model=Net, optimizer=torch.optim.SGD, epoch=3)
+    with pytest.raises(TypeError, match="TorchClassifier needs optimizer"):
+        TorchClassifier(model=Net)

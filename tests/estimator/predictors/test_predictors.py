@@ -1,0 +1,218 @@
+"""Classifier and regressor in the places of pyspark.ml's own, on real executors."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn.metrics as sk
+import torch
+from frames import CLASSES, WIDTH, features_of, frame, labels_of
+from models import Net
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.classification import OneVsRest
+from pyspark.ml.evaluation import (
+    BinaryClassificationEvaluator,
+    MulticlassClassificationEvaluator,
+    RegressionEvaluator,
+)
+from pyspark.ml.feature import IndexToString, StringIndexer
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from sparkdl import (
+    TorchClassificationModel,
+    TorchClassifier,
+    TorchRegressionModel,
+    TorchRegressor,
+    trusted_modules,
+)
+from sparkdl.errors import ConfigError, DataError, SparkDLError
+
+ROWS = 60
+IDS = np.arange(ROWS)
+SETTINGS: dict[str, Any] = {
+    "optimizer": partial(torch.optim.SGD, lr=0.5),
+    "batchSize": 10,
+    "numWorkers": 2,
+    "seed": 7,
+    "progress": False,
+    "timeout": 60.0,
+}
+NAMES = np.array(["cat", "ant", "bee"])
+SORTED = ["ant", "bee", "cat"]
+
+
+def network(classes: int = CLASSES) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, classes))
+
+
+def scores(module: nn.Module) -> np.ndarray:
+    with torch.no_grad():
+        found = module(torch.tensor(features_of(IDS), dtype=torch.float32))
+    return found.double().numpy()
+
+
+def named(rows: DataFrame) -> DataFrame:
+    return rows.withColumn("label", F.array(*map(F.lit, NAMES.tolist()))[F.col("label")])
+
+
+def test_texts_are_classes_and_the_columns_are_those_of_pyspark(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    rows = named(frame(spark, ROWS))
+    model = TorchClassifier(model=network(), epochs=3, **SETTINGS).fit(rows)
+    assert (model.getLabels(), model.numClasses, model.getLabelCol()) == (SORTED, 3, "label")
+    added = model.transform(rows)
+    assert added.columns[-3:] == ["rawPrediction", "probability", "prediction"]
+    found = added.orderBy("id").collect()
+    raw = scores(model.module)
+    np.testing.assert_allclose([r["rawPrediction"].toArray() for r in found], raw, rtol=1e-6)
+    exponents = np.exp(raw)
+    expected = exponents / exponents.sum(1, keepdims=True)
+    np.testing.assert_allclose([r["probability"].toArray() for r in found], expected, rtol=1e-5)
+    predicted = [row["prediction"] for row in found]
+    np.testing.assert_array_equal(predicted, raw.argmax(1))
+    # It has learned these classes, not others: the loss of the right indices is far smaller.
+    targets = np.array([SORTED.index(name) for name in NAMES[labels_of(IDS)]])
+    assert model.history[-1].loss < model.history[0].loss
+    # IndexToString finds the labels in the column.
+    texts = IndexToString(inputCol="prediction", outputCol="name").transform(added)
+    assert [r["name"] for r in texts.orderBy("id").collect()] == [SORTED[int(p)] for p in predicted]
+    # An evaluator of texts that StringIndexer has indexed the same way.
+    indexer = StringIndexer(inputCol="label", outputCol="y", stringOrderType="alphabetAsc")
+    evaluator = MulticlassClassificationEvaluator(labelCol="y", metricName="accuracy")
+    accuracy = pytest.approx(sk.accuracy_score(targets, predicted))
+    assert evaluator.evaluate(indexer.fit(rows).transform(added)) == accuracy
+    # The loss of each row, by the same indices; the column that has them does not stay.
+    scored = model.setScoreCol("loss").transform(rows)
+    assert scored.columns == [*added.columns, "loss"]
+    losses = -np.log(expected)[IDS, targets]
+    got = [row["loss"] for row in scored.orderBy("id").collect()]
+    np.testing.assert_allclose(got, losses, rtol=1e-4, atol=1e-6)
+    metrics = {"accuracy": MulticlassAccuracy(CLASSES, average="micro")}
+    path = str(tmp_path / "model")
+    model.setThresholds([1e-9, 1.0, 1.0]).write().save(path)
+    loaded = TorchClassificationModel.load(path)
+    assert loaded.evaluate(rows, metrics) == {"accuracy": accuracy}
+    again = loaded.transform(rows).orderBy("id").collect()
+    assert {row["prediction"] for row in again} == {0.0}
+    assert [row["loss"] for row in again] == got
+    taken = rows.withColumn("probability", F.lit(1))
+    with pytest.raises(DataError, match=r"model\.setProbabilityCol"):
+        loaded.transform(taken)
+
+
+def test_numbers_are_classes_by_their_labels_and_evaluators_compare_those(
+    spark: SparkSession,
+) -> None:
+    values = [30.0, 10.5, 20.0]
+    rows = frame(spark, ROWS).withColumn("label", F.array(*map(F.lit, values))[F.col("label")])
+    classifier = TorchClassifier(model=network(), labels=values, epochs=1, **SETTINGS)
+    model = classifier.fit(rows)
+    added = model.transform(rows)
+    predicted = np.array(values)[scores(model.module).argmax(1)]
+    found = [row["prediction"] for row in added.orderBy("id").collect()]
+    np.testing.assert_array_equal(found, predicted)
+    expected = sk.accuracy_score(
+        np.array(values)[labels_of(IDS)].astype(str), predicted.astype(str)
+    )
+    evaluator = MulticlassClassificationEvaluator(metricName="accuracy")
+    assert evaluator.evaluate(added) == pytest.approx(expected)
+    metrics = {"a": MulticlassAccuracy(CLASSES, average="micro")}
+    assert model.evaluate(rows, metrics)["a"] == pytest.approx(expected)
+    with pytest.raises(SparkDLError, match="Unseen label: 30"):
+        classifier.setLabels([10.5, 20.0, 31.0]).fit(rows)
+
+
+def test_a_pipeline_keeps_string_indexer_s_labels_and_is_saved_without_a_pickle(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    rows = named(frame(spark, ROWS))
+    indexer = StringIndexer(inputCol="label", outputCol="y", stringOrderType="alphabetDesc")
+    classifier = TorchClassifier(model=Net, labelCol="y", featuresCol="features", **SETTINGS)
+    path = str(tmp_path / "pipeline")
+    Pipeline(stages=[indexer, classifier]).write().save(path)
+    with trusted_modules("models"):
+        fitted = Pipeline.load(path).fit(rows)
+        fitted.write().save(path + "-fitted")
+        again = PipelineModel.load(path + "-fitted")
+    assert not list(tmp_path.rglob("*.pkl"))
+    assert again.stages[-1].getLabels() == SORTED[::-1]
+    both = [stage.transform(rows).orderBy("id").collect() for stage in (fitted, again)]
+    assert [row["probability"] for row in both[0]] == [row["probability"] for row in both[1]]
+
+
+def test_a_regressor_passes_its_evaluator_and_is_saved(spark: SparkSession, tmp_path: Path) -> None:
+    rows = frame(spark, ROWS).withColumn("label", F.col("features")[0] * 2 + 1)
+    linear = partial(nn.Linear, WIDTH, 1)
+    estimator = TorchRegressor(model=linear, epochs=3, scoreCol="error", **SETTINGS)
+    estimator.write().save(str(tmp_path / "estimator"))
+    estimator = TorchRegressor.load(str(tmp_path / "estimator"))
+    assert isinstance(estimator.getLoss(), nn.MSELoss)
+    assert not estimator.isSet("loss")
+    model = estimator.fit(rows)
+    predicted, targets = scores(model.module)[:, 0], features_of(IDS)[:, 0] * 2 + 1
+    expected = sk.mean_squared_error(targets, predicted)
+    model.write().save(str(tmp_path / "model"))
+    for each in (model, TorchRegressionModel.load(str(tmp_path / "model"))):
+        added = each.transform(rows)
+        found = RegressionEvaluator(metricName="mse").evaluate(added)
+        assert found == pytest.approx(expected, rel=1e-5)
+        errors = [row["error"] for row in added.orderBy("id").collect()]
+        np.testing.assert_allclose(errors, (predicted - targets) ** 2, rtol=1e-3, atol=1e-6)
+    without = model.copy().setScoreCol(None)
+    without.write().save(str(tmp_path / "without"))
+    with pytest.raises(ConfigError, match="scoreCol='e' needs the loss, which the model does not"):
+        TorchRegressionModel.load(str(tmp_path / "without")).setScoreCol("e").transform(rows)
+
+
+@pytest.mark.slow
+def test_one_versus_rest_takes_the_classifier(spark: SparkSession, tmp_path: Path) -> None:
+    rows = frame(spark, ROWS).withColumn("label", F.col("label").cast("double"))
+    binary = TorchClassifier(model=network(1), loss=nn.BCEWithLogitsLoss(), **SETTINGS)
+    model = OneVsRest(classifier=binary).fit(rows)
+    raw = np.stack([scores(each.module)[:, 0] for each in model.models], axis=1)
+    added = model.transform(rows).orderBy("id").collect()
+    np.testing.assert_array_equal([row["prediction"] for row in added], raw.argmax(1))
+    model.write().save(str(tmp_path / "model"))
+    with trusted_modules("torch"):
+        again = type(model).load(str(tmp_path / "model"))
+    assert again.transform(rows).orderBy("id").collect() == added
+
+
+@pytest.mark.slow
+def test_cross_validator_chooses_the_better_learning_rate(spark: SparkSession) -> None:
+    rows = frame(spark, ROWS).withColumn("label", (F.col("features")[0] > 0).cast("double"))
+    classifier = TorchClassifier(model=network(2), epochs=3, **SETTINGS)
+    nothing, something = partial(torch.optim.SGD, lr=0.0), partial(torch.optim.SGD, lr=0.5)
+    grid = ParamGridBuilder().addGrid(classifier.optimizer, [nothing, something]).build()
+    evaluator = BinaryClassificationEvaluator(metricName="areaUnderROC")
+    tuned = CrossValidator(
+        estimator=classifier, estimatorParamMaps=grid, evaluator=evaluator, numFolds=2, seed=1
+    ).fit(rows)
+    assert tuned.avgMetrics[1] > tuned.avgMetrics[0]
+    best, labels = tuned.bestModel, features_of(IDS)[:, 0] > 0
+    found = evaluator.evaluate(best.transform(rows))
+    assert found == pytest.approx(sk.roc_auc_score(labels, scores(best.module)[:, 1]), abs=1e-9)
+
+
+def test_what_is_no_label_column_of_classes_is_refused(spark: SparkSession) -> None:
+    classifier = TorchClassifier(model=network(), **SETTINGS)
+    one = frame(spark).withColumn("label", F.lit("only"))
+    with pytest.raises(ConfigError, match="'label' holds 1 different texts"):
+        classifier.fit(one)
+    two = classifier.copy().setLabelCols(["label", "id"])
+    with pytest.raises(ConfigError, match="one label column, and labelCols names label, id"):
+        two.fit(frame(spark))
+    with pytest.raises(DataError, match="labelCol names the column 'nowhere', which"):
+        classifier.copy().setLabelCol("nowhere").fit(frame(spark))
+    with pytest.raises(ConfigError, match="tells 3 classes apart, but there are 2 labels"):
+        classifier.fit(named(frame(spark)).where("label != 'cat'"))

@@ -1,0 +1,163 @@
+"""Metrics by the estimator and by ``model.evaluate``, on real executors."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn.metrics as sk
+import torch
+from frames import CLASSES, WIDTH, estimator, features_of, frame, labels_of
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+from torch import nn
+from torchmetrics import MeanSquaredError
+from torchmetrics.classification import (
+    BinaryAUROC,
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassConfusionMatrix,
+)
+
+from sparkdl import TorchEstimator, TorchModel
+from sparkdl.callbacks import EarlyStopping
+from sparkdl.errors import ConfigError, DataError, ModelError
+
+METRICS = {
+    "accuracy": MulticlassAccuracy(CLASSES, average="micro"),
+    "auroc": partial(MulticlassAUROC, CLASSES),
+    "confusion": partial(MulticlassConfusionMatrix, CLASSES),
+}
+ROWS = 60
+
+
+def by_scikit_learn(module: nn.Module, ids: np.ndarray) -> dict[str, Any]:
+    with torch.no_grad():
+        scores = module(torch.tensor(features_of(ids), dtype=torch.float32)).softmax(1).numpy()
+    targets = labels_of(ids)
+    return {
+        "accuracy": pytest.approx(sk.accuracy_score(targets, scores.argmax(1)), rel=1e-6),
+        "auroc": pytest.approx(sk.roc_auc_score(targets, scores, multi_class="ovr"), rel=1e-6),
+        "confusion": sk.confusion_matrix(targets, scores.argmax(1)).tolist(),
+    }
+
+
+def test_a_fit_measures_each_epoch_and_evaluate_gives_the_same_of_any_partitions(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    rows = frame(spark, ROWS).withColumn("held", F.col("id") % 4 == 0)
+    model = estimator(
+        metrics=METRICS,
+        validationIndicatorCol="held",
+        epochs=2,
+        callbacks=[EarlyStopping("auroc", patience=2, restore_best=False)],
+    ).fit(rows)
+    held = np.arange(0, ROWS, 4)
+    assert model.history[-1].metrics == by_scikit_learn(model.module, held)
+    for partitions in (1, 7):
+        some = rows.where("held").repartition(partitions)
+        assert model.evaluate(some, METRICS) == by_scikit_learn(model.module, held)
+    model.write().save(str(tmp_path / "model"))
+    loaded = TorchModel.load(str(tmp_path / "model"))
+    assert loaded.history == model.history
+    renamed = rows.withColumnRenamed("label", "y")
+    everything = by_scikit_learn(model.module, np.arange(ROWS))
+    assert loaded.setLabelCol("y").evaluate(renamed, METRICS) == everything
+    with pytest.raises(DataError, match="no rows to evaluate"):
+        model.evaluate(rows.where("id < 0"), METRICS)
+    with pytest.raises(DataError, match="labelCol names the column 'label', which"):
+        model.evaluate(renamed, METRICS)
+
+
+def test_a_module_from_elsewhere_is_evaluated_too(spark: SparkSession) -> None:
+    torch.manual_seed(2)
+    binary = nn.Sequential(nn.Linear(WIDTH, 1))
+    loss = nn.BCEWithLogitsLoss()
+    model = TorchModel.from_module(binary, torch.zeros(1, WIDTH), loss=loss)
+    rows = frame(spark).withColumn("label", F.col("label") % 2)
+    with torch.no_grad():
+        scores = binary(torch.tensor(features_of(range(60)), dtype=torch.float32))[:, 0].numpy()
+    expected = sk.roc_auc_score(labels_of(range(60)) % 2, scores)
+    assert model.evaluate(rows, {"auroc": BinaryAUROC}) == {
+        "auroc": pytest.approx(expected, rel=1e-6)
+    }
+    several = TorchModel.from_module(nn.Linear(WIDTH, 2), torch.zeros(1, WIDTH))
+    pairs = frame(spark).withColumn("label", F.array(F.lit(1.0), F.lit(2.0)))
+    with torch.no_grad():
+        outputs = several.module(torch.tensor(features_of(range(60)), dtype=torch.float32)).numpy()
+    wanted = sk.mean_squared_error(np.tile([1.0, 2.0], (60, 1)), outputs)
+    assert several.evaluate(pairs, {"mse": MeanSquaredError()})["mse"] == (
+        pytest.approx(wanted, rel=1e-5)
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"metrics": METRICS}, ConfigError, "held-out rows, and there are none: set validationF"),
+        (
+            {"metrics": {"five": MulticlassAccuracy(5)}, "validationFraction": 0.3},
+            ModelError,
+            "metric 'five' fails on float32",
+        ),
+        (
+            {"schedulerMetric": "auroc", "validationFraction": 0.3},
+            ConfigError,
+            "there are none: set metrics",
+        ),
+        (
+            {
+                "metrics": METRICS,
+                "schedulerMetric": "auroc",
+                "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau,
+                "validationFraction": 0.3,
+            },
+            ConfigError,
+            "a larger auroc is better, but the scheduler has mode='min'",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_training(
+    spark: SparkSession, changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        estimator(**changes).fit(frame(spark))
+
+
+def test_metrics_are_saved_by_name_where_they_are_made_by_a_class_or_function(
+    tmp_path: Path,
+) -> None:
+    path = str(tmp_path / "by-name")
+    makers = {"auroc": METRICS["auroc"], "mse": MeanSquaredError}
+    estimator(model=_Net, metrics=makers, schedulerMetric="mse").write().save(path)
+    with pytest.raises(ConfigError, match="not torch's own"):
+        TorchEstimator.load(path, trust=[__name__])
+    loaded = TorchEstimator.load(path, trust=[__name__, "torchmetrics"])
+    found = loaded.getMetrics() or {}
+    assert found["mse"] is MeanSquaredError
+    assert (found["auroc"].func, found["auroc"].args) == (MulticlassAUROC, (CLASSES,))
+    assert loaded.getSchedulerMetric() == "mse"
+    path = str(tmp_path / "pickled")
+    estimator(model=_Net, metrics=METRICS).write().save(path)
+    with pytest.raises(ConfigError, match="metrics was saved as a pickle"):
+        TorchEstimator.load(path, trust=[__name__, "torchmetrics"])
+
+
+class _Net(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, CLASSES)
+
+
+def test_a_collection_or_none_sets_them_and_other_things_are_refused() -> None:
+    from torchmetrics import MetricCollection
+
+    given = estimator(metrics=MetricCollection([MeanSquaredError()]))
+    assert list(given.getMetrics() or {}) == ["MeanSquaredError"]
+    assert given.setMetrics(None).getMetrics() is None
+    with pytest.raises(ConfigError, match="must be a dict of torchmetrics by name"):
+        estimator(metrics=[MeanSquaredError()])
+    with pytest.raises(ConfigError, match="schedulerMetric must be a name"):
+        estimator(schedulerMetric=3)
