@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         OuterOptimizer,
         OuterSGD,
         ParameterAveraging,
+        ThresholdGradientSharing,
     )
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "OuterOptimizer",
     "OuterSGD",
     "ParameterAveraging",
+    "ThresholdGradientSharing",
     "TorchDistributor",
     "TorchEstimator",
     "TorchModel",
@@ -63,6 +65,7 @@ _HOMES = {
     "OuterOptimizer": "sparkdl.strategies",
     "OuterSGD": "sparkdl.strategies",
     "ParameterAveraging": "sparkdl.strategies",
+    "ThresholdGradientSharing": "sparkdl.strategies",
     "TorchDistributor": "sparkdl.spark.functions.torch_distributor",
     "TorchEstimator": "sparkdl.estimator",
     "TorchModel": "sparkdl.estimator",

@@ -286,7 +286,9 @@ class AveragerClient:
             torch.empty(packing.numel(chunk.stop - chunk.start), dtype=packing.dtype)
             for chunk, packing in zip(chunks, packings, strict=True)
         ]
-        self._under_way = OverlappedRound(line, Contribution(window, header, messages), reply)
+        varies = any(packing.varies for packing in packings)
+        contribution = Contribution(window, header, messages)
+        self._under_way = OverlappedRound(line, contribution, reply, varies=varies)
 
     def end_exchange(self, segments: Sequence[Tensor], local: float) -> None:
         """Take what came of the round that is under way; see ``protocols.CenterExchange``."""
@@ -490,16 +492,18 @@ class AveragerClient:
 
     def _receive(self, packing: Packing, target: Tensor) -> Tensor:
         """Receive what ``target`` is to become: in place if it can be, else beside it."""
-        values = target
+        room = target
         if (
             self._wire_format.sends_changes
             or packing != AsDtype(target.dtype)
             or target.device.type != "cpu"
         ):
             size = packing.numel(len(target)) * packing.dtype.itemsize
-            values = self._scratch[:size].view(packing.dtype)
-        while (header := self._line.receive_values(values)) is not None:
-            self._note_checkpoint(header)
+            if size > len(self._scratch):
+                self._scratch = torch.empty(size, dtype=torch.uint8)
+            room = self._scratch[:size].view(packing.dtype)
+        while isinstance(values := self._line.receive_packed(room, varies=packing.varies), dict):
+            self._note_checkpoint(values)
         return packing.unpack(values, len(target))
 
     def _note_checkpoint(self, header: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from sparkdl.averager.wire_format import (
     Float4Changes,
     Float8Changes,
     FullPrecision,
+    SparseChanges,
     WireFormat,
 )
 from sparkdl.strategies.asynchronous_outer_optimizer import (
@@ -22,6 +23,7 @@ from sparkdl.strategies.elastic_averaging import ElasticAveraging
 from sparkdl.strategies.gradient_all_reduce import GradientAllReduce
 from sparkdl.strategies.outer_optimizer import OuterOptimizer, OuterSGD
 from sparkdl.strategies.parameter_averaging import ParameterAveraging
+from sparkdl.strategies.threshold_gradient_sharing import ThresholdGradientSharing
 
 __all__ = [
     "ASP",
@@ -53,6 +55,8 @@ __all__ = [
     "RoundPolicy",
     "Run",
     "Softsync",
+    "SparseChanges",
     "Strategy",
+    "ThresholdGradientSharing",
     "WireFormat",
 ]
