@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sparkdl.strategies import (
         AsynchronousSGD,
         ElasticAveraging,
+        GossipAveraging,
         GradientAllReduce,
         OuterOptimizer,
         OuterSGD,
@@ -37,6 +38,7 @@ __all__ = [
     "ElasticAveraging",
     "EpochSummary",
     "FunctionWorker",
+    "GossipAveraging",
     "GradientAllReduce",
     "OuterOptimizer",
     "OuterSGD",
@@ -61,6 +63,7 @@ _HOMES = {
     "ElasticAveraging": "sparkdl.strategies",
     "EpochSummary": "sparkdl.events",
     "FunctionWorker": "sparkdl.spark.functions.worker",
+    "GossipAveraging": "sparkdl.strategies",
     "GradientAllReduce": "sparkdl.strategies",
     "OuterOptimizer": "sparkdl.strategies",
     "OuterSGD": "sparkdl.strategies",

@@ -45,7 +45,7 @@ RECONNECT_S = 5.0
 START_FAILURE_S = 60.0
 """Seconds for which who could not start tries to reach the averager, and waits for its answers."""
 READING_S = 0.5
-"""Seconds between two signs of life while a worker reads its rows."""
+"""Seconds between two signs of life of a worker that reads its rows, or trains for long."""
 
 
 class AveragerClient:
@@ -158,10 +158,17 @@ class AveragerClient:
         Args:
             rows: how many it has read so far.
         """
+        self._say_now_and_then({"reading": rows})
+
+    def give_sign_of_life(self) -> None:
+        """Let the averager hear of this worker; see ``protocols.CenterExchange``."""
+        self._say_now_and_then({"alive": True})
+
+    def _say_now_and_then(self, header: dict[str, Any]) -> None:
         now = time.monotonic()
         if now - self._reported_reading >= READING_S:
             self._reported_reading = now
-            self._line.send_header({"reading": rows})
+            self._line.send_header(header)
 
     def start(
         self,

@@ -46,6 +46,7 @@ One worker is one connection (``framing.py`` has its form):
                                          have validated, and for the driver to look at that
                                  <------ {"waiting": true}, now and then
                                  <------ {"epoch_losses": of those not known}
+    {"alive": true}              ------> now and then, from who trains for long between two windows
     {"window": report,
      "takes_reply": whether,
      "own_state": bytes}, bytes,
@@ -277,7 +278,7 @@ class Worker:
             elif header.get("finish"):
                 edge.tell(on.Finished(member))
                 return
-            elif "reading" not in header:
+            elif "reading" not in header and "alive" not in header:
                 raise TrainingError(f"{member} sent a header that no worker sends: {header}")
 
     def _validate(self, header: dict[str, Any]) -> Conversation:

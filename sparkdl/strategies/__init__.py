@@ -20,6 +20,7 @@ from sparkdl.strategies.asynchronous_sgd import AsynchronousSGD
 from sparkdl.strategies.barriers import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
 from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.elastic_averaging import ElasticAveraging
+from sparkdl.strategies.gossip_averaging import GossipAveraging
 from sparkdl.strategies.gradient_all_reduce import GradientAllReduce
 from sparkdl.strategies.outer_optimizer import OuterOptimizer, OuterSGD
 from sparkdl.strategies.parameter_averaging import ParameterAveraging
@@ -44,6 +45,7 @@ __all__ = [
     "Float4Changes",
     "Float8Changes",
     "FullPrecision",
+    "GossipAveraging",
     "GradientAllReduce",
     "Needs",
     "Nobody",

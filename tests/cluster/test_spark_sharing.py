@@ -1,4 +1,4 @@
-"""Strategies that share gradients, on real executors."""
+"""Sharing gradients, and gossip, on real executors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from frames import estimator, frame
 from models import DiesOnce, lines
 from pyspark.sql import SparkSession
 
-from sparkdl import ThresholdGradientSharing
+from sparkdl import GossipAveraging, ThresholdGradientSharing
 from sparkdl.strategies import Strategy
 
 
@@ -20,9 +20,11 @@ from sparkdl.strategies import Strategy
         pytest.param(
             ThresholdGradientSharing(0.01, sparsity=(0.05, 0.5), aggregation="executors"),
             marks=pytest.mark.slow,
+            id="sharing-among-executors",
         ),
+        GossipAveraging(),
     ],
-    ids=["sharing", "sharing-among-executors"],
+    ids=["sharing", None, "gossip"],
 )
 def test_it_learns_counts_every_row_once_and_survives_a_kill(
     spark: SparkSession, tmp_path: Path, strategy: Strategy
