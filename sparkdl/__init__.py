@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from sparkdl.strategies import (
         AsynchronousSGD,
         ElasticAveraging,
+        GossipAveraging,
         GradientAllReduce,
         OuterOptimizer,
         OuterSGD,
         ParameterAveraging,
+        ThresholdGradientSharing,
     )
 
 __all__ = [
@@ -42,10 +44,12 @@ __all__ = [
     "ElasticAveraging",
     "EpochSummary",
     "FunctionWorker",
+    "GossipAveraging",
     "GradientAllReduce",
     "OuterOptimizer",
     "OuterSGD",
     "ParameterAveraging",
+    "ThresholdGradientSharing",
     "TorchClassificationModel",
     "TorchClassifier",
     "TorchDistributor",
@@ -69,10 +73,12 @@ _HOMES = {
     "ElasticAveraging": "sparkdl.strategies",
     "EpochSummary": "sparkdl.events",
     "FunctionWorker": "sparkdl.spark.functions.worker",
+    "GossipAveraging": "sparkdl.strategies",
     "GradientAllReduce": "sparkdl.strategies",
     "OuterOptimizer": "sparkdl.strategies",
     "OuterSGD": "sparkdl.strategies",
     "ParameterAveraging": "sparkdl.strategies",
+    "ThresholdGradientSharing": "sparkdl.strategies",
     "TorchClassificationModel": "sparkdl.estimator.predictors",
     "TorchClassifier": "sparkdl.estimator.predictors",
     "TorchDistributor": "sparkdl.spark.functions.torch_distributor",

@@ -221,6 +221,13 @@ class CenterExchange(Protocol):
             StoppedError: the averager ended the run.
         """
 
+    def give_sign_of_life(self) -> None:
+        """Let the averager hear of this worker, for windows that may be long; cheap in every step.
+
+        Raises:
+            StoppedError: the averager is gone.
+        """
+
     def gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Give a small JSON object and receive what all ranks gave, in the order of the ranks.
 

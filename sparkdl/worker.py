@@ -30,6 +30,7 @@ from sparkdl.averager.progress import Position
 from sparkdl.checkpoint.own_state import pack_own_state, unpack_own_state
 from sparkdl.collective import Collective, Network, join_collective
 from sparkdl.collective.network import local_address
+from sparkdl.collective.peers import PeerAwayError, Peers, Visitors
 from sparkdl.errors import (
     CheckpointError,
     CollectiveError,
@@ -56,13 +57,15 @@ from sparkdl.protocols import (
 from sparkdl.randomness import borrowed_random_numbers, seed_worker
 from sparkdl.replica import Precision, Replica
 from sparkdl.reshuffle import RowExchange, RowServer
-from sparkdl.reshuffle.exchange import Everyone
+from sparkdl.reshuffle.exchange import Everyone, Peer
 from sparkdl.schedule import Unit
 from sparkdl.strategies.base import Run, Strategy
 from sparkdl.strategies.on_worker import OnWorker
 from sparkdl.torch_settings import TorchSettings
 from sparkdl.tracebacks import traceback_of
 from sparkdl.transport.address import AveragerAddress
+from sparkdl.transport.connecting import introduced
+from sparkdl.transport.connection import Connection
 from sparkdl.worker_callback import StepCalls, WorkerCallback
 
 logger = logging.getLogger(__name__)
@@ -279,6 +282,7 @@ def _train(
 ) -> None:
     replica = run.replica
     replica.module.train()
+    visitors = Visitors()
     with (
         Feed(
             job.schema,
@@ -289,11 +293,14 @@ def _train(
             device=place.device,
             options=job.feed,
         ) as feed,
-        _row_server(job, place, token) as row_server,
+        _row_server(job, place, token, visitors) as row_server,
     ):
         exchange = None
-        if row_server is not None:
+        if row_server is not None and _exchanges_rows(job):
             exchange = _row_exchange(job, place, averager, token, row_server)
+        if job.strategy.needs.peers:
+            reach = partial(_reach_peer, job, place, averager, token)
+            run.peers = Peers(place.rank, reach, visitors)
         shard = feed.read_first(batches, averager.report_reading)
         run.batch_size = job.batch_size
         # Replicas start equal but must not draw equal dropout masks.
@@ -472,11 +479,32 @@ def _collective(
     )
 
 
-def _row_server(job: Job, place: Place, token: str) -> AbstractContextManager[RowServer | None]:
-    """Where other workers fetch rows from this one, if they ever do."""
-    if not (job.feed.exchange_rows or job.feed.reshuffle_every):
+def _exchanges_rows(job: Job) -> bool:
+    return job.feed.exchange_rows or bool(job.feed.reshuffle_every)
+
+
+def _row_server(
+    job: Job, place: Place, token: str, visitors: Visitors
+) -> AbstractContextManager[RowServer | None]:
+    """Where other workers fetch rows from this one, and visit it, if they ever do."""
+    if not (_exchanges_rows(job) or job.strategy.needs.peers):
         return nullcontext()
-    return RowServer(local_address(place.network), token, job.deadline_s, tls=job.tls)
+    address = local_address(place.network)
+    visit = visitors.serve if job.strategy.needs.peers else None
+    return RowServer(address, token, job.deadline_s, tls=job.tls, visit=visit)
+
+
+def _reach_peer(
+    job: Job, place: Place, averager: AveragerClient, token: str, rank: int, silence_s: float
+) -> Connection:
+    """Connect to another worker where it is now."""
+    averager.ask_for_rows()
+    peer = Peer.of(rank, averager.row_servers, encrypted=job.tls)
+    address = (peer.host, peer.port)
+    try:
+        return introduced(place.rank, f"rank {rank}", address, token, peer.fingerprint, silence_s)
+    except (DisconnectedError, StoppedError) as error:  # another job may listen there by now
+        raise PeerAwayError(str(error)) from error
 
 
 def _row_exchange(

@@ -58,7 +58,8 @@ class Center:
         layout: as given.
         values: the center, a tensor of ``center_dtype`` a segment.
         memory: what the update remembers.
-        chunk_bytes: size of the largest message of values.
+        chunk_bytes: size of the largest message of the center's values as they are.
+        message_bytes: size of the largest message of values in any form, at least that.
         sum: what is being added; None between two rounds.
         rounds_of_epoch: how many were committed in the epoch that is under way.
     """
@@ -88,6 +89,16 @@ class Center:
         self._wire_format = wire_format
         self._contributions = [wire_format.contribution(segment) for segment in layout]
         self._replies = [wire_format.reply(segment) for segment in layout]
+        self.message_bytes = max(
+            self.chunk_bytes,
+            *(
+                packing.numel(chunk.stop - chunk.start) * packing.dtype.itemsize
+                for fragment in self._fragments
+                for chunk in fragment
+                for packing in [self.contribution(chunk)]
+            ),
+            0,
+        )
         # Where the mean is what has changed, or the update says how; others become the mean.
         self._moves = [
             segment.averaged and (wire_format.sends_changes or self._update.updates(segment))
@@ -232,6 +243,8 @@ class Center:
         outcome = chunk.of(self._spare if changes else self.values)
         if packing == AsDtype(outcome.dtype):
             place = outcome
+        elif packing.varies:
+            place = packing.pack(outcome)
         else:
             place = self._room_of(chunk.segment)[self._places[chunk]]
             place.copy_(packing.pack(outcome))

@@ -6,6 +6,7 @@ neither a thread nor a lock.
 
     HEADER              the next message, a header
     values of a tensor  the next message, its bytes received in place
+    UpTo(values)        the same, but there may be fewer; how many bytes came is sent in
     PAUSE               whatever ``wake`` is called with; nothing is received meanwhile
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
@@ -44,7 +46,19 @@ class _Need(Enum):
 HEADER: Final = _Need.HEADER
 PAUSE: Final = _Need.PAUSE
 
-Need = _Need | memoryview
+
+@dataclass(frozen=True, slots=True)
+class UpTo:
+    """Values, for which there is room for at least as many as come.
+
+    Attributes:
+        room: where to.
+    """
+
+    room: memoryview
+
+
+Need = _Need | memoryview | UpTo
 Conversation = Generator[Need, Any, None]
 
 
@@ -68,7 +82,10 @@ class Channel:
         self._staging = staging
         self._touched = touched
         self._conversation: Conversation | None = None
-        self._need: Need = PAUSE
+        self._need: _Need | memoryview = PAUSE
+        # Whether values have to fill their room, and how long the message is if not.
+        self._exact = True
+        self._length = 0
         self._running = False
         self._wakes: deque[Any] = deque()
         # What has arrived and was not asked for yet.
@@ -104,9 +121,8 @@ class Channel:
         """Receive the values that are on their way elsewhere: their place is needed."""
         if isinstance(self._need, memoryview):
             into = into[: len(self._need)]
-            came = len(self._need) - len(self._rest) if self._rest else 0
             if self._rest and self._header is None:
-                self._rest = into[came:]
+                self._rest = into[self._length - len(self._rest) : self._length]
             self._need = into
 
     @property
@@ -216,8 +232,8 @@ class Channel:
             return [self._rest]
         if self._rest:
             return [self._rest, self._staging]
-        if isinstance(self._need, memoryview) and len(self._need) >= IN_PLACE_BYTES:
-            return [memoryview(self._prefix)[self._prefixed :], self._need]
+        if (at_once := self._at_once) is not None:
+            return [memoryview(self._prefix)[self._prefixed :], at_once]
         return [self._staging]
 
     def _place(self, count: int) -> None:
@@ -228,12 +244,12 @@ class Channel:
             if not self._rest:
                 self._end_message()
             self._take(self._staging[: count - in_place])
-        elif isinstance(self._need, memoryview) and len(self._need) >= IN_PLACE_BYTES:
+        elif (at_once := self._at_once) is not None:
             in_prefix = min(count, PREFIX_BYTES - self._prefixed)
             self._prefixed += in_prefix
             if self._prefixed < PREFIX_BYTES:
                 return
-            came = self._need[: count - in_prefix]
+            came = at_once[: count - in_prefix]
             self._begin_message()
             if self._header is not None:  # it is no values, so what came is not where it belongs
                 self._take(memoryview(bytes(came)))
@@ -243,6 +259,13 @@ class Channel:
                 self._end_message()
         else:
             self._take(self._staging[:count])
+
+    @property
+    def _at_once(self) -> memoryview | None:
+        """Where values are received together with their prefix, if nothing else can follow them."""
+        need = self._need
+        at_once = self._exact and isinstance(need, memoryview) and len(need) >= IN_PLACE_BYTES
+        return need if at_once and isinstance(need, memoryview) else None
 
     def _take(self, octets: memoryview) -> None:
         """Go through what has arrived; what is not wanted yet is kept."""
@@ -277,16 +300,18 @@ class Channel:
             return
         if not isinstance(self._need, memoryview):
             raise TrainingError("values arrived where a header was due")
-        if length != len(self._need):
+        if length > len(self._need) or (self._exact and length < len(self._need)):
+            most = "" if self._exact else "at most "
             raise TrainingError(
-                f"{length} bytes of values arrived where {len(self._need)} belong; both ends must "
-                "train the same model"
+                f"{length} bytes of values arrived where {most}{len(self._need)} belong; both ends "
+                "must train the same model"
             )
-        self._rest = self._need
+        self._length = length
+        self._rest = self._need[:length]
 
     def _end_message(self) -> None:
         if self._header is None:
-            self._advance(None)
+            self._advance(None if self._exact else self._length)
             return
         header, self._header = read_header(self._header), None
         raise_reported_failure(header)
@@ -299,13 +324,17 @@ class Channel:
         assert conversation is not None
         self._running = True
         try:
-            self._need = conversation.send(value)
+            self._want(conversation.send(value))
             while self._need is PAUSE and self._wakes and self._conversation is not None:
-                self._need = conversation.send(self._wakes.popleft())
+                self._want(conversation.send(self._wakes.popleft()))
         except StopIteration:
             self._conversation = None
         finally:
             self._running = False
+
+    def _want(self, need: Need) -> None:
+        self._exact = not isinstance(need, UpTo)
+        self._need = need.room if isinstance(need, UpTo) else need
 
 
 class _Outgoing:

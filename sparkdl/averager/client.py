@@ -45,7 +45,7 @@ RECONNECT_S = 5.0
 START_FAILURE_S = 60.0
 """Seconds for which who could not start tries to reach the averager, and waits for its answers."""
 READING_S = 0.5
-"""Seconds between two signs of life while a worker reads its rows."""
+"""Seconds between two signs of life of a worker that reads its rows, or trains for long."""
 
 
 class AveragerClient:
@@ -158,10 +158,17 @@ class AveragerClient:
         Args:
             rows: how many it has read so far.
         """
+        self._say_now_and_then({"reading": rows})
+
+    def give_sign_of_life(self) -> None:
+        """Let the averager hear of this worker; see ``protocols.CenterExchange``."""
+        self._say_now_and_then({"alive": True})
+
+    def _say_now_and_then(self, header: dict[str, Any]) -> None:
         now = time.monotonic()
         if now - self._reported_reading >= READING_S:
             self._reported_reading = now
-            self._line.send_header({"reading": rows})
+            self._line.send_header(header)
 
     def start(
         self,
@@ -286,7 +293,9 @@ class AveragerClient:
             torch.empty(packing.numel(chunk.stop - chunk.start), dtype=packing.dtype)
             for chunk, packing in zip(chunks, packings, strict=True)
         ]
-        self._under_way = OverlappedRound(line, Contribution(window, header, messages), reply)
+        varies = any(packing.varies for packing in packings)
+        contribution = Contribution(window, header, messages)
+        self._under_way = OverlappedRound(line, contribution, reply, varies=varies)
 
     def end_exchange(self, segments: Sequence[Tensor], local: float) -> None:
         """Take what came of the round that is under way; see ``protocols.CenterExchange``."""
@@ -490,16 +499,18 @@ class AveragerClient:
 
     def _receive(self, packing: Packing, target: Tensor) -> Tensor:
         """Receive what ``target`` is to become: in place if it can be, else beside it."""
-        values = target
+        room = target
         if (
             self._wire_format.sends_changes
             or packing != AsDtype(target.dtype)
             or target.device.type != "cpu"
         ):
             size = packing.numel(len(target)) * packing.dtype.itemsize
-            values = self._scratch[:size].view(packing.dtype)
-        while (header := self._line.receive_values(values)) is not None:
-            self._note_checkpoint(header)
+            if size > len(self._scratch):
+                self._scratch = torch.empty(size, dtype=torch.uint8)
+            room = self._scratch[:size].view(packing.dtype)
+        while isinstance(values := self._line.receive_packed(room, varies=packing.varies), dict):
+            self._note_checkpoint(values)
         return packing.unpack(values, len(target))
 
     def _note_checkpoint(self, header: dict[str, Any]) -> None:

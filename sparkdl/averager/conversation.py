@@ -46,6 +46,7 @@ One worker is one connection (``framing.py`` has its form):
                                          have validated, and for the driver to look at that
                                  <------ {"waiting": true}, now and then
                                  <------ {"epoch_losses": of those not known}
+    {"alive": true}              ------> now and then, from who trains for long between two windows
     {"window": report,
      "takes_reply": whether,
      "own_state": bytes}, bytes,
@@ -89,7 +90,7 @@ from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
 from sparkdl.averager.accumulator import Accumulator
 from sparkdl.averager.center import Center
-from sparkdl.averager.channel import HEADER, PAUSE, Channel, Conversation
+from sparkdl.averager.channel import HEADER, PAUSE, Channel, Conversation, UpTo
 from sparkdl.averager.coordinator import Coordinator
 from sparkdl.averager.events import Member
 from sparkdl.averager.finite import require_finite
@@ -228,7 +229,7 @@ class Worker:
         self.channel.send_header({"again": True})
         if self.sum is not None:
             self.sum = None
-            self.channel.redirect(self._scratch(self._edge.center.chunk_bytes))
+            self.channel.redirect(self._scratch(self._edge.center.message_bytes))
 
     def _taken(self) -> None:
         self._edge.tell(on.Taken(self._member()))
@@ -277,7 +278,7 @@ class Worker:
             elif header.get("finish"):
                 edge.tell(on.Finished(member))
                 return
-            elif "reading" not in header:
+            elif "reading" not in header and "alive" not in header:
                 raise TrainingError(f"{member} sent a header that no worker sends: {header}")
 
     def _validate(self, header: dict[str, Any]) -> Conversation:
@@ -310,11 +311,17 @@ class Worker:
         for index, chunk in enumerate(total.chunks):
             place = None if self.sum is None else self.sum.in_place(rank, index)
             packed = self._packed(chunk) if place is None else place
-            yield octets_of(packed)
-            values = edge.center.contribution(chunk).unpack(packed, chunk.stop - chunk.start)
-            if self.sum is not None:  # else they went elsewhere
-                require_finite(values, report)
-            if self.sum is not None and self.sum.turn(index) != rank:
+            packing = edge.center.contribution(chunk)
+            if packing.varies:
+                count = yield UpTo(octets_of(packed))
+                packed = packed[: count // packed.dtype.itemsize]
+            else:
+                yield octets_of(packed)
+            if self.sum is None:
+                continue  # they went elsewhere
+            values = packing.unpack(packed, chunk.stop - chunk.start)
+            require_finite(values, report)
+            if self.sum.turn(index) != rank:
                 edge.await_turn(self, index)
                 yield PAUSE
             if self.sum is not None:

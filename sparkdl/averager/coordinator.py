@@ -606,8 +606,9 @@ class Coordinator:
 
     def _say_waiting(self) -> None:
         self._said_waiting = self._now
-        windows = self.round.at_barrier | self.round.through
-        through = {rank: window.member for rank, window in windows.items()}
+        # Others may train for longer than a contribution may take.
+        windows = self.round.behind_others | self.round.at_barrier | self.round.through
+        through = {rank: w.member for rank, w in windows.items() if not w.member.gone}
         wanting = {rank: event.member for rank, event in self._epoch_losses.wanted.items()}
         waiting = self._ready | self._shown | self._giving | self._leaving | through | wanting
         if not self.round.policy.in_step:

@@ -66,6 +66,22 @@ class Line:
             if header is None or self._says_more(header):
                 return header
 
+    def receive_packed(self, into: Tensor, *, varies: bool) -> Tensor | dict[str, Any]:
+        """The next values, or the header before them if it is more than a sign of life.
+
+        Args:
+            into: room for them.
+            varies: whether they may be fewer.
+        """
+        while True:
+            if not varies:
+                header = self.receive_values(into)
+                return into if header is None else header
+            with self._named():
+                came = self._connection.receive_up_to(into)
+            if isinstance(came, Tensor) or self._says_more(came):
+                return came
+
     def send_last(self, header: dict[str, Any]) -> None:
         """Send a header and wait for the averager to close the connection.
 

@@ -49,16 +49,21 @@ class OverlappedRound:
         line: to the averager; nobody else may use it before ``wait`` has returned.
         contribution: what is sent.
         reply: room for what comes back, a tensor a message.
+        varies: whether that may be less.
 
     Attributes:
         window: the contribution's.
-        reply: as given.
+        reply: what has come back.
         notes: headers that came before the reply; to be looked at after ``wait``.
     """
 
-    def __init__(self, line: Line, contribution: Contribution, reply: Sequence[Tensor]) -> None:
+    def __init__(
+        self, line: Line, contribution: Contribution, reply: Sequence[Tensor], *, varies: bool
+    ) -> None:
         self.window = contribution.window
-        self.reply = reply
+        self.reply: list[Tensor] = []
+        self._room = reply
+        self._varies = varies
         self.notes: list[dict[str, Any]] = []
         self._line = line
         self._contribution = contribution
@@ -95,9 +100,10 @@ class OverlappedRound:
         self._line.send_header(self._contribution.header)
         for values in self._contribution.messages:
             self._line.send_values(values)
-        for room in self.reply:
-            while (header := self._line.receive_values(room)) is not None:
-                if "again" in header:
+        for room in self._room:
+            while isinstance(came := self._line.receive_packed(room, varies=self._varies), dict):
+                if "again" in came:
                     return False
-                self.notes.append(header)
+                self.notes.append(came)
+            self.reply.append(came)
         return True

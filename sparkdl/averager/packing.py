@@ -16,8 +16,12 @@ class Packing(Protocol):
     def dtype(self) -> torch.dtype:
         """Element type of what is sent."""
 
+    @property
+    def varies(self) -> bool:
+        """Whether what is sent may have fewer elements than ``numel``."""
+
     def numel(self, values: int) -> int:
-        """Elements of what is sent for so many values."""
+        """Elements of what is sent for so many values, or the most of them."""
 
     def pack(self, values: Tensor) -> Tensor:
         """What to send for 1-D values; may be the values themselves."""
@@ -35,6 +39,7 @@ class AsDtype:
     """
 
     dtype: torch.dtype
+    varies: ClassVar[bool] = False
 
     def numel(self, values: int) -> int:
         """As many."""
@@ -76,6 +81,7 @@ class Float8:
     """
 
     dtype: ClassVar[torch.dtype] = torch.uint8
+    varies: ClassVar[bool] = False
 
     def numel(self, values: int) -> int:
         """A byte each, and one a block."""
@@ -107,6 +113,7 @@ class Float4:
     """
 
     dtype: ClassVar[torch.dtype] = torch.uint8
+    varies: ClassVar[bool] = False
 
     def numel(self, values: int) -> int:
         """Half a byte each, and a byte a block."""

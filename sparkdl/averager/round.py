@@ -153,6 +153,12 @@ class Round:
         self._missing.discard(rank)
 
     @property
+    def behind_others(self) -> dict[int, WindowClosed]:
+        """Of those who have begun to contribute, who waits for others to do so."""
+        first = min(self._missing, default=None)
+        return {rank: window for rank, window in self.entered.items() if rank != first}
+
+    @property
     def is_complete(self) -> bool:
         """Whether everyone of the group has contributed."""
         return self.is_open and not self._missing

@@ -3,8 +3,8 @@
 A wire format is the same object at both ends. ``FullPrecision`` sends the values themselves.
 ``BFloat16Changes`` halves the bytes: the *changes* since the last center travel as bfloat16,
 because rounding the parameters themselves to 8 bits of mantissa would lose every update smaller
-than 1/256 of a parameter. ``Float8Changes`` and ``Float4Changes`` round them to fewer bits. Sums
-are formed in float32 at least.
+than 1/256 of a parameter. ``Float8Changes`` and ``Float4Changes`` round them to fewer bits.
+``SparseChanges`` sends those that are not zero, as they are. Sums are formed in float32 at least.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.averager.packing import AsDtype, Float4, Float8, Packing
+from sparkdl.averager.sparse import Sparse
 from sparkdl.protocols import Segment
 
 
@@ -144,6 +145,35 @@ class Float4Changes(RoundedChanges):
 
     name = "float4"
     up, down = Float4(), Float8()
+
+
+class SparseChanges:
+    """Changes that workers have chosen to send travel up, and how the center has moved down.
+
+    Both as they are, in as few bytes as it takes. What a worker contributes are the changes, not
+    values: it may keep something back. Integer segments travel as they are.
+    """
+
+    name = "sparse"
+    sends_changes = replies_changes = True
+
+    def contribution(self, segment: Segment) -> Packing:
+        """By how many are not zero, if it is averaged."""
+        return Sparse(segment.center_dtype) if segment.averaged else AsDtype(segment.dtype)
+
+    reply = contribution
+
+    def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
+        """The values, which are changes."""
+        return values
+
+    def decode(self, reply: Tensor, values: Tensor, base: Tensor | None, segment: Segment) -> None:
+        """Move the base, and overwrite the values with it."""
+        if not segment.averaged or base is None:
+            values.copy_(reply)
+            return
+        base.add_(reply.to(base.device))
+        values.copy_(base)
 
 
 WIRE_FORMATS: dict[str, type[FullPrecision] | type[BFloat16Changes]] = {

@@ -89,6 +89,13 @@ class Collective:
             dist.broadcast(tensor, source, group=self._group)
         return tensor
 
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every member's tensor, by index; all have to be of one size and dtype."""
+        gathered = [torch.empty_like(tensor) for _ in self.members]
+        with self.guarded("an exchange of all workers with all"):
+            dist.all_gather(gathered, tensor, group=self._group)
+        return gathered
+
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:
         """Turn a broken exchange among the workers into an error that names who was missing.

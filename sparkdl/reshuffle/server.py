@@ -16,7 +16,7 @@ import contextlib
 import reprlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,13 +116,24 @@ class RowServer:
         token: the job's secret, which both ends of each connection prove to know.
         deadline_s: the longest that others wait here for rows, in seconds.
         tls: whether the rows are encrypted on their way.
+        visit: serves a connection on which something else than rows is asked for, given that and
+            what was asked; without it nothing is.
 
     Attributes:
         address: where it listens, as ``exchange.Peer.of`` reads it: JSON for the other workers.
     """
 
-    def __init__(self, host: str, token: str, deadline_s: float, *, tls: bool = False) -> None:
+    def __init__(
+        self,
+        host: str,
+        token: str,
+        deadline_s: float,
+        *,
+        tls: bool = False,
+        visit: Callable[[Connection, dict[str, Any]], None] | None = None,
+    ) -> None:
         self._deadline_s = deadline_s
+        self._visit = visit
         self._condition = threading.Condition()
         self._offers: dict[int, Offer] = {}
         self._closed = False
@@ -169,6 +180,9 @@ class RowServer:
 
     def _answer(self, connection: Connection) -> None:
         asked = connection.receive_header()
+        if self._visit is not None and "rows_for" not in asked:
+            self._visit(connection, asked)
+            return
         rank, epoch = asked.get("rows_for"), asked.get("epoch")
         if type(rank) is not int or type(epoch) is not int or epoch < 1:
             raise TrainingError(f"{reprlib.repr(asked)} asks for no rows")

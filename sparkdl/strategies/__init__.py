@@ -9,6 +9,7 @@ from sparkdl.averager.wire_format import (
     Float4Changes,
     Float8Changes,
     FullPrecision,
+    SparseChanges,
     WireFormat,
 )
 from sparkdl.strategies.asynchronous_outer_optimizer import (
@@ -19,9 +20,11 @@ from sparkdl.strategies.asynchronous_sgd import AsynchronousSGD
 from sparkdl.strategies.barriers import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
 from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.elastic_averaging import ElasticAveraging
+from sparkdl.strategies.gossip_averaging import GossipAveraging
 from sparkdl.strategies.gradient_all_reduce import GradientAllReduce
 from sparkdl.strategies.outer_optimizer import OuterOptimizer, OuterSGD
 from sparkdl.strategies.parameter_averaging import ParameterAveraging
+from sparkdl.strategies.threshold_gradient_sharing import ThresholdGradientSharing
 
 __all__ = [
     "ASP",
@@ -42,6 +45,7 @@ __all__ = [
     "Float4Changes",
     "Float8Changes",
     "FullPrecision",
+    "GossipAveraging",
     "GradientAllReduce",
     "Needs",
     "Nobody",
@@ -53,6 +57,8 @@ __all__ = [
     "RoundPolicy",
     "Run",
     "Softsync",
+    "SparseChanges",
     "Strategy",
+    "ThresholdGradientSharing",
     "WireFormat",
 ]

@@ -15,6 +15,7 @@ from sparkdl.averager.progress import Position
 from sparkdl.averager.round_policy import All, RoundPolicy
 from sparkdl.averager.wire_format import WireFormat
 from sparkdl.collective import Collective
+from sparkdl.collective.peers import Peers
 from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
 from sparkdl.protocols import Batch, CenterExchange
@@ -37,6 +38,8 @@ class Run:
     """Rows a minibatch; the last of an epoch may have fewer."""
     collective: Collective | None = None
     """The group of all workers, for strategies that need one."""
+    peers: Peers | None = None
+    """The other workers, one by one, for strategies that need them."""
     cleanup: ExitStack = field(default_factory=ExitStack)
     """Closed when this worker leaves the others, also after an error, in ``start`` or later."""
     epoch: int = 0
@@ -146,6 +149,9 @@ class Needs:
     """Whether the optimizer's state is part of what replicas agree on, and so of the center."""
     collective: bool = False
     """Whether the workers exchange among themselves, over NCCL or gloo."""
+    peers: bool = False
+    """Whether a worker visits others, one at a time, while all train: who is lost is missed by
+    nobody."""
     gang_start: bool = False
     """Whether all workers have to run at once: Spark then starts them in barrier mode."""
     equal_steps: bool = False

@@ -170,17 +170,34 @@ class Connection:
             SilenceError: nothing came.
             TrainingError: another number of bytes came.
         """
+        came = self._receive_message(into, "")
+        return came if isinstance(came, dict) else None
+
+    def receive_up_to(self, into: Tensor) -> dict[str, Any] | Tensor:
+        """The next message: what it has filled of a tensor, from its beginning; or a header.
+
+        Args:
+            into: as in ``receive_values``, with room for at least as many values as come.
+
+        Raises:
+            ConnectionLostError: the other end is gone.
+            SilenceError: nothing came.
+            TrainingError: more came.
+        """
+        return self._receive_message(into, "at most ")
+
+    def _receive_message(self, into: Tensor, most: str) -> dict[str, Any] | Tensor:
         kind, length = read_prefix(self._receive(PREFIX_BYTES))
         if kind == HEADER_KIND:
             return read_header(self._receive(length))
-        octets = octets_of(into)
-        if length != octets.nbytes:
+        octets, item = octets_of(into), into.dtype.itemsize
+        if length > octets.nbytes or length % item or (not most and length < octets.nbytes):
             raise TrainingError(
-                f"{length} bytes arrived where {len(into)} values of {into.dtype} ({octets.nbytes} "
-                "bytes) belong; both ends must train the same model"
+                f"{length} bytes arrived where {most}{len(into)} values of {into.dtype} "
+                f"({octets.nbytes} bytes) belong; both ends must train the same model"
             )
-        self._receive_into(octets)
-        return None
+        self._receive_into(octets[:length])
+        return into[: length // item]
 
     def end_sending(self) -> None:
         """Let the other end see an end behind what was sent; it may still be received from."""

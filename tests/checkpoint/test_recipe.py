@@ -59,6 +59,8 @@ def test_nested_partials_lists_and_dicts_come_back(tmp_path: Path) -> None:
     [
         ParameterAveraging(period=9, average_optimizer_state=False, wire_dtype="bfloat16"),
         strategies.ElasticAveraging(period=9, moving_rate=0.2, mode="asynchronous"),
+        strategies.GossipAveraging(3, "pull", "ring"),
+        strategies.ThresholdGradientSharing(0.02, sparsity=(0.001, 0.1), clip=None),
     ],
     ids=repr,
 )

@@ -1,0 +1,121 @@
+"""Workers that visit each other, one at a time, while all train; nobody is waited for.
+
+Each worker has a port at which the others call on it, in threads beside its training; a connection
+stays open between two visits. Who does not answer is left alone for a while: it may have been lost,
+and be back later at another address.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+"""The longest that a visit may make no progress, in seconds."""
+AWAY_S = 1.0
+"""Seconds for which nobody calls on a worker that was not there, at least."""
+AWAY_TIMES = 20
+"""How many times as long as finding out took: no more than a twentieth of the time is lost so."""
+
+T = TypeVar("T")
+Host = Callable[[Connection, dict[str, Any]], None]
+"""Serves one visit, given the connection and the header with which it has begun."""
+
+
+class PeerAwayError(Exception):
+    """Another worker cannot be reached now."""
+
+
+class Visitors:
+    """Those who call on this worker.
+
+    Attributes:
+        host: receives them; None while this worker is not to be visited.
+    """
+
+    def __init__(self) -> None:
+        self.host: Host | None = None
+
+    def serve(self, connection: Connection, asked: dict[str, Any]) -> None:
+        """Serve a connection until it ends; called in a thread of its own.
+
+        Args:
+            connection: from another worker.
+            asked: the first header that came.
+
+        Raises:
+            TrainingError: the other end sends what no worker sends.
+            ConnectionLostError: it has left.
+        """
+        while True:
+            host = self.host
+            if host is None:
+                connection.send_header({"away": True})
+            else:
+                host(connection, asked)
+            asked = connection.receive_header()
+
+
+class Peers:
+    """The other workers, as one of them calls on them.
+
+    Args:
+        rank: this worker's.
+        reach: connects to a rank, where it is now, with a limit to its silence in seconds; raises
+            ``PeerAwayError`` if it is not there.
+        visitors: those who call on this worker.
+
+    Attributes:
+        rank: as given.
+        visitors: as given.
+    """
+
+    def __init__(
+        self, rank: int, reach: Callable[[int, float], Connection], visitors: Visitors
+    ) -> None:
+        self.rank = rank
+        self.visitors = visitors
+        self._reach = reach
+        self._open: dict[int, Connection] = {}
+        self._away_until: dict[int, float] = {}
+
+    def visit(self, rank: int, talk: Callable[[Connection], T]) -> T | None:
+        """Talk to another worker.
+
+        Args:
+            rank: whom.
+            talk: what is said; left in the middle if the connection breaks.
+
+        Returns:
+            What ``talk`` has returned; None if the other worker is not there, or was not lately.
+        """
+        began = time.monotonic()
+        if began < self._away_until.get(rank, began):
+            return None
+        try:
+            if rank not in self._open:
+                self._open[rank] = self._reach(rank, PATIENCE_S)
+            return talk(self._open[rank])
+        except (PeerAwayError, ConnectionLostError, SilenceError) as error:
+            connection = self._open.pop(rank, None)
+            if connection is not None:
+                connection.close()
+            now = time.monotonic()
+            away_s = max(AWAY_S, AWAY_TIMES * (now - began))
+            self._away_until[rank] = now + away_s
+            logger.info(
+                "rank %d does without rank %d for %.0f s: %s", self.rank, rank, away_s, error
+            )
+            return None
+
+    def close(self) -> None:
+        """Leave the others, and be visited no more."""
+        self.visitors.host = None
+        while self._open:
+            self._open.popitem()[1].close()

@@ -1,0 +1,165 @@
+"""Threshold encoding: what is large enough of a change is sent, the rest stays for later.
+
+Strom 2015, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing". With d a change
+of the parameters, t the threshold and r the residual, which is 0 at first:
+
+    r  <-  r + d          q  <-  sign(r) * t where |r| >= t, else 0          r  <-  r - q
+
+and q is sent. Large entries are sent more than once, nothing is lost but what is clipped. A
+threshold has 8 significant bits, so that r - q is exact while r < 65,536 * t: then all q and the
+residual are together, to the bit, what has gone into it.
+
+What goes beyond Strom is Deeplearning4j's (``AdaptiveThresholdAlgorithm``,
+``ResidualClippingPostProcessor``, ``EncodingHandler``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DECAY = 0.5 ** (1 / 20)
+"""By what a threshold changes from one message to the next: twice as much after 20."""
+CLIP_EVERY = 5
+"""Messages between two clippings of the residual."""
+SHAKE = 3
+"""By what the threshold of a shake-up message is divided."""
+_BLOCK = 1 << 15
+"""Values that are encoded together: three stretches of them stay in the cache."""
+_MANY = 1 / 32
+"""Where more of a block is sent, whole blocks are faster than the places in them."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How changes are encoded; the same on all workers.
+
+    Attributes:
+        threshold: t, in the first message; 0 sends everything.
+        sparsity: the least and the largest part of the entries that is to be sent: where it is less
+            the threshold becomes smaller, where it is more larger. None for a threshold that stays.
+        clip: how many thresholds an entry of the residual may be; None for no limit.
+        shake_every: every so many messages one has a third of the threshold; None for none.
+    """
+
+    threshold: float
+    sparsity: tuple[float, float] | None
+    clip: float | None
+    shake_every: int | None
+
+
+class ThresholdEncoder:
+    """One worker's residual, and the threshold of its next message.
+
+    Args:
+        encoding: how changes are encoded.
+        center: what the first change is the difference to; a float32 or float64 tensor for each
+            that is encoded, 1-D, on the CPU.
+
+    Attributes:
+        threshold: of the next message.
+        messages: how many there were.
+        residuals: what was not sent, in tensors like the center's.
+    """
+
+    def __init__(self, encoding: Encoding, center: Sequence[Tensor]) -> None:
+        self.threshold = short(encoding.threshold)
+        self.messages = 0
+        self.residuals = [torch.zeros_like(values) for values in center]
+        self._encoding = encoding
+        self._values = max(1, sum(len(values) for values in center))
+
+    def encode(
+        self, values: Sequence[Tensor], center: Sequence[Tensor], out: Sequence[Tensor]
+    ) -> None:
+        """Find out what to send.
+
+        Args:
+            values: what the worker has trained, 1-D, anywhere.
+            center: what it began with.
+            out: overwritten by what to send; may be ``center``.
+        """
+        encoding = self._encoding
+        self.messages += 1
+        shake = bool(encoding.shake_every) and self.messages % (encoding.shake_every or 1) == 0
+        threshold = short(self.threshold / SHAKE) if shake else self.threshold
+        sent = 0
+        for mine, held, residual, share in zip(values, center, self.residuals, out, strict=True):
+            here = mine.detach().to("cpu", residual.dtype)
+            arrays = (here.numpy(), held.numpy(), residual.numpy(), share.numpy())
+            sent += _encode(*arrays, residual.numpy().dtype.type(threshold))
+        if encoding.clip is not None and self.messages % CLIP_EVERY == 0 and threshold:
+            most = encoding.clip * self.threshold
+            for residual in self.residuals:
+                residual.clamp_(-most, most)
+        if encoding.sparsity is not None and not shake:
+            self._adapt(sent / self._values, *encoding.sparsity)
+
+    def _adapt(self, part: float, least: float, most: float) -> None:
+        """Change the threshold after a message that had a part of the entries."""
+        if part > most:
+            self.threshold = short(self.threshold / DECAY)
+        elif part < least:
+            self.threshold = short(self.threshold * DECAY)
+
+    def saved(self) -> dict[str, Any]:
+        """For ``restore``."""
+        residuals = {f"residual.{index}": values for index, values in enumerate(self.residuals)}
+        return {**residuals, "threshold": self.threshold, "messages": self.messages}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what was ``saved``."""
+        for index, residual in enumerate(self.residuals):
+            residual.copy_(saved[f"residual.{index}"])
+        self.threshold, self.messages = saved["threshold"], saved["messages"]
+
+
+def short(threshold: float) -> float:
+    """A threshold with 8 significant bits, the nearest; no less than the least float32 has."""
+    least = float(torch.finfo(torch.bfloat16).tiny)
+    rounded = float(torch.tensor(threshold, dtype=torch.float64).bfloat16())
+    return max(rounded, least) if threshold else 0.0
+
+
+def _encode(
+    values: np.ndarray,
+    center: np.ndarray,
+    residual: np.ndarray,
+    out: np.ndarray,
+    threshold: np.floating[Any],
+) -> int:
+    """Encode a stretch; returns how many entries are to be sent.
+
+    Three reads and two writes of each value, no pass over memory besides.
+    """
+    sent = 0
+    magnitude = np.empty(min(_BLOCK, len(values)), residual.dtype)
+    large = np.empty(len(magnitude), bool)
+    for start in range(0, len(values), _BLOCK):
+        part = slice(start, start + _BLOCK)
+        share, rest = out[part], residual[part]
+        np.subtract(values[part], center[part], out=share)
+        rest += share
+        if not threshold:
+            share[:], rest[:] = rest, 0
+            sent += len(share)
+            continue
+        sizes, is_large = magnitude[: len(rest)], large[: len(rest)]
+        np.greater_equal(np.abs(rest, out=sizes), threshold, out=is_large)
+        count = int(np.count_nonzero(is_large))
+        sent += count
+        if count > len(rest) * _MANY:
+            np.copysign(np.multiply(is_large, threshold, out=sizes), rest, out=share)
+            rest -= share
+            continue
+        places = is_large.nonzero()[0]
+        signed = np.copysign(threshold, rest[places])
+        share.fill(0)
+        share[places] = signed
+        rest[places] -= signed
+    return sent
