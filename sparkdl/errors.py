@@ -2,6 +2,7 @@
 
 SparkDLError
   ConfigError        an argument, Param or configuration value is wrong        (also ValueError)
+    InUseError       another process writes there now
   DataError          the DataFrame's columns or values do not fit               (also ValueError)
   ModelError         the model, loss or optimizer fails before training starts
   CheckpointError    a checkpoint or saved model cannot be written or read
@@ -27,6 +28,21 @@ class SparkDLError(Exception):
 
 class ConfigError(SparkDLError, ValueError):
     """An argument, Param or configuration value is wrong; the message says which and what fits."""
+
+
+class InUseError(ConfigError):
+    """Another process writes there now; the message says which.
+
+    Attributes:
+        holder: which process, on what host, since when.
+    """
+
+    def __init__(self, message: str, holder: str) -> None:
+        super().__init__(message)
+        self.holder = holder
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.holder)
 
 
 class DataError(SparkDLError, ValueError):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pyspark.ml import Pipeline
+from pyspark.ml import Estimator, Pipeline, Transformer
 from pyspark.ml.classification import LogisticRegression
 from pyspark.ml.feature import OneHotEncoder, VectorAssembler
 from pyspark.ml.functions import array_to_vector
@@ -12,44 +12,53 @@ from pyspark.sql import functions as F
 from flights.features import CATEGORIES
 
 
-def majority_class(train: DataFrame, test: DataFrame) -> DataFrame:
-    """Predict for every flight the share of late flights in the training part.
+class MajorityClass(Estimator["MajorityClassModel"]):
+    """Predicts for every flight the share of late flights in the training part."""
+
+    def _fit(self, dataset: DataFrame) -> "MajorityClassModel":
+        """Called by ``fit``."""
+        rate = dataset.agg(F.avg("label")).first()
+        assert rate is not None  # an aggregate without keys has one row
+        return MajorityClassModel(rate[0])
+
+
+class MajorityClassModel(Transformer):
+    """Adds ``probability``, the same vector of both classes to each row.
 
     Args:
-        train: prepared flights.
-        test: prepared flights.
-
-    Returns:
-        ``label`` and ``probability`` (vector of both classes) of the test flights.
+        rate: the probability of the label 1.
     """
-    rate = train.agg(F.avg("label")).first()
-    assert rate is not None  # an aggregate without keys has one row
-    constant = array_to_vector(F.array(F.lit(1.0 - rate[0]), F.lit(rate[0])))
-    return test.select("label", constant.alias("probability"))
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        """Called by ``transform``."""
+        constant = array_to_vector(F.array(F.lit(1.0 - self.rate), F.lit(self.rate)))
+        return dataset.withColumn("probability", constant)
 
 
-def logistic_regression(
-    train: DataFrame, test: DataFrame, regression: LogisticRegression
-) -> DataFrame:
-    """Fit logistic regression on the network's features, its categories one-hot.
+class NumericVector(Transformer):
+    """Adds ``vector``, the array ``numeric`` as pyspark.ml's own stages read it."""
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        """Called by ``transform``."""
+        return dataset.withColumn("vector", array_to_vector(F.col("numeric")))
+
+
+def logistic_regression(maxIter: int = 30, regParam: float = 0.0001) -> Pipeline:
+    """Logistic regression on the network's features, its categories one-hot.
 
     Args:
-        train: prepared flights.
-        test: prepared flights.
-        regression: how to fit it; reads ``features`` and ``label``.
-
-    Returns:
-        ``label`` and ``probability`` (vector of both classes) of the test flights.
+        maxIter: most iterations.
+        regParam: weight of the L2 penalty.
     """
     encoded = [f"{category}_one_hot" for category in CATEGORIES]
     steps: list[Any] = [
+        NumericVector(),
         OneHotEncoder(inputCols=list(CATEGORIES), outputCols=encoded, handleInvalid="keep"),
         VectorAssembler(inputCols=["vector", *encoded], outputCol="features"),
-        regression,
+        LogisticRegression(maxIter=maxIter, regParam=regParam),
     ]
-    model = Pipeline(stages=steps).fit(_with_vector(train))
-    return model.transform(_with_vector(test)).select("label", "probability")
-
-
-def _with_vector(flights: DataFrame) -> DataFrame:
-    return flights.withColumn("vector", array_to_vector(F.col("numeric")))
+    return Pipeline(stages=steps)

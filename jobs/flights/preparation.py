@@ -38,11 +38,19 @@ class Split:
 
     def train(self, flights: DataFrame) -> DataFrame:
         """The flights to learn from."""
-        return flights.where(F.col("month").between(*self.train_months))
+        return flights.where(self.is_train())
 
     def test(self, flights: DataFrame) -> DataFrame:
         """The flights to predict."""
-        return flights.where(F.col("month").between(*self.test_months))
+        return flights.where(self.is_test())
+
+    def is_train(self) -> Column:
+        """Whether a flight is to be learnt from."""
+        return F.col("month").between(*self.train_months)
+
+    def is_test(self) -> Column:
+        """Whether a flight is to be predicted."""
+        return F.col("month").between(*self.test_months)
 
 
 @dataclass(frozen=True)

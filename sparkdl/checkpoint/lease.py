@@ -28,7 +28,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from sparkdl.checkpoint.local_files import LocalFiles
-from sparkdl.errors import CheckpointError, ConfigError, StoppedError
+from sparkdl.errors import CheckpointError, InUseError, StoppedError
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def held(files: fs.FileSystem, root: str, application: str | None = None) -> Ite
         application: what the process belongs to, for whoever is refused.
 
     Raises:
-        ConfigError: somebody else holds it; the message says who.
+        InUseError: somebody else holds it; the message says who.
         OSError: the file system refuses.
     """
     lease = Lease(files, root, _this_process(application))
@@ -232,9 +232,10 @@ def _describe(holder: Holder) -> str:
     )
 
 
-def _in_use(root: str, holder: Holder | None) -> ConfigError:
+def _in_use(root: str, holder: Holder | None) -> InUseError:
     who = _describe(holder) if holder and holder["id"] else "another process"
-    return ConfigError(
+    return InUseError(
         f"checkpointPath '{root}' is in use by {who}. Two trainings would number and delete each "
-        "other's checkpoints: wait for its end, or give another checkpointPath"
+        "other's checkpoints: wait for its end, or give another checkpointPath",
+        who,
     )

@@ -1,55 +1,137 @@
-"""The configuration file and the command line of jobs/train.py."""
+"""The configuration file and the command line of the jobs."""
 
 from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from flights.network import DelayNetwork
 from flights.preparation import Split
-from train import read_config
+from flights.table import Flights
+from torch import nn
 
 from sparkdl import ParameterAveraging, TorchEstimator
+from sparkdl.jobs import Files
+from sparkdl.jobs.grammar import JobName, Settings, read_settings
 
 CONFIG = str(Path(__file__).parents[2] / "conf" / "flights.yaml")
 
+OWN = """
+source:
+  class_path: sparkdl.jobs.Files
+  init_args: {path: [a, b], format: csv, options: {header: "true"}, schema: "x double, y int"}
+estimator:
+  model: {class_path: torch.nn.Linear, init_args: {in_features: 2, out_features: 3}}
+  loss: torch.nn.functional.cross_entropy
+  optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}
+model: m
+"""
 
-def test_the_file_builds_the_real_estimator_from_importable_builders():
-    config = read_config(["--config", CONFIG])
-    estimator = config.estimator
+
+def settings(*arguments: str, job: JobName = "train") -> Settings:
+    return read_settings(job, ["--config", CONFIG, *arguments])
+
+
+def own(tmp_path: Path, *arguments: str, **changed: str) -> Settings:
+    """OWN with some of its lines changed, by their keys."""
+    lines = [
+        next((f"  {key}: {new}" for key, new in changed.items() if f"  {key}:" in line), line)
+        for line in OWN.splitlines()
+    ]
+    (tmp_path / "own.yaml").write_text("\n".join(lines))
+    return read_settings("train", ["--config", str(tmp_path / "own.yaml"), *arguments])
+
+
+def refused(capsys: pytest.CaptureFixture[str], call: Any) -> str:
+    with pytest.raises(SystemExit) as caught:
+        call()
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_file_builds_the_real_estimator_from_importable_builders() -> None:
+    read = settings()
+    estimator = read.estimator()
     assert isinstance(estimator, TorchEstimator)
     assert isinstance(estimator.getStrategy(), ParameterAveraging)
     assert isinstance(estimator.getModel(), functools.partial)
     assert estimator.getModel().func is DelayNetwork
     assert estimator.getOptimizer().func is torch.optim.AdamW
-    assert config.split == Split(train_months=(1, 10), test_months=(11, 12))
+    assert isinstance(read.source, Flights)
+    assert read.source.split == Split(train_months=(1, 10), test_months=(11, 12))
 
 
-def test_the_command_line_wins_over_the_file():
-    config = read_config(
-        [
-            *("--config", CONFIG),
-            *("--estimator.epochs", "3"),
-            *("--estimator.model.init_args.hidden_sizes", "[8]"),
-            *("--output", "elsewhere"),
-        ]
+def test_one_file_serves_the_three_jobs() -> None:
+    outputs = {job: settings(job=job).output for job in ("train", "evaluate", "predict")}
+    assert outputs == {
+        "train": "output/flights-model",
+        "evaluate": "output/flights-evaluation",
+        "predict": "output/flights-predictions",
+    }
+    predict = settings(job="predict")
+    assert predict.sections.model == outputs["train"]
+    assert predict.sections.write.columns == ["label", "probability"]
+
+
+def test_the_command_line_wins_over_the_file() -> None:
+    read = settings(
+        *("--estimator.epochs", "3"),
+        *("--estimator.model.init_args.hidden_sizes", "[8]"),
+        *("--source.init_args.test_months", "[12, 12]"),
+        *("--model", "elsewhere"),
     )
-    assert config.estimator.getEpochs() == 3
-    assert config.estimator.getModel()().layers[0].out_features == 8
-    assert config.output == "elsewhere"
+    assert read.estimator().getEpochs() == 3
+    assert read.estimator().getModel()().layers[0].out_features == 8
+    assert read.source.split.test_months == (12, 12)  # type: ignore[attr-defined]
+    assert read.output == "elsewhere"
 
 
-def test_the_file_may_leave_the_loss_to_the_model_and_choose_outputs(tmp_path):
-    file = tmp_path / "own.yaml"
-    loss = "loss: torch.nn.functional.binary_cross_entropy_with_logits"
-    chosen = "loss: model\n  outputCols: {logit: logits, embedding: 1}\n  featuresAsKwargs: true"
-    file.write_text(Path(CONFIG).read_text().replace(loss, chosen))
-    estimator = read_config(["--config", str(file)]).estimator
-    assert estimator.getLoss() == "model"
+def test_any_table_and_any_network_of_torch(tmp_path: Path) -> None:
+    read = own(tmp_path, "--rows.select", '["x", "y as label"]')
+    assert isinstance(read.source, Files)
+    assert (read.source.path, read.source.format) == (["a", "b"], "csv")
+    assert read.source.schema == "x double, y int"
+    assert read.rows.select == ["x", "y as label"]
+    network = read.estimator().getModel()()
+    assert isinstance(network, nn.Linear)
+    assert network.weight.shape == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ("torch.nn.functional.cross_entropy", nn.functional.cross_entropy),
+        ("model", "model"),
+        ("torch.nn.CrossEntropyLoss", 0.0),
+        ("{class_path: torch.nn.CrossEntropyLoss, init_args: {label_smoothing: 0.1}}", 0.1),
+    ],
+)
+def test_a_loss_is_a_function_a_class_with_arguments_or_the_models_own(
+    tmp_path: Path, loss: str, expected: Any
+) -> None:
+    found = own(tmp_path, loss=loss).estimator().getLoss()
+    assert (found.label_smoothing if isinstance(found, nn.Module) else found) == expected
+
+
+def test_callbacks_schedulers_stages_and_baselines_are_built(tmp_path: Path) -> None:
+    (tmp_path / "more.yaml").write_text(
+        """
+estimator:
+  scheduler: {class_path: torch.optim.lr_scheduler.StepLR, init_args: {step_size: 3}}
+  callbacks:
+  - {class_path: sparkdl.callbacks.EarlyStopping, init_args: {patience: 5}}
+  outputCols: {logit: logits, embedding: 1}
+  validationFraction: 0.1
+"""
+    )
+    estimator = own(tmp_path, "--config", str(tmp_path / "more.yaml")).estimator()
+    scheduler = estimator.getScheduler()
+    assert scheduler(torch.optim.SGD([torch.zeros(1)], lr=1.0)).step_size == 3
+    assert estimator.getCallbacks()[0].patience == 5
     assert estimator.getOutputCols() == {"logit": "logits", "embedding": 1}
-    assert estimator.getFeaturesAsKwargs()
 
 
 @pytest.mark.parametrize(
@@ -57,36 +139,74 @@ def test_the_file_may_leave_the_loss_to_the_model_and_choose_outputs(tmp_path):
     [
         ["--estimator.epoch_count", "3"],
         ["--estimator.model.init_args.epoch_count", "3"],
+        ["--source.init_args.epoch_count", "3"],
         ["--session.epoch_count", "3"],
         ["--epoch_count", "3"],
+        ["--estimator.model", "no.such.epoch_count"],
     ],
 )
-def test_a_wrong_key_on_the_command_line_is_named(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        read_config(["--config", CONFIG, *arguments])
-    assert caught.value.code == 2
-    assert "epoch_count" in capsys.readouterr().err
+def test_a_wrong_key_on_the_command_line_is_named(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "epoch_count" in refused(capsys, lambda: settings(*arguments))
+
+
+@pytest.mark.parametrize("key", ["epochs:", "trust:", "train: part ="])
+def test_a_wrong_key_in_the_file_is_named(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "wrong.yaml"
+    wrong = "epoch_count:" if key.endswith(":") else "epoch_count: part ="
+    file.write_text(Path(CONFIG).read_text().replace(key, wrong))
+    said = refused(capsys, lambda: read_settings("train", ["--config", str(file)]))
+    assert "epoch_count" in said
 
 
 @pytest.mark.parametrize(
-    ("key", "wrong"), [("epochs:", "epoch_count:"), ("regression:", "epoch_count:")]
+    ("job", "arguments", "word"),
+    [
+        ("train", ["--model", "null"], "--model"),
+        ("evaluate", ["--evaluation", "null"], "--evaluation"),
+        ("evaluate", ["--evaluators", "{}"], "--evaluators"),
+        ("predict", ["--model", "null"], "which model"),
+        ("train", ["--rows.test", "null"], "--rows.test"),
+        ("train", ["--evaluators", "{}"], "baselines are compared"),
+        ("train", ["--estimator.epochs", "0"], "epochs"),
+        ("train", ["--source.init_args.test_months", "[10, 12]"], "every test month after"),
+    ],
 )
-def test_a_wrong_key_in_the_file_is_named(key, wrong, tmp_path, capsys):
-    file = tmp_path / "wrong.yaml"
-    file.write_text(Path(CONFIG).read_text().replace(key, wrong))
+def test_what_is_missing_or_contradicts_is_said_before_spark_starts(
+    job: JobName, arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert word in refused(capsys, lambda: settings(*arguments, job=job))
+
+
+def test_the_digest_is_of_what_decides_the_output() -> None:
+    same = settings().digest
+    assert settings("--session.app_name", "another", "--run_id", "7").digest == same
+    assert settings("--model", "elsewhere", "--estimator.progress", "false").digest == same
+    assert settings("--estimator.epochs", "5").digest != same
+    assert settings("--rows.train", "true").digest != same
+    assert settings("--estimator.loss", "torch.nn.functional.mse_loss").digest != same
+    predict = settings(job="predict").digest
+    assert predict == settings("--predictions", "x", job="predict").digest
+    assert predict != settings("--model", "x", job="predict").digest
+
+
+@pytest.mark.parametrize("job", ["train", "evaluate", "predict"])
+def test_help_is_short_enough_to_be_read(job: JobName, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        read_config(["--config", str(file)])
-    assert caught.value.code == 2
-    assert "epoch_count" in capsys.readouterr().err
-
-
-def test_a_network_for_another_number_of_features_is_refused_before_spark_starts(capsys):
-    with pytest.raises(SystemExit):
-        read_config(["--config", CONFIG, "--estimator.model.init_args.numeric_size", "5"])
-    assert "numeric_size 5" in capsys.readouterr().err
+        read_settings(job, ["--help"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert "known subclasses" not in said
+    assert "``" not in said
+    assert said.startswith(f"usage: {job}.py --config FILE [--KEY VALUE] ...\n")
+    assert "   75  another process works on this output; try again later" in said
+    assert said.count("\n") < (450 if job == "train" else 150)
 
 
 @pytest.mark.parametrize("months", [((1, 11), (11, 12)), ((0, 3), (4, 5)), ((1, 2), (5, 4))])
-def test_a_split_that_is_not_by_time_is_refused(months):
+def test_a_split_that_is_not_by_time_is_refused(months: Any) -> None:
     with pytest.raises(ValueError, match="every test month after training"):
         Split(train_months=months[0], test_months=months[1])

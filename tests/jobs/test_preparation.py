@@ -6,9 +6,8 @@ import math
 
 import pytest
 from flights.features import CATEGORIES, FEATURES
-from flights.job import require_room
-from flights.network import DelayNetwork
 from flights.preparation import LARGEST_SCORE, Preparation, Split
+from flights.table import require_room
 from pyspark.sql import functions as F
 
 from sparkdl.errors import ConfigError
@@ -76,6 +75,6 @@ def test_unknown_values_become_the_mean_and_unseen_categories_index_zero(flights
 def test_a_network_with_too_few_rows_is_refused_with_the_right_sizes():
     vocabularies = dict(zip(CATEGORIES, [("a", "b"), ("JFK",), ("LAX", "SFO")], strict=True))
     learnt = Preparation((), (), vocabularies)
-    require_room(DelayNetwork(1, [2, 1, 2]), learnt)
+    require_room([2, 1, 2], learnt)
     with pytest.raises(ConfigError, match=r"vocabulary_sizes '\[2, 1, 2\]'"):
-        require_room(DelayNetwork(1, [2, 1, 1]), learnt)
+        require_room([2, 1, 1], learnt)

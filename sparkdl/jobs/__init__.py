@@ -1,0 +1,8 @@
+"""Training, evaluation and prediction as jobs: one grammar, exit codes, outputs that are whole.
+
+``jobs/train.py``, ``evaluate.py`` and ``predict.py`` call ``train``, ``evaluate`` and ``predict``.
+"""
+
+from sparkdl.jobs.sources import Files, Query, Source, Table
+
+__all__ = ["Files", "Query", "Source", "Table"]

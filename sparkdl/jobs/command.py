@@ -1,0 +1,127 @@
+"""What train, evaluate and predict have in common: session, output, result and exit code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from sparkdl.errors import SparkDLError
+from sparkdl.jobs import logs
+from sparkdl.jobs.exits import Exit, exit_of
+from sparkdl.jobs.grammar import JobName, Settings, read_settings
+from sparkdl.jobs.output import Output, Run
+from sparkdl.jobs.places import locate, spark_path
+from sparkdl.jobs.result import circumstances, failure, finite, write_result
+from sparkdl.spark.session.session import create_session
+
+logger = logging.getLogger(__name__)
+
+
+class Work:
+    """What a job's own part is given.
+
+    Attributes:
+        settings: what was asked for.
+        spark: the session.
+        target: where it writes its output, as Spark takes it; nothing is there.
+        checkpoints: a directory for checkpoints of this run; None if it has no id.
+    """
+
+    def __init__(self, settings: Settings, spark: SparkSession, output: Output, place: Any) -> None:
+        self.settings = settings
+        self.spark = spark
+        self.target = spark_path(place, output.staged)
+        self.checkpoints = output.checkpoints
+
+
+Found = tuple[dict[str, Any], str]
+"""What is said in the result, and to a person."""
+
+
+def run_command(job: JobName, work: Callable[[Work], Found], arguments: list[str] | None) -> int:
+    """Run a job from its command line to its exit code.
+
+    Args:
+        job: which.
+        work: its own part.
+        arguments: the command line; None for this process's own.
+
+    Returns:
+        The exit code; see ``Exit``.
+    """
+    began = datetime.now(UTC)
+    try:
+        settings = read_settings(job, arguments)
+    except SparkDLError as error:
+        print(f"{job}.py: {error}", file=sys.stderr)
+        return int(exit_of(error))
+    context = {"job": job} | ({"run_id": settings.run_id} if settings.run_id else {})
+    logs.configure(settings.log_format, settings.log_level, context)
+    if settings.result_file is not None:  # lest that of an attempt before be taken for this one's
+        Path(settings.result_file).expanduser().unlink(missing_ok=True)
+    application: list[str] = []
+    try:
+        result, words = _run(settings, work, began, application)
+        code = Exit.DONE
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        code = exit_of(error)
+        told = failure(job, settings.run_id, code, error)
+        result = {**told, **circumstances(began, next(iter(application), None))}
+        words = ""
+        _tell(job, code, error)
+    if settings.result_file is not None:
+        write_result(settings.result_file, result)
+    if settings.log_format == "json":
+        print(json.dumps(finite(result)), flush=True)
+    elif words:
+        print(words, flush=True)
+    return int(code)
+
+
+def _run(
+    settings: Settings, work: Callable[[Work], Found], began: datetime, application: list[str]
+) -> tuple[dict[str, Any], str]:
+    with _session(settings) as spark:
+        application.append(str(spark.sparkContext.applicationId))
+        place = locate(settings.output)
+        run = Run(job=settings.job, run_id=settings.run_id, configuration=settings.digest)
+        output = Output(place, run)
+        with output.claimed(application[0]) as done:
+            if done is not None:
+                words = f"{settings.output} is complete for run_id '{settings.run_id}' already."
+                return done, words
+            found, words = work(Work(settings, spark, output, place))
+            told = {"status": "complete", "exit_code": 0, "output": settings.output}
+            told |= circumstances(began, application[0]) | found
+            result = output.commit(finite(told))
+    return result, f"{words}; {result['seconds']:.0f} s in all."
+
+
+@contextmanager
+def _session(settings: Settings) -> Iterator[SparkSession]:
+    session = dict(settings.session)
+    if "PYSPARK_GATEWAY_PORT" in os.environ:
+        session["master"] = None  # spark-submit started this process and has chosen the master
+    spark = create_session(**session)
+    try:
+        spark.sparkContext.setLogLevel("ERROR")
+        yield spark
+    finally:
+        spark.stop()
+
+
+def _tell(job: str, code: Exit, error: BaseException) -> None:
+    if code is Exit.UNEXPECTED:
+        logger.error("%s.py failed", job, exc_info=error)
+    else:
+        logger.error("%s.py: %s", job, error)
+        logger.debug("where it was raised", exc_info=error)

@@ -1,0 +1,103 @@
+"""What a job says: as text for a person, or one JSON object a line for a machine."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from pyspark.logger.logger import JSONFormatter
+
+from sparkdl.callbacks import Callback, Training
+from sparkdl.events import EpochSummary
+
+_steps = logging.getLogger("sparkdl.jobs.steps")
+
+
+def say(what: str, started: float | None = None, **context: Any) -> None:
+    """Say what has been done; sources of one's own may, too.
+
+    Args:
+        what: in words.
+        started: ``time.perf_counter()`` when it began.
+        context: figures, which JSON lines have by name.
+    """
+    if started is not None:
+        context = {"seconds": round(time.perf_counter() - started, 3), **context}
+    _steps.info(what, extra={"context": context})
+
+
+def configure(log_format: str, log_level: str | None, context: dict[str, Any]) -> None:
+    """Set up this process's logging.
+
+    JSON lines have the fields of Spark's own structured log (``pyspark.logger.SPARK_LOG_SCHEMA``).
+
+    Args:
+        log_format: ``text`` or ``json``.
+        log_level: from which on; by default WARNING as text, INFO as JSON.
+        context: what each JSON line says besides.
+    """
+    root = logging.getLogger()
+    _steps.setLevel(logging.INFO)
+    # Each error in SQL once more, with the JVM's whole stack; the job says it itself.
+    logging.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL + 1)
+    if log_format == "json":
+        lines = logging.StreamHandler(sys.stderr)
+        lines.setFormatter(_Lines(context))
+        root.handlers = [lines]
+        root.setLevel(log_level or "INFO")
+        logging.getLogger("py4j").setLevel("WARNING")
+        logging.captureWarnings(True)
+        return
+    logging.basicConfig(level=log_level or "WARNING", format="%(levelname)s %(name)s: %(message)s")
+    words = logging.StreamHandler(sys.stdout)
+    words.setFormatter(_Words())
+    _steps.handlers = [words]
+    _steps.propagate = False
+
+
+class _Lines(JSONFormatter):  # type: ignore[misc]
+    def __init__(self, context: dict[str, Any]) -> None:
+        super().__init__()
+        self._context = context
+
+    def format(self, record: logging.LogRecord) -> str:
+        given = record.__dict__.get("context", {})
+        # Texts, as the schema of Spark's structured log has them.
+        whole = {name: str(value) for name, value in {**self._context, **given}.items()}
+        record.__dict__["context"] = whole
+        return str(super().format(record))
+
+
+class _Words(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = record.__dict__.get("context", {}).get("seconds")
+        return (
+            record.getMessage()
+            if seconds is None
+            else f"[{seconds:5.1f} s] " + (record.getMessage())
+        )
+
+
+class EpochLines(Callback):
+    """Says each epoch's figures, where no bar shows them."""
+
+    def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+        """Called by the fit."""
+        context = {
+            "epoch": summary.epoch,
+            "epochs": training.epochs,
+            "loss": summary.loss,
+            "examples": summary.examples,
+            "seconds": round(summary.seconds, 3),
+        }
+        if summary.validation_loss is not None:
+            context["validation_loss"] = summary.validation_loss
+        _steps.info("epoch %d of %d", summary.epoch, training.epochs, extra={"context": context})
+
+
+def watched_by(callbacks: Sequence[Any] | None) -> list[Any]:
+    """The callbacks of an estimator with one that logs."""
+    return [*(callbacks or []), EpochLines()]

@@ -1,0 +1,94 @@
+"""Metrics of several models on the same rows, and the table that compares them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pyspark.sql import DataFrame
+
+from sparkdl.events import EpochSummary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """How well one model predicts the rows."""
+
+    name: str
+    metrics: dict[str, float]
+    """By the evaluators' names."""
+    seconds: float
+    """Spent fitting, predicting and evaluating."""
+
+
+def measure(
+    name: str, predictions: DataFrame, evaluators: Mapping[str, Any], started: float
+) -> Score:
+    """Evaluate one model's predictions, which are computed once.
+
+    Args:
+        name: the model's, in the table.
+        predictions: with the columns that the evaluators read.
+        evaluators: pyspark.ml's, by the names of the metrics.
+        started: ``time.perf_counter()`` when the model's turn began.
+    """
+    several = len(evaluators) > 1
+    rows = predictions.persist() if several else predictions
+    try:
+        metrics = {each: float(one.evaluate(rows)) for each, one in evaluators.items()}
+    finally:
+        if several:
+            rows.unpersist()
+    return Score(name=name, metrics=metrics, seconds=time.perf_counter() - started)
+
+
+def format_scores(scores: Sequence[Score], larger_is_better: Mapping[str, bool]) -> str:
+    """Lay the scores out as a table, and say in words how the last one compares.
+
+    Args:
+        scores: with the same metrics; baselines first.
+        larger_is_better: of each metric whether a larger value is a better one.
+    """
+    names = list(larger_is_better)
+    widths = [max(8, len(name) + 2) for name in names]
+    first = max(22, *(len(score.name) + 2 for score in scores))
+    heads = "".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))
+    lines = [f"{'model':<{first}}{heads}{'seconds':>9}"]
+    for score in scores:
+        values = "".join(
+            f"{score.metrics[name]:>{width}.4f}" for name, width in zip(names, widths, strict=True)
+        )
+        lines.append(f"{score.name:<{first}}{values}{score.seconds:>9.1f}")
+    *others, last = scores
+    return "\n".join([*lines, _verdict(last, others, larger_is_better)] if others else lines)
+
+
+def _verdict(last: Score, others: Sequence[Score], larger_is_better: Mapping[str, bool]) -> str:
+    won: list[str] = []
+    lost: list[str] = []
+    for name, larger in larger_is_better.items():
+        sign = 1 if larger else -1
+        best = max(sign * other.metrics[name] for other in others)
+        (won if sign * last.metrics[name] > best else lost).append(name)
+    if not won:
+        return f"The {last.name} does not beat the best baseline on {_listed(lost, 'or')}."
+    but = f", but not on {_listed(lost, 'or')}" if lost else ""
+    return f"The {last.name} beats every baseline on {_listed(won, 'and')}{but}."
+
+
+def _listed(names: Sequence[str], word: str) -> str:
+    *others, last = names
+    if not others:
+        return last
+    return f"{', '.join(others)} {word} {last}"
+
+
+def format_history(history: Sequence[EpochSummary]) -> str:
+    """Lay out what was learnt in each epoch."""
+    return "\n".join(
+        f"epoch {summary.epoch}: training loss {summary.loss:.4f}, {summary.examples:,} rows in "
+        f"{summary.seconds:.1f} s, {summary.rounds} averaging rounds"
+        for summary in history
+    )

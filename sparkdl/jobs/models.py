@@ -1,0 +1,49 @@
+"""Saved models of jobs: a ``TorchModel``, or a ``PipelineModel`` with one in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyarrow import fs
+from pyspark.ml import PipelineModel
+from pyspark.ml.util import DefaultParamsReader
+from pyspark.sql import SparkSession
+
+from sparkdl.checkpoint.trust import trusted_modules
+from sparkdl.errors import ConfigError
+from sparkdl.estimator import TorchModel
+from sparkdl.jobs.places import locate
+
+
+def load_model(path: str, trust: Sequence[str], spark: SparkSession) -> Any:
+    """Load the model that train.py, or anybody else, has saved.
+
+    Args:
+        path: where.
+        trust: modules that the model's own classes are of.
+        spark: the session.
+
+    Raises:
+        ConfigError: there is none, or it is of modules that are not trusted.
+    """
+    place = locate(path)
+    there = place.files.get_file_info(f"{place.path}/metadata")
+    if there.type != fs.FileType.Directory:
+        raise ConfigError(
+            f"there is no model at {path}: it has no folder 'metadata'. Give the directory that "
+            "train.py has written, or to which a model was saved"
+        )
+    kind = str(DefaultParamsReader.loadMetadata(path, spark).get("class"))
+    with trusted_modules(*trust):
+        if kind in ("pyspark.ml.pipeline.PipelineModel", "org.apache.spark.ml.PipelineModel"):
+            return PipelineModel.load(path)
+        return TorchModel.load(path)
+
+
+def torch_model(model: Any) -> TorchModel:
+    """The network's model in it."""
+    if isinstance(model, PipelineModel):
+        return next(stage for stage in reversed(model.stages) if isinstance(stage, TorchModel))
+    assert isinstance(model, TorchModel)
+    return model

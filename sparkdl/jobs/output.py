@@ -1,0 +1,446 @@
+"""A job's output: there whole or not at all, and made once for each run, however often it starts.
+
+    <output>/                          the files, and _result.json, without which it is not complete
+    <output>.sparkdl-staged-<letters>/ what one attempt writes; once it has a _result.json of its
+                                       own the run is decided, and whoever comes next publishes it
+    <output>.sparkdl-replaced/         between two renames: what the output was before
+    <output>.sparkdl-job/              while a run is at work, or was interrupted
+        in-use.json                    the lease: of two attempts at once, one is refused
+        run.json                       whose the rest is
+        checkpoints/                   of the training
+
+    claim      hold the lease; publish or clear what an attempt that was killed has left
+    stage      the job writes to the staged directory
+    decide     synchronize it, and put its _result.json, which lists every file
+    publish    output -> replaced, staged -> output, delete replaced; or, where directories cannot
+               be renamed at once (object stores): delete the old files, the marker first, move the
+               new ones, put the marker last
+    clear      delete what is beside the output
+
+Each step may be cut off anywhere and begun anew. Nothing here knows Spark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import posixpath
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import fs
+
+from sparkdl.checkpoint.lease import LEASE, Lease, held
+from sparkdl.checkpoint.local_files import ASIDE, LocalFiles, synchronize
+from sparkdl.errors import CheckpointError, ConfigError, InUseError
+
+logger = logging.getLogger(__name__)
+
+MARKER = "_result.json"
+"""Spark's readers skip names that begin so."""
+STAGED = ".sparkdl-staged-"
+WORK = ".sparkdl-job"
+RUN = "run.json"
+CHECKPOINTS = "checkpoints"
+MAX_MARKER_BYTES = 64 << 20
+"""Enough for the names of half a million files; more is not read."""
+_ATTEMPTS = 3
+
+_STORAGE_ERRORS = (OSError, pa.ArrowException)
+
+Result = dict[str, Any]
+"""What ``_result.json`` says; see docs/jobs.md."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where an output is.
+
+    Attributes:
+        files: its file system.
+        path: the directory in it, without a slash at its end.
+        renames: whether the file system renames a directory at once; one that copies does not.
+    """
+
+    files: fs.FileSystem
+    path: str
+    renames: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Of what an output is.
+
+    Attributes:
+        job: ``train``, ``evaluate`` or ``predict``.
+        run_id: whoever starts with the same one means the same run; None for a run of its own.
+        configuration: a digest of all that decides the result.
+    """
+
+    job: str
+    run_id: str | None
+    configuration: str
+
+
+class Output:
+    """One attempt to make an output.
+
+    Args:
+        place: where.
+        run: what it is of.
+
+    Attributes:
+        staged: the directory to which the job writes; it does not exist as yet.
+        checkpoints: a directory for what an attempt leaves to the next one of the same run; None if
+            there can be none, for the run has no id.
+    """
+
+    def __init__(self, place: Place, run: Run) -> None:
+        self._files = place.files
+        self._path = place.path
+        self._renames = place.renames
+        self._run = run
+        self._work = place.path + WORK
+        self._lease: Lease | None = None
+        self.staged = f"{place.path}{STAGED}{uuid.uuid4().hex[:8]}"
+        self.checkpoints = None if run.run_id is None else f"{self._work}/{CHECKPOINTS}"
+
+    @contextlib.contextmanager
+    def claimed(self, application: str | None = None) -> Iterator[Result | None]:
+        """Be the only one that makes it, inside a ``with`` block.
+
+        Args:
+            application: what this process belongs to, for whoever is refused meanwhile.
+
+        Yields:
+            The run's result if its output is complete; None if it is to be made, and committed.
+
+        Raises:
+            InUseError: another process is making it; the message says which.
+            ConfigError: what is there is not an earlier output of this job, or is this run's by
+                another configuration.
+            CheckpointError: the file system refuses.
+        """
+        try:
+            done = self._completed()
+            if done is not None and not self._leftovers():
+                yield done
+                return
+            with self._leased(application) as lease:
+                self._lease = lease
+                done = self._recovered()
+                try:
+                    yield done
+                except BaseException:
+                    self._clear(keep_work=self._run.run_id is not None)
+                    raise
+                self._clear(keep_work=False)
+            self._remove_work()
+        except _STORAGE_ERRORS as error:
+            raise CheckpointError(f"{self._path} could not be written: {error}") from error
+
+    def commit(self, result: Result) -> Result:
+        """Make what was staged the output; when this returns it lasts.
+
+        Args:
+            result: what is to be said of it; JSON.
+
+        Returns:
+            It with what identifies the run, and every file with its size.
+
+        Raises:
+            CheckpointError: the file system refuses, or another process works there now.
+        """
+        assert self._lease is not None
+        run = self._run
+        try:
+            self._files.create_dir(self.staged, recursive=True)
+            listed = dict(sorted(self._walk(self.staged)))
+            whole = {
+                "format": 1,
+                "job": run.job,
+                "run_id": run.run_id,
+                "configuration_sha256": run.configuration,
+                **result,
+                "files": listed,
+            }
+            self._synchronize_tree(self.staged, listed)
+            self._lease.check()
+            self._put(self.staged, MARKER, whole)
+            self._synchronize(posixpath.dirname(self.staged))
+            self._publish(self.staged, whole)
+        except _STORAGE_ERRORS as error:
+            raise CheckpointError(f"{self._path} could not be written: {error}") from error
+        return whole
+
+    def _recovered(self) -> Result | None:
+        """Finish or clear what an attempt before has left; the result if the run is complete."""
+        decided = {path: found for path in self._staged() if (found := self._decided(path))}
+        mine = [path for path, found in decided.items() if self._is_this_run(found)]
+        if self._completed() is None:
+            if mine:
+                self._publish(mine[0], decided[mine[0]])
+            elif self._result_at(self._path) is None and decided:
+                # Of another run, which was killed in the middle of its publishing.
+                path, found = next(iter(decided.items()))
+                self._publish(path, found)
+            elif not self._exists(self._path) and self._exists(self._path + ASIDE):
+                self._files.move(self._path + ASIDE, self._path)
+        done = self._completed()
+        for path in self._staged():
+            self._discard(path)
+        if self._exists(self._path):
+            self._delete(self._path + ASIDE)
+        if done is None:
+            self._require_replaceable()
+            self._keep_work_of_this_run()
+        return done
+
+    def _completed(self) -> Result | None:
+        """The result that is there, if it is this run's.
+
+        Raises:
+            ConfigError: the run was completed with another configuration.
+        """
+        found = self._result_at(self._path)
+        if found is None or not self._is_this_run(found, whatever_configuration=True):
+            return None
+        if found.get("configuration_sha256") != self._run.configuration:
+            raise ConfigError(
+                f"run_id '{self._run.run_id}' was completed in {self._path} with another "
+                "configuration. Give this one another run_id, or delete that output"
+            )
+        return found
+
+    def _is_this_run(self, found: Result, *, whatever_configuration: bool = False) -> bool:
+        run = self._run
+        return (
+            run.run_id is not None
+            and (found.get("job"), found.get("run_id")) == (run.job, run.run_id)
+            and (whatever_configuration or found.get("configuration_sha256") == run.configuration)
+        )
+
+    def _require_replaceable(self) -> None:
+        """Never delete what no job of this kind has made."""
+        if not self._exists(self._path):
+            return
+        found = self._result_at(self._path)
+        if found is None:
+            if self._files.get_file_info(self._path).type == fs.FileType.Directory and not any(
+                self._walk(self._path)
+            ):
+                return
+            raise ConfigError(
+                f"{self._path} is there already, and no job has made it (it has no {MARKER}). "
+                "Choose another path, or delete it"
+            )
+        if found.get("job") != self._run.job:
+            raise ConfigError(
+                f"{self._path} is what a job '{found.get('job')}' has made, and this one is "
+                f"'{self._run.job}'. Choose another path"
+            )
+
+    def _publish(self, staged: str, result: Result) -> None:
+        """Put a decided directory in the output's place; may be repeated after a cut."""
+        if self._lease is not None:
+            self._lease.check()
+        if self._renames:
+            old = self._path + ASIDE
+            if self._exists(self._path):
+                self._delete(old)
+                self._files.move(self._path, old)
+            self._files.move(staged, self._path)
+            self._synchronize(posixpath.dirname(self._path))
+            self._delete(old)
+        else:
+            self._move_files(staged, result)
+
+    def _move_files(self, staged: str, result: Result) -> None:
+        marker = posixpath.join(self._path, MARKER)
+        if self._exists(marker):
+            self._files.delete_file(marker)
+        wanted: dict[str, int] = result["files"]
+        for name, _ in list(self._walk(self._path)):
+            if name not in wanted:
+                self._files.delete_file(posixpath.join(self._path, name))
+        for name in wanted:
+            source, target = posixpath.join(staged, name), posixpath.join(self._path, name)
+            if not self._exists(source):
+                continue  # moved before a cut
+            if self._exists(target):
+                self._files.delete_file(target)
+            self._files.create_dir(posixpath.dirname(target), recursive=True)
+            self._files.move(source, target)
+        found = dict(self._walk(self._path))
+        if found != wanted:
+            different = sorted({*found.items()} ^ {*wanted.items()})[0][0]
+            raise CheckpointError(
+                f"{self._path} is not what was written to {staged}: {different} is missing, has "
+                "another size, or does not belong there"
+            )
+        self._put(self._path, MARKER, result)
+        self._discard(staged)
+
+    def _decided(self, staged: str) -> Result | None:
+        """The result of a staged directory that is whole."""
+        found = self._result_at(staged)
+        if found is None:
+            return None
+        there = dict(self._walk(staged))
+        if not self._renames:
+            there = {**dict(self._walk(self._path)), **there}
+        missing = [name for name, size in found["files"].items() if there.get(name) != size]
+        if missing:
+            logger.warning("%s is not whole, %s is missing; it is deleted", staged, missing[0])
+            return None
+        return found
+
+    @contextlib.contextmanager
+    def _leased(self, application: str | None) -> Iterator[Lease]:
+        with contextlib.ExitStack() as stack:
+            for attempt in range(_ATTEMPTS):
+                self._files.create_dir(self._work, recursive=True)
+                try:
+                    lease = stack.enter_context(held(self._files, self._work, application))
+                    break
+                except FileNotFoundError:  # who had it before has ended, and deleted it
+                    if attempt == _ATTEMPTS - 1:
+                        raise
+                except InUseError as error:
+                    raise InUseError(
+                        f"{self._path} is being written by {error.holder}. Wait for its end: the "
+                        "next attempt of the same run_id then finds the output complete",
+                        error.holder,
+                    ) from None
+            yield lease
+
+    def _keep_work_of_this_run(self) -> None:
+        run = {
+            "job": self._run.job,
+            "run_id": self._run.run_id,
+            "configuration_sha256": self._run.configuration,
+        }
+        found = self._read(posixpath.join(self._work, RUN))
+        if found is not None and self._is_this_run(found):
+            return
+        if found is not None:
+            logger.warning(
+                "%s has what another run has left, or this one with another configuration; it is "
+                "deleted",
+                self._work,
+            )
+        self._clear_work()
+        self._put(self._work, RUN, run)
+
+    def _clear(self, *, keep_work: bool) -> None:
+        """Delete what is no longer needed; what cannot be deleted is no failure of the job's."""
+        try:
+            self._discard(self.staged, unless_decided=True)
+            if not keep_work:
+                self._clear_work()
+        except _STORAGE_ERRORS as error:
+            logger.warning("what is beside %s could not be deleted: %s", self._path, error)
+
+    def _clear_work(self) -> None:
+        """Delete all but the lease."""
+        if self._exists(self._work):
+            for info in self._list(self._work):
+                if info.base_name != LEASE:
+                    self._delete(posixpath.join(self._work, info.base_name))
+
+    def _remove_work(self) -> None:
+        """Delete the directory if nothing is in it; the lease was given back."""
+        if isinstance(self._files, LocalFiles):
+            with contextlib.suppress(OSError):  # not empty: to be resumed, or in use again
+                os.rmdir(self._work)
+        elif self._exists(self._work) and not self._list(self._work):
+            self._files.delete_dir(self._work)
+
+    def _leftovers(self) -> bool:
+        beside = (self._work, self._path + ASIDE)
+        return any(self._exists(path) for path in beside) or bool(self._staged())
+
+    def _staged(self) -> list[str]:
+        parent, name = posixpath.split(self._path)
+        return sorted(
+            posixpath.join(parent, info.base_name)
+            for info in self._list(parent)
+            if info.base_name.startswith(name + STAGED)
+        )
+
+    def _discard(self, staged: str, *, unless_decided: bool = False) -> None:
+        """Delete a staged directory, its marker first, lest a part of it be taken for the whole."""
+        marker = posixpath.join(staged, MARKER)
+        if self._exists(marker):
+            if unless_decided:
+                return
+            self._files.delete_file(marker)
+            self._synchronize(staged)
+        self._delete(staged)
+
+    def _delete(self, path: str) -> None:
+        kind = self._files.get_file_info(path).type
+        if kind == fs.FileType.Directory:
+            self._files.delete_dir(path)
+        elif kind != fs.FileType.NotFound:
+            self._files.delete_file(path)
+
+    def _exists(self, path: str) -> bool:
+        return bool(self._files.get_file_info(path).type != fs.FileType.NotFound)
+
+    def _list(self, directory: str) -> list[fs.FileInfo]:
+        found = self._files.get_file_info(fs.FileSelector(directory, allow_not_found=True))
+        return list(found)
+
+    def _walk(self, directory: str, prefix: str = "") -> Iterator[tuple[str, int]]:
+        """Name and bytes of every file in a directory and below, but for the marker."""
+        for info in self._list(f"{directory}/{prefix}".rstrip("/")):
+            name = prefix + info.base_name
+            if info.type == fs.FileType.Directory:
+                yield from self._walk(directory, f"{name}/")
+            elif name not in (MARKER, f"{MARKER}.partial"):
+                yield name, int(info.size)
+
+    def _result_at(self, directory: str) -> Result | None:
+        """What a marker says; None if there is none, or none that can be read."""
+        found = self._read(posixpath.join(directory, MARKER))
+        return found if found is not None and isinstance(found.get("files"), dict) else None
+
+    def _read(self, path: str) -> Result | None:
+        if self._files.get_file_info(path).type != fs.FileType.File:
+            return None
+        with self._files.open_input_stream(path) as stream:
+            octets = stream.read(MAX_MARKER_BYTES)
+        try:
+            found = json.loads(octets)
+        except (ValueError, RecursionError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _put(self, directory: str, name: str, said: Result) -> None:
+        """Write a small file, all of it or nothing."""
+        path = posixpath.join(directory, name)
+        with self._files.open_output_stream(f"{path}.partial") as stream:
+            stream.write(json.dumps(said, indent=1, allow_nan=False).encode())
+        self._synchronize(f"{path}.partial")
+        if not isinstance(self._files, LocalFiles) and self._exists(path):
+            self._files.delete_file(path)
+        self._files.move(f"{path}.partial", path)
+        self._synchronize(directory)
+
+    def _synchronize(self, path: str) -> None:
+        if isinstance(self._files, LocalFiles):
+            synchronize(path)
+
+    def _synchronize_tree(self, directory: str, names: dict[str, int]) -> None:
+        if not isinstance(self._files, LocalFiles):
+            return
+        for name in names:
+            synchronize(posixpath.join(directory, name))
+        for at, _, _ in os.walk(directory, topdown=False):
+            synchronize(at)

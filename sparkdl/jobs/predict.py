@@ -1,0 +1,67 @@
+"""The job that predicts: rows and a saved model in, a table of predictions out."""
+
+from __future__ import annotations
+
+import time
+
+from pyarrow import fs
+from pyspark.sql import DataFrame, Observation
+from pyspark.sql import functions as F
+
+from sparkdl.errors import CheckpointError
+from sparkdl.jobs import logs
+from sparkdl.jobs.command import Found, Work, run_command
+from sparkdl.jobs.grammar import TableFormat
+from sparkdl.jobs.models import load_model
+from sparkdl.jobs.places import locate
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run predict.py; returns its exit code."""
+    return run_command("predict", predict, arguments)
+
+
+def predict(work: Work) -> Found:
+    """Write a saved model's predictions.
+
+    Args:
+        work: what was asked for.
+
+    Raises:
+        CheckpointError: the executors have written where the driver does not see it.
+    """
+    settings, sections = work.settings, work.settings.sections
+    model = load_model(sections.model, sections.trust, work.spark)
+    rows = settings.rows.read(settings.source, work.spark)
+    started = time.perf_counter()
+    try:
+        wanted = settings.rows.where(rows, settings.rows.predict)
+        many = _write(model.transform(wanted), TableFormat(**vars(sections.write)), work.target)
+    finally:
+        rows.unpersist()
+    place = locate(work.target)
+    there = place.files.get_file_info(fs.FileSelector(place.path, allow_not_found=True))
+    if many and all(info.base_name.startswith(("_", ".")) for info in there):
+        raise CheckpointError(
+            f"the executors have written {many:,} predictions, but the driver sees no file in "
+            f"{settings.output}: it is a path of each host's own. Give one that all hosts share, "
+            "such as hdfs:// or s3a://"
+        )
+    logs.say(f"{many:,} predictions", started, rows=many)
+    found = {"model": sections.model, "rows": many}
+    return found, f"\nPredictions saved in {settings.output}"
+
+
+def _write(predictions: DataFrame, table: TableFormat, target: str) -> int:
+    """Write the table, and count its rows on the way."""
+    if table.columns is not None:
+        predictions = predictions.select(*table.columns)
+    counted = Observation()
+    predictions = predictions.observe(counted, F.count(F.lit(1)).alias("rows"))
+    if table.files is not None:
+        predictions = predictions.coalesce(table.files)
+    writer = predictions.write.format(table.format).options(**(table.options or {}))
+    if table.partition_by:
+        writer = writer.partitionBy(*table.partition_by)
+    writer.save(target)
+    return int(counted.get["rows"])

@@ -1,0 +1,66 @@
+"""The result of a job as JSON, of a success or of a failure."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyspark
+import torch
+
+from sparkdl.jobs.exits import Exit
+from sparkdl.version import __version__
+
+
+def circumstances(began: datetime, application: str | None) -> dict[str, Any]:
+    """When and with what a job ran."""
+    ended = datetime.now(UTC)
+    return {
+        "started": began.isoformat(timespec="seconds"),
+        "finished": ended.isoformat(timespec="seconds"),
+        "seconds": round((ended - began).total_seconds(), 3),
+        "application_id": application,
+        "versions": {
+            "sparkdl-torch": __version__,
+            "torch": str(torch.__version__),
+            "pyspark": pyspark.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def failure(job: str, run_id: str | None, code: Exit, error: BaseException) -> dict[str, Any]:
+    """What is said of a job that failed, besides its circumstances."""
+    return {
+        "format": 1,
+        "job": job,
+        "run_id": run_id,
+        "status": "failed",
+        "exit_code": int(code),
+        "error": {"type": type(error).__name__, "message": str(error), "meaning": code.meaning},
+    }
+
+
+def finite(value: Any) -> Any:
+    """The same as JSON can say it: NaN and infinity are null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(name): finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return value
+
+
+def write_result(path: str, result: dict[str, Any]) -> None:
+    """Write a result file whole, over one that is there."""
+    target = Path(path).expanduser().absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(finite(result), indent=1) + "\n")
+    os.replace(partial, target)

@@ -1,0 +1,114 @@
+"""Where a job's rows come from: files, a table, a query, or code of one's own."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+from pyspark.sql import DataFrame, SparkSession
+
+
+class Source(abc.ABC):
+    """Reads, or computes, a job's rows; subclasses are named in the configuration."""
+
+    @abc.abstractmethod
+    def read(self, spark: SparkSession) -> DataFrame:
+        """The rows; the same ones each time, or a training that was interrupted starts anew.
+
+        Args:
+            spark: the job's session.
+        """
+
+
+class Files(Source):
+    """Files of any format that Spark reads.
+
+    Args:
+        path: one path or several, as Spark takes them.
+        format: ``parquet``, ``csv``, ``json``, ``orc`` or another that Spark has a reader for.
+        options: of the reader, for example ``{header: "true"}``.
+        schema: columns and types as in SQL, ``id bigint, x array<float>``; what the files say by
+            default.
+    """
+
+    def __init__(
+        self,
+        path: str | list[str],
+        format: str = "parquet",
+        options: dict[str, str] | None = None,
+        schema: str | None = None,
+    ) -> None:
+        self.path = path
+        self.format = format
+        self.options = options or {}
+        self.schema = schema
+
+    def read(self, spark: SparkSession) -> DataFrame:
+        """Called by the job."""
+        reader = spark.read.format(self.format).options(**self.options)
+        if self.schema is not None:
+            reader = reader.schema(self.schema)
+        return reader.load(self.path)
+
+
+class Table(Source):
+    """A table of the session's catalog.
+
+    Args:
+        name: ``table``, ``schema.table`` or ``catalog.schema.table``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def read(self, spark: SparkSession) -> DataFrame:
+        """Called by the job."""
+        return spark.read.table(self.name)
+
+
+class Query(Source):
+    """What a query returns.
+
+    Args:
+        sql: the query.
+    """
+
+    def __init__(self, sql: str) -> None:
+        self.sql = sql
+
+    def read(self, spark: SparkSession) -> DataFrame:
+        """Called by the job."""
+        return spark.sql(self.sql)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Which rows a job reads, and which of them it uses for what.
+
+    Args:
+        select: SQL expressions, one a column, for example ``["*", "log(1 + amount) as amount"]``;
+            all columns by default.
+        train: SQL condition on the rows to learn from; all by default.
+        test: SQL condition on the rows to evaluate on; evaluate.py takes all by default.
+        predict: SQL condition on the rows to predict; all by default.
+        persist: whether executors keep the rows while the job lasts, for sources that take longer
+            to compute than to read once more.
+    """
+
+    select: list[str] | None = None
+    train: str | None = None
+    test: str | None = None
+    predict: str | None = None
+    persist: bool = False
+
+    def read(self, source: Source, spark: SparkSession) -> DataFrame:
+        """All rows, with the columns that are wanted."""
+        rows = source.read(spark)
+        if self.select is not None:
+            rows = rows.selectExpr(*self.select)
+        return rows.persist() if self.persist else rows
+
+    @staticmethod
+    def where(rows: DataFrame, condition: str | None) -> DataFrame:
+        """Those for which a condition holds."""
+        return rows if condition is None else rows.where(condition)

@@ -1,0 +1,81 @@
+"""The job that trains: rows in, a saved model out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from pyspark.ml import Pipeline
+from pyspark.sql import DataFrame
+
+from sparkdl.estimator import TorchEstimator
+from sparkdl.jobs import logs
+from sparkdl.jobs.command import Found, Work, run_command
+from sparkdl.jobs.metrics import Score, format_history, format_scores, measure
+from sparkdl.jobs.models import torch_model
+
+NETWORK = "network"
+"""What it is called beside the baselines."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run train.py; returns its exit code."""
+    return run_command("train", train, arguments)
+
+
+def train(work: Work) -> Found:
+    """Fit baselines and network, evaluate them, and save the network.
+
+    Args:
+        work: what was asked for.
+    """
+    settings = work.settings
+    rows = settings.rows.read(settings.source, work.spark)
+    try:
+        learn = settings.rows.where(rows, settings.rows.train)
+        test = settings.rows.where(rows, settings.rows.test)
+        evaluators = settings.named("evaluators")
+        scores = [
+            _score(name, baseline, learn, test, evaluators)[1]
+            for name, baseline in settings.named("baselines").items()
+        ]
+        estimator = _estimator(work)
+        stages = settings.stages()
+        whole = Pipeline(stages=[*stages, estimator]) if stages else estimator
+        model, score = _score(NETWORK, whole, learn, test, evaluators)
+        scores.append(score)
+        model.write().save(work.target)
+    finally:
+        rows.unpersist()
+    history = torch_model(model).history
+    larger = {name: bool(one.isLargerBetter()) for name, one in evaluators.items()}
+    found = {
+        "history": [asdict(summary) for summary in history],
+        "metrics": {score.name: score.metrics for score in scores} if evaluators else {},
+    }
+    table = f"\n{format_scores(scores, larger)}" if evaluators else ""
+    return found, f"\n{format_history(history)}\n{table}\nModel saved in {settings.output}"
+
+
+def _estimator(work: Work) -> TorchEstimator:
+    estimator = work.settings.estimator()
+    if estimator.getCheckpointPath() is None and work.checkpoints is not None:
+        estimator.setCheckpointPath(work.checkpoints)
+    if work.settings.log_format == "json":
+        estimator.setProgress(False)
+        estimator.setCallbacks(logs.watched_by(estimator.getCallbacks()))
+    return estimator
+
+
+def _score(
+    name: str, estimator: Any, learn: DataFrame, test: DataFrame, evaluators: dict[str, Any]
+) -> tuple[Any, Score]:
+    started = time.perf_counter()
+    model = estimator.fit(learn)
+    if evaluators:
+        score = measure(name, model.transform(test), evaluators, started)
+    else:
+        score = Score(name=name, metrics={}, seconds=time.perf_counter() - started)
+    logs.say(name, started, **score.metrics)
+    return model, score
