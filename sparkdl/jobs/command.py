@@ -111,12 +111,14 @@ def _session(settings: Settings) -> Iterator[SparkSession]:
     session = dict(settings.session)
     if "PYSPARK_GATEWAY_PORT" in os.environ:
         session["master"] = None  # spark-submit started this process and has chosen the master
+    there = SparkSession.getActiveSession() is not None  # a notebook platform's, not ours to stop
     spark = create_session(**session)
     try:
         spark.sparkContext.setLogLevel("ERROR")
         yield spark
     finally:
-        spark.stop()
+        if not there:
+            spark.stop()
 
 
 def _tell(job: str, code: Exit, error: BaseException) -> None:
