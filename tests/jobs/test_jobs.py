@@ -85,7 +85,7 @@ def test_a_table_is_learnt_from_evaluated_and_predicted_by_one_configuration(
 
 @pytest.mark.usefixtures("shared_session")
 def test_a_failure_has_its_code_and_says_why_in_the_result_file(
-    tmp_path: Path, case: dict[str, Any], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, case: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "result.json"
 
@@ -94,7 +94,7 @@ def test_a_failure_has_its_code_and_says_why_in_the_result_file(
         code = job([*config, "--result_file", str(file), "--run_id", "7", *arguments])
         said = json.loads(file.read_text())
         assert (said["status"], said["exit_code"]) == ("failed", code)
-        assert said["error"]["message"] in capfd.readouterr().err
+        assert said["error"]["message"] in caplog.text
         return code, said["error"]["message"]
 
     code, why = fails(predict)

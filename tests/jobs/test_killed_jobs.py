@@ -80,7 +80,7 @@ def test_killed_at_random_moments_and_started_again_it_leaves_one_right_model(
     killed = 0
     for _ in range(5):
         job = started(folder, "--run_id", "stormy")
-        code = wait(job, generator.uniform(0, 1.1 * lasts))
+        code = wait(job, generator.uniform(0.1, 1.1) * lasts)
         if code is None:
             killed += 1
             kill(job)
