@@ -28,11 +28,12 @@ def loss(outputs, targets):
 
 
 def started(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """train.py in a process group of its own, where mymodule.py lies."""
+    """train.py in a process group of its own, where mymodule.py lies, with the settings of conf/."""
     command = [sys.executable, str(JOB), "--config", "job.yaml", "--log_format", "json", *arguments]
     log = open(folder / "log.txt", "ab")  # noqa: SIM115
+    environment = {**os.environ, "SPARK_CONF_DIR": str(JOB.parents[1] / "conf")}
     return subprocess.Popen(
-        command, cwd=folder, stdout=log, stderr=log, process_group=0, env=os.environ.copy()
+        command, cwd=folder, stdout=log, stderr=log, process_group=0, env=environment
     )
 
 
