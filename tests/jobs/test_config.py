@@ -210,3 +210,17 @@ def test_help_is_short_enough_to_be_read(job: JobName, capsys: pytest.CaptureFix
 def test_a_split_that_is_not_by_time_is_refused(months: Any) -> None:
     with pytest.raises(ValueError, match="every test month after training"):
         Split(train_months=months[0], test_months=months[1])
+
+
+@pytest.mark.parametrize(
+    "run_id", ["7", "1e3", "2026-11-23", "manual__2026-11-23T00:00:00+00:00", "; rm x", "{a: 1}"]
+)
+def test_a_run_is_called_what_the_scheduler_calls_it(run_id: str) -> None:
+    assert settings(f"--run_id={run_id}").run_id == run_id
+
+
+def test_yaml_builds_no_objects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "hostile.yaml"
+    file.write_text(f"model: !!python/object/apply:os.mkdir [{tmp_path / 'made'}]\n")
+    refused(capsys, lambda: read_settings("train", ["--config", CONFIG, "--config", str(file)]))
+    assert not (tmp_path / "made").exists()

@@ -28,7 +28,7 @@ def loss(outputs, targets):
 
 
 def started(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """train.py in a process group of its own, where mymodule.py lies, with the settings of conf/."""
+    """train.py with the settings of conf/, in a process group of its own, beside mymodule.py."""
     command = [sys.executable, str(JOB), "--config", "job.yaml", "--log_format", "json", *arguments]
     log = open(folder / "log.txt", "ab")  # noqa: SIM115
     environment = {**os.environ, "SPARK_CONF_DIR": str(JOB.parents[1] / "conf")}
