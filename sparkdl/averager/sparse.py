@@ -86,8 +86,13 @@ class Sparse:
         """The shortest message.
 
         Args:
-            values: 1-D, on the CPU, no more than 2,147,483,648.
+            values: 1-D, on the CPU.
+
+        Raises:
+            TrainingError: they are more than 2,147,483,648.
         """
+        if len(values) > MOST:
+            raise TrainingError(f"{len(values)} values are more than a message can be of, {MOST}")
         numbers = values.detach().to(self.of).numpy()
         places = _places(numbers, most=len(numbers) // 16)
         if places is not None:

@@ -74,6 +74,12 @@ def test_a_number_that_float32_does_not_have_is_not_rounded() -> None:
     )
 
 
+def test_more_values_than_places_can_tell_are_refused() -> None:
+    many = torch.zeros(1).expand((1 << 31) + 1)
+    with pytest.raises(TrainingError, match="2147483649 values"):
+        Sparse(torch.float32).pack(many)
+
+
 def message(form: int, body: Any, number: float = 1.0) -> torch.Tensor:
     header = np.array([form], "<u4").tobytes() + np.array([number], "<f4").tobytes()
     return torch.frombuffer(bytearray(header + np.asarray(body).tobytes()), dtype=torch.uint8)

@@ -6,7 +6,7 @@ import copy
 import math
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import pytest
 import torch
 from misbehaving import KillsOnce, die_after
 from recorded import recorded_decisions
+from simulated import simulated
 from torch import nn
 from toys import (
     Data,
@@ -40,7 +41,7 @@ from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError, NonFiniteError
 from sparkdl.events import WindowReport
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.strategies import ParameterAveraging, ThresholdGradientSharing
+from sparkdl.strategies import Contributions, ParameterAveraging, ThresholdGradientSharing
 from sparkdl.testing import run_world
 from sparkdl.transport.framing import VALUES_KIND, read_prefix
 from sparkdl.worker import Job
@@ -439,6 +440,24 @@ def test_it_learns_what_all_reduce_learns_with_a_fraction_of_the_bytes(
         octets.append(traffic["in"])
     assert losses[1] < 1.5 * losses[0] < 0.5
     assert octets[1] < 0.1 * octets[0]
+
+
+def mean_of_changes(
+    center: float,
+    contributions: Contributions,
+    values: Mapping[int, float],
+    begun: Mapping[int, float],
+) -> float:
+    """What workers send are changes, here whatever number they have."""
+    total = sum(w * v for w, v in zip(contributions.weights, values.values(), strict=True))
+    return center + total / sum(contributions.weights)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_every_schedule_ends_with_the_center_that_its_commits_give() -> None:
+    outcomes = simulated(ThresholdGradientSharing(), lambda: mean_of_changes, range(200))
+    assert sum(outcome.failure is None for outcome in outcomes) > 150
+    assert sum(outcome.losses for outcome in outcomes) > 50
 
 
 class TurnsBad(nn.Module):
