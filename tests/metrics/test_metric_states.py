@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -277,3 +278,9 @@ def test_a_function_that_makes_a_task_s_metric_is_one() -> None:
     assert measured(makers, np.eye(3), np.array([0, 1, 1]), [[1], [2]])["accuracy"] == (
         pytest.approx(2 / 3)
     )
+
+
+def test_without_torchmetrics_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)
+    with pytest.raises(ConfigError, match=r'pip install "sparkdl-torch\[metrics\]"'):
+        Metrics.of({"mse": MeanSquaredError})

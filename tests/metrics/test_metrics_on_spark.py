@@ -61,7 +61,7 @@ def test_a_fit_measures_each_epoch_and_evaluate_gives_the_same_of_any_partitions
         some = rows.where("held").repartition(partitions)
         assert model.evaluate(some, METRICS) == by_scikit_learn(model.module, held)
     model.write().save(str(tmp_path / "model"))
-    loaded = TorchModel.load(str(tmp_path / "model"))
+    loaded = TorchModel.load(str(tmp_path / "model"), trust=True)
     assert loaded.history == model.history
     renamed = rows.withColumnRenamed("label", "y")
     everything = by_scikit_learn(model.module, np.arange(ROWS))

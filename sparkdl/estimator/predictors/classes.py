@@ -17,6 +17,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.spark.rows.columns import quoted
 
 Label = str | int | float | bool
+_TEXT = "sparkdl: text of the label"
 MAX_CLASSES = 10_000
 """Of a column of texts whose labels nobody has named: more is a column of something else."""
 
@@ -80,19 +81,17 @@ def indexed(dataset: DataFrame, column: str, classes: list[Label] | None) -> tup
     texts = isinstance(field.dataType, T.StringType)
     if not texts and isinstance(classes[0], str):
         return dataset, column  # StringIndexer's own numbers
-    name = f"index of {column}"
+    # Errors about the column's values quote its name. An exception in the JVM would reach nobody.
+    name = f"{column} (index among the labels; {len(classes)} is none of them)"
     wanted = quoted(column) if texts else quoted(column).cast("double").cast("string")
-    values = classes if texts else [float(each) for each in classes]
-    # As Spark writes them, not Python.
-    names = [str(each) for each in values]
-    if not texts:
-        row = dataset.sparkSession.range(1).select(
-            *[F.lit(each).cast("string").alias(f"l{i}") for i, each in enumerate(values)]
-        )
-        names = list(row.first() or ())
-    text = f"text of {column}"
-    lookup = StringIndexerModel.from_labels(names, text, name, handleInvalid="error")
-    return lookup.transform(dataset.withColumn(text, wanted)).drop(text), name
+    names = [str(each) for each in classes]
+    if not texts:  # as Spark writes them, not Python
+        numbers = [
+            F.lit(float(each)).cast("string").alias(f"l{i}") for i, each in enumerate(classes)
+        ]
+        names = list(dataset.sparkSession.range(1).select(*numbers).first() or ())
+    lookup = StringIndexerModel.from_labels(names, _TEXT, name, handleInvalid="keep")
+    return lookup.transform(dataset.withColumn(_TEXT, wanted)).drop(_TEXT), name
 
 
 def with_names(dataset: DataFrame, column: str, classes: list[Label] | None) -> DataFrame:
