@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from torch import nn
 from sparkdl.errors import ConfigError, SetupError, SparkDLError
 from sparkdl.estimator import TorchEstimator
 from sparkdl.jobs.sources import Rows, Source
-from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder, SchedulerBuilder
+from sparkdl.protocols import ModelBuilder, OptimizerBuilder, SchedulerBuilder
 from sparkdl.spark.session.session import create_session
 
 try:
@@ -159,6 +160,7 @@ def build_parser(job: JobName) -> ArgumentParser:
         Source,
         "source",
         required=True,
+        fail_untyped=False,
         help="where the rows come from: {class_path: sparkdl.jobs.Files, init_args: {path: ...}}, "
         "sparkdl.jobs.Table, sparkdl.jobs.Query, or a subclass of sparkdl.jobs.Source of your own",
     )
@@ -172,10 +174,15 @@ def build_parser(job: JobName) -> ArgumentParser:
         _add_estimator(parser)
     if "stages" in used:
         kinds = list[Estimator | Transformer]  # type: ignore[type-arg]
-        parser.add_argument("--stages", type=kinds, default=[], help=_MEANS["stages"])
+        _take_untyped(
+            parser.add_argument("--stages", type=kinds, default=[], help=_MEANS["stages"])
+        )
     for name, kind in (("baselines", Estimator), ("evaluators", Evaluator)):
         if name in used:
-            parser.add_argument(f"--{name}", type=dict[str, kind], default={}, help=_MEANS[name])  # type: ignore[valid-type]
+            named = dict[str, kind]  # type: ignore[valid-type]
+            _take_untyped(
+                parser.add_argument(f"--{name}", type=named, default={}, help=_MEANS[name])
+            )
     if "write" in used:
         parser.add_class_arguments(TableFormat, "write")
     parser.add_function_arguments(create_session, "session")
@@ -265,22 +272,34 @@ def _add_run(parser: ArgumentParser) -> None:
 
 def _add_estimator(parser: ArgumentParser) -> None:
     # Taken in a wider sense than the arguments themselves are: a class with its arguments stands
-    # for what builds such a thing.
+    # for what builds such a thing. A bare Callable takes functions that are not annotated, too.
     kinds: dict[str, tuple[Any, str]] = {
-        "model": (ModelBuilder | nn.Module, "the network: a class with its arguments"),
+        "model": (ModelBuilder | nn.Module | Callable, "the network: a class with its arguments"),
         "loss": (
-            nn.Module | LossFunction | Literal["model"],
+            nn.Module | Literal["model"] | Callable,
             "(outputs, targets) -> scalar: a function, or a class with its arguments; `model` for "
             "a network that computes its own",
         ),
-        "optimizer": (OptimizerBuilder, "torch's or another class, with its arguments"),
-        "scheduler": (SchedulerBuilder | None, "torch's or another class, with its arguments"),
+        "optimizer": (OptimizerBuilder | Callable, "torch's or another class, with its arguments"),
+        "scheduler": (
+            SchedulerBuilder | Callable | None,
+            "torch's or another class, with its arguments",
+        ),
     }
-    parser.add_class_arguments(TorchEstimator, "estimator", skip=set(kinds), instantiate=False)
+    parser.add_class_arguments(
+        TorchEstimator, "estimator", skip=set(kinds), instantiate=False, fail_untyped=False
+    )
     group = (parser.groups or {})["estimator"]
     for name, (kind, means) in kinds.items():
         required = name != "scheduler"
-        group.add_argument(f"--estimator.{name}", type=kind, required=required, help=means)
+        _take_untyped(
+            group.add_argument(f"--estimator.{name}", type=kind, required=required, help=means)
+        )
+
+
+def _take_untyped(action: Any) -> None:
+    """Let the classes and functions that are named have arguments without annotations."""
+    action.sub_add_kwargs = {"fail_untyped": False}
 
 
 def _digest(job: JobName, config: Namespace) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,29 @@ def test_help_is_short_enough_to_be_read(job: JobName, capsys: pytest.CaptureFix
 def test_a_split_that_is_not_by_time_is_refused(months: Any) -> None:
     with pytest.raises(ValueError, match="every test month after training"):
         Split(train_months=months[0], test_months=months[1])
+
+
+def test_functions_of_ones_own_need_no_annotations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ownmodule.py").write_text(
+        """
+import torch
+def net(): return torch.nn.Linear(2, 3)
+def wide(width) -> torch.nn.Module: return torch.nn.Linear(2, width)
+def loss(outputs, targets): return (outputs - targets).mean()
+def adam(parameters): return torch.optim.Adam(parameters)
+"""
+    )
+    monkeypatch.chdir(tmp_path)  # where a job is started its modules are found
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    own_functions = {"loss": "ownmodule.loss", "optimizer": "ownmodule.adam"}
+    estimator = own(tmp_path, **own_functions, model="ownmodule.net").estimator()
+    assert estimator.getLoss().__name__ == "loss"
+    assert estimator.getModel()().out_features == 3
+    assert isinstance(estimator.getOptimizer()([torch.zeros(1)]), torch.optim.Adam)
+    model = "{class_path: ownmodule.wide, init_args: {width: 5}}"
+    assert own(tmp_path, model=model).estimator().getModel()().out_features == 5
 
 
 @pytest.mark.parametrize(
