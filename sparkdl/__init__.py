@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         TorchRegressor,
     )
     from sparkdl.events import EpochSummary
+    from sparkdl.large_batches import LAMB, LARS
     from sparkdl.protocols import Batch
     from sparkdl.spark.functions.run import run
     from sparkdl.spark.functions.torch_distributor import TorchDistributor
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "AsynchronousSGD",
     "Batch",
     "ElasticAveraging",
@@ -68,6 +71,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "LAMB": "sparkdl.large_batches",
+    "LARS": "sparkdl.large_batches",
     "AsynchronousSGD": "sparkdl.strategies",
     "Batch": "sparkdl.protocols",
     "ElasticAveraging": "sparkdl.strategies",

@@ -26,7 +26,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("transport",),
     ("replica", "warm_start"),
     ("frozen",),
-    ("schedule", "optimizers"),
+    ("schedule", "optimizers", "large_batches"),
     ("feed",),
     ("losses",),
     ("checkpoint", "metrics"),

@@ -1,0 +1,163 @@
+"""Optimizers for large minibatches: each layer's step is as long as the layer's weights allow.
+
+With the same learning rate for all, the layer whose gradients are largest for its weights diverges
+first. Of a weight matrix (or kernel) w with gradient g, weight decay b and learning rate e:
+
+    LARS    rate  <-  trust * |w| / (|g| + b |w|)        m <- momentum * m + rate * (g + b w)
+            w <- w - e * m
+    LAMB    m, v  <-  Adam's moments, corrected          u <- m / (sqrt(v) + eps) + b w
+            w <- w - e * |w| / |u| * u
+
+where the ratio of norms is 1 if one is 0. You, Gitman, Ginsburg 2017, "Large Batch Training of
+Convolutional Networks" (arXiv 1708.03888); You et al. 2020, "Large Batch Optimization for Deep
+Learning: Training BERT in 76 minutes" (arXiv 1904.00962). Parameters of one dimension, biases and
+what normalizes, neither decay nor have a ratio of their own, as in the authors' code.
+
+Written here because pytorch_optimizer 4.1, the best kept library that has both, divides LAMB's step
+by Adam's correction of the first moment, ten times the learning rate in the first step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkdl.errors import ConfigError
+
+
+class _Layerwise(torch.optim.Optimizer):
+    """What both share: a step for each parameter that has a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step; see ``torch.optim.Optimizer``."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for weights in group["params"]:
+                if weights.grad is not None:
+                    self._step(weights, weights.grad, self.state[weights], group)
+        return loss
+
+    def _step(
+        self, weights: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        raise NotImplementedError
+
+
+class LARS(_Layerwise):
+    """SGD with momentum and a rate for each layer.
+
+    Choose it for convolutional networks with minibatches of thousands of rows, with a warm-up of
+    some epochs. Do not for small ones: SGD needs one setting less.
+
+    Args:
+        params: as any optimizer of torch takes them.
+        lr: > 0, or 0 at the start of a warm-up; with ``trust`` as below about ten times SGD's.
+        momentum: in [0, 1); 0.9 in the paper.
+        weight_decay: >= 0; the paper has 5e-4, and 5e-5 to 1e-4 are usual for ResNet-50.
+        trust: > 0; 0.001 in the paper.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.001,
+    ) -> None:
+        _require("lr", lr, 0, math.inf)
+        _require("momentum", momentum, 0, 1)
+        _require("weight_decay", weight_decay, 0, math.inf)
+        _require("trust", trust, math.ulp(0.0), math.inf)
+        settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
+        super().__init__(params, settings)
+
+    def _step(
+        self, weights: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(weights)
+        velocity = state["momentum_buffer"].mul_(group["momentum"])
+        if weights.dim() < 2:
+            velocity.add_(gradient)
+        else:
+            decay, norm = group["weight_decay"], weights.norm()
+            rate = _ratio(group["trust"] * norm, gradient.norm() + decay * norm)
+            velocity.add_(gradient.add(weights, alpha=decay).mul_(rate))
+        weights.add_(velocity, alpha=-group["lr"])
+
+
+class LAMB(_Layerwise):
+    """Adam with a rate for each layer.
+
+    Choose it for transformers with minibatches of thousands of rows. Do not for small ones, where
+    AdamW learns as well and is fused.
+
+    Args:
+        params: as any optimizer of torch takes them.
+        lr: > 0, or 0 at the start of a warm-up; the paper's BERT has 5e-3 / sqrt(2 ** k) for
+            minibatches of 32,768 / 2 ** k rows.
+        betas: decay of the moments, in [0, 1); (0.9, 0.999) in the paper.
+        eps: > 0; 1e-6 in the paper.
+        weight_decay: >= 0; 0.01 in the paper.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+    ) -> None:
+        _require("lr", lr, 0, math.inf)
+        for beta in betas:
+            _require("betas", beta, 0, 1)
+        _require("eps", eps, math.ulp(0.0), math.inf)
+        _require("weight_decay", weight_decay, 0, math.inf)
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, settings)
+
+    def _step(
+        self, weights: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(weights)
+            state["exp_avg_sq"] = torch.zeros_like(weights)
+        state["step"] += 1
+        steps, (first, second) = float(state["step"]), group["betas"]
+        mean = state["exp_avg"].lerp_(gradient, 1 - first)
+        square = state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        root = square.div(1 - second**steps).sqrt_().add_(group["eps"])
+        update = mean.div(root).div_(1 - first**steps)
+        if weights.dim() > 1:
+            update.add_(weights, alpha=group["weight_decay"])
+            update.mul_(_ratio(weights.norm(), update.norm()))
+        weights.add_(update, alpha=-group["lr"])
+
+
+def _ratio(weights: Tensor, update: Tensor) -> Tensor:
+    """Of two norms, 1 if one is 0; stays on the device."""
+    ratio = weights / update
+    return torch.where((weights > 0) & (update > 0), ratio, torch.ones_like(ratio))
+
+
+def _require(name: str, value: object, least: float, below: float) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not least <= value < below:  # type: ignore[operator]
+        raise ConfigError(f"{name} must be a number >= {least:g} and < {below:g}, got {value!r}")

@@ -1,0 +1,111 @@
+"""LARS and LAMB are the papers' in numpy, and workers together take their steps."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from misbehaving import die_after
+from toys import batches_by_hand, classification, make_job, mlp, relative_error
+
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.errors import ConfigError
+from sparkdl.large_batches import LAMB, LARS
+from sparkdl.strategies import GradientAllReduce, ParameterAveraging
+from sparkdl.testing import run_world
+
+FAST = partial(LARS, lr=0.5, weight_decay=1e-2, trust=0.02)
+ADAPTIVE = partial(LAMB, lr=0.02, weight_decay=1e-2)
+
+
+def lars(w: np.ndarray, g: np.ndarray, kept: dict[str, np.ndarray], step: int) -> np.ndarray:
+    """You, Gitman, Ginsburg 2017, algorithm 1, with the settings above."""
+    if w.ndim == 1:
+        kept["m"] = 0.9 * kept["m"] + g
+        return w - 0.5 * kept["m"]
+    norm, other = np.linalg.norm(w), np.linalg.norm(g)
+    rate = 0.02 * norm / (other + 1e-2 * norm) if norm and other + 1e-2 * norm else 1.0
+    kept["m"] = 0.9 * kept["m"] + rate * (g + 1e-2 * w)
+    return w - 0.5 * kept["m"]
+
+
+def lamb(w: np.ndarray, g: np.ndarray, kept: dict[str, np.ndarray], step: int) -> np.ndarray:
+    """You et al. 2020, algorithm 2."""
+    kept["m"] = 0.9 * kept["m"] + 0.1 * g
+    kept["v"] = 0.999 * kept["v"] + 0.001 * g**2
+    mean, square = kept["m"] / (1 - 0.9**step), kept["v"] / (1 - 0.999**step)
+    update = mean / (np.sqrt(square) + 1e-6)
+    if w.ndim == 1:
+        return w - 0.02 * update
+    update = update + 1e-2 * w
+    norm, other = np.linalg.norm(w), np.linalg.norm(update)
+    return w - 0.02 * (norm / other if norm and other else 1.0) * update
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (2, 3, 3, 2), (5,)], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 0.0])
+@pytest.mark.parametrize(("build", "rule"), [(FAST, lars), (ADAPTIVE, lamb)], ids=["lars", "lamb"])
+def test_a_step_is_the_papers(build: Any, rule: Any, shape: Any, scale: float) -> None:
+    generator = np.random.default_rng(0)
+    expected = scale * generator.normal(size=shape)
+    weight = torch.nn.Parameter(torch.from_numpy(expected.copy()))
+    optimizer = build([weight])
+    kept = {"m": np.zeros(shape), "v": np.zeros(shape)}
+    for step in range(1, 6):
+        gradient = (
+            scale * generator.normal(size=shape) if step == 2 else generator.normal(size=shape)
+        )
+        weight.grad = torch.from_numpy(gradient.copy())
+        optimizer.step()
+        expected = rule(expected, gradient, kept, step)
+        np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (partial(LARS, lr=-1), "lr"),
+        (partial(LARS, lr=1, momentum=1), "momentum"),
+        (partial(LARS, lr=1, trust=0), "trust"),
+        (partial(LAMB, betas=(0.9, 1)), "betas"),
+        (partial(LAMB, eps=0), "eps"),
+        (partial(LAMB, weight_decay=float("nan")), "weight_decay"),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(build: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build([torch.nn.Parameter(torch.ones(2))])
+
+
+@pytest.mark.parametrize("build", [FAST, ADAPTIVE], ids=["lars", "lamb"])
+def test_workers_together_take_the_steps_of_one_process(build: Any) -> None:
+    data = classification([12, 12])
+    given = make_job(mlp(), strategy=GradientAllReduce(), optimizer=build, epochs=2)
+    outcome = run_world(given, data.shards(), ranks_as="processes")
+    oracle = mlp().train()
+    optimizer = build(oracle.parameters())
+    for epoch in (1, 2):
+        plans = [batches_by_hand(data, rank, epoch, 4) for rank in range(2)]
+        for parts in zip(*plans, strict=True):
+            features, targets = (np.concatenate(each) for each in zip(*parts, strict=True))
+            optimizer.zero_grad()
+            outputs = oracle(torch.from_numpy(features))
+            torch.nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
+            optimizer.step()
+    assert relative_error(outcome.module, oracle) < 1e-9
+
+
+def test_resumed_they_end_in_the_same_bits(tmp_path: Path) -> None:
+    data = classification([20, 17])
+    given = make_job(mlp(), strategy=ParameterAveraging(2), optimizer=ADAPTIVE, epochs=3)
+    whole = run_world(given, data.shards())
+    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
+    die_after(8, given, data.shards(), policy)
+    resumed = run_world(given, data.shards(), checkpoints=policy)
+    pairs = zip(whole.module.parameters(), resumed.module.parameters(), strict=True)
+    assert all(torch.equal(mine, other) for mine, other in pairs)
