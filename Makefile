@@ -4,13 +4,15 @@
 # make test-guests  programs written for Lightning, accelerate and Transformers, which it installs
 # make models-table write the tables of docs/models.md anew, by fitting every row
 # make lint         ruff and mypy
+# make docs         the site, in build/site/index.html
+# make wheel-test   build a wheel, and train with it in an environment of its own
 
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 MASTER ?= local-cluster[2,1,2048]
 
-.PHONY: quickstart test test-all test-guests models-table lint java clean
+.PHONY: quickstart test test-all test-guests models-table lint docs wheel-test java clean
 
 quickstart: java $(VENV)/installed-jobs
 	$(BIN)/python jobs/train.py --config conf/flights.yaml --session.master '$(MASTER)'
@@ -32,6 +34,12 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/installed-docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html docs build/site
+
+wheel-test: java $(VENV)/installed-test
+	$(BIN)/python -m pytest -m slow tests/docs/test_wheel.py $(ARGS)
+
 java:
 	@test -x "$$JAVA_HOME/bin/java" || command -v java >/dev/null || { \
 	  echo "Spark needs Java 17 or 21, and there is none on PATH nor in JAVA_HOME. Install it:"; \
@@ -51,7 +59,8 @@ $(VENV)/installed-%: setup.cfg conf/constraints.txt | $(BIN)/python
 	@touch $@
 
 extras-jobs := jobs
-extras-test := jobs,test
+extras-test := jobs,test,examples
+extras-docs := docs
 extras-guests := jobs,test,guests
 
 clean:

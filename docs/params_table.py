@@ -1,0 +1,44 @@
+"""The directive ``params-table``: a class's pyspark.ml Params, with what each says of itself."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+from docutils import nodes
+from docutils.statemachine import StringList
+from pyspark.ml.param import Param
+from sphinx.util.docutils import SphinxDirective
+
+
+class ParamsTable(SphinxDirective):
+    """``.. params-table:: module.Class``; defaults are those of the constructor's arguments."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Give the table, in the order in which the constructor has the Params, then by name."""
+        module, name = self.arguments[0].rsplit(".", 1)
+        owner = getattr(importlib.import_module(module), name)
+        arguments = inspect.signature(owner.__init__).parameters
+        found: dict[str, Param[Any]] = {
+            each: value for each, value in inspect.getmembers(owner) if isinstance(value, Param)
+        }
+        order = sorted(found, key=lambda each: ([*arguments, each].index(each), each))
+        lines = [".. list-table::", "   :header-rows: 1", ""]
+        rows = [("Param", "default", "what it says of itself")]
+        for each in order:
+            default = arguments[each].default if each in arguments else inspect.Parameter.empty
+            shown = "" if default is inspect.Parameter.empty else f"``{default!r}``"
+            rows.append((f"``{each}``", shown, found[each].doc.replace("*", r"\*")))
+        for row in rows:
+            lines += [f"   {'* -' if cell is row[0] else '  -'} {cell}" for cell in row]
+        holder = nodes.container()
+        self.state.nested_parse(StringList(lines, source=self.arguments[0]), 0, holder)
+        return holder.children
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.add_directive("params-table", ParamsTable)

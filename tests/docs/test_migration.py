@@ -1,0 +1,102 @@
+"""Every name of ours that the page about migration gives is one that this package has."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sparkdl
+import sparkdl.callbacks
+import sparkdl.strategies
+
+PAGE = (Path(__file__).parents[2] / "docs/migration.md").read_text()
+SAYS_WHY_NOT = {"not needed", "none", ""}
+
+
+def table_rows() -> list[tuple[str, str]]:
+    """(theirs, ours) of every row of every table."""
+    lines = [line for line in PAGE.splitlines() if line.startswith("| ")]
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines]
+    return [(row[0], row[1]) for row in cells if row[1] != "here"]
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def arguments(of: Any) -> set[str]:
+    return set(inspect.signature(of).parameters)
+
+
+def home(name: str) -> Any:
+    """The public object of a name such as ``sparkdl.run`` or ``EarlyStopping``."""
+    for module in (sparkdl, sparkdl.callbacks, sparkdl.strategies):
+        if name.removeprefix("sparkdl.") in module.__all__:
+            return getattr(module, name.removeprefix("sparkdl."))
+    raise AssertionError(f"there is no public {name}")
+
+
+def exists(expression: str) -> bool:
+    """Whether an argument, an attribute or a call of ours is one that there is."""
+    node = ast.parse(expression.replace("...", "None"), mode="eval").body
+    if isinstance(node, ast.Call):
+        called = home(ast.unparse(node.func))
+        known = arguments(called)
+        return all(keyword.arg is None or keyword.arg in known for keyword in node.keywords)
+    text = ast.unparse(node)
+    if text in EVERY_ARGUMENT:
+        return True
+    if "." in text and not text.startswith("sparkdl."):
+        owner, attribute = text.split(".")
+        documented = inspect.getdoc(home(owner)) or ""
+        return hasattr(home(owner), attribute) or f"{attribute}:" in documented
+    home(text)
+    return True
+
+
+EVERY_ARGUMENT = (
+    arguments(sparkdl.TorchEstimator.__init__)
+    | arguments(sparkdl.run)
+    | arguments(sparkdl.ParameterAveraging)
+)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), table_rows())
+def test_ours_exists(theirs: str, ours: str) -> None:
+    found = names(ours)
+    assert found or ours in SAYS_WHY_NOT, f"{theirs}: {ours!r} names nothing"
+    for each in found:
+        assert exists(each), f"{theirs}: there is no {each}"
+
+
+def test_a_name_that_is_not_there_would_be_noticed() -> None:
+    assert not exists("TorchModel.getHistory")
+    assert not exists("GradientAllReduce(compress=True)")
+    with pytest.raises(AssertionError):
+        exists("num_proc")
+
+
+def test_the_programs_name_what_there_is() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    for block in blocks:
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module == "sparkdl":
+                assert {alias.name for alias in node.names} <= set(sparkdl.__all__)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                called = node.func.id
+                if called in sparkdl.__all__:
+                    owner = getattr(sparkdl, called)
+                    assert {k.arg for k in node.keywords} <= arguments(owner), called
+
+
+def test_the_defaults_that_are_given_are_so() -> None:
+    ours = sparkdl.ParameterAveraging()
+    assert (ours.period, ours.average_optimizer_state) == (5, True)
+    assert inspect.signature(sparkdl.TorchEstimator.__init__).parameters["batchSize"].default == 32
+    assert sparkdl.AsynchronousSGD().barrier == sparkdl.strategies.ASP()

@@ -1,0 +1,60 @@
+"""The README's and the quick start's programs run as they stand there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.ml.evaluation import MulticlassClassificationEvaluator
+
+ROOT = Path(__file__).parents[2]
+
+
+def programs(page: str, heading: str | None = None) -> list[str]:
+    """The blocks of Python of a page, or of its section of that heading."""
+    text = (ROOT / page).read_text()
+    if heading is not None:
+        text = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def run(blocks: list[str], name: str, **names: Any) -> dict[str, Any]:
+    space = {"__name__": "__main__", **names}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"{name}, block {number}", "exec"), space)
+    return space
+
+
+def accuracy(space: dict[str, Any]) -> float:
+    evaluator = MulticlassClassificationEvaluator(metricName="accuracy")
+    return evaluator.evaluate(space["model"].transform(space["df"]))
+
+
+@pytest.mark.usefixtures("spark")  # which create_session then finds
+def test_the_readme_trains_a_model_and_runs_a_function(
+    tmp_path: Path,
+) -> None:
+    first = run(programs("README.md", "In a notebook"), "README")
+    assert accuracy(first) > 0.95
+
+    (function,) = programs("README.md", "Your own training function")
+    assert function.count('"/shared/run"') == 2  # the only part that a reader has to have
+    mended = function.replace('"/shared/run"', repr(str(tmp_path / "run")))
+    second = run([mended], "README, function", **first)
+    assert len(second["losses"]) == 2
+    assert set(second["state"]) >= {"model", "optimizer"}
+
+
+@pytest.mark.usefixtures("spark")
+def test_the_quick_start_works_from_top_to_bottom(
+    tmp_path: Path,
+) -> None:
+    # Spark's JVM has a working directory of its own, which would be the repository.
+    place = repr(str(tmp_path / "spirals"))
+    blocks = [each.replace('"output/spirals"', place) for each in programs("docs/quickstart.md")]
+    space = run(blocks, "quick start")
+    assert accuracy(space) > 0.95
+    assert accuracy({**space, "model": space["again"]}) == accuracy(space)
+    assert 1 < len(space["model"].history) < 20  # stopped in time
