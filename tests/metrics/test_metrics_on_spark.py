@@ -53,6 +53,7 @@ def test_a_fit_measures_each_epoch_and_evaluate_gives_the_same_of_any_partitions
         metrics=METRICS,
         validationIndicatorCol="held",
         epochs=2,
+        timeout=150.0,
         callbacks=[EarlyStopping("auroc", patience=2, restore_best=False)],
     ).fit(rows)
     held = np.arange(0, ROWS, 4)

@@ -15,12 +15,10 @@ from models import Net
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.classification import OneVsRest
 from pyspark.ml.evaluation import (
-    BinaryClassificationEvaluator,
     MulticlassClassificationEvaluator,
     RegressionEvaluator,
 )
 from pyspark.ml.feature import IndexToString, StringIndexer
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
@@ -43,7 +41,7 @@ SETTINGS: dict[str, Any] = {
     "numWorkers": 2,
     "seed": 7,
     "progress": False,
-    "timeout": 60.0,
+    "timeout": 150.0,
 }
 NAMES = np.array(["cat", "ant", "bee"])
 SORTED = ["ant", "bee", "cat"]
@@ -175,33 +173,13 @@ def test_a_regressor_passes_its_evaluator_and_is_saved(spark: SparkSession, tmp_
 
 
 @pytest.mark.slow
-def test_one_versus_rest_takes_the_classifier(spark: SparkSession, tmp_path: Path) -> None:
+def test_one_versus_rest_takes_the_classifier(spark: SparkSession) -> None:
     rows = frame(spark, ROWS).withColumn("label", F.col("label").cast("double"))
     binary = TorchClassifier(model=network(1), loss=nn.BCEWithLogitsLoss(), **SETTINGS)
     model = OneVsRest(classifier=binary).fit(rows)
     raw = np.stack([scores(each.module)[:, 0] for each in model.models], axis=1)
     added = model.transform(rows).orderBy("id").collect()
     np.testing.assert_array_equal([row["prediction"] for row in added], raw.argmax(1))
-    model.write().save(str(tmp_path / "model"))
-    with trusted_modules("torch"):
-        again = type(model).load(str(tmp_path / "model"))
-    assert again.transform(rows).orderBy("id").collect() == added
-
-
-@pytest.mark.slow
-def test_cross_validator_chooses_the_better_learning_rate(spark: SparkSession) -> None:
-    rows = frame(spark, ROWS).withColumn("label", (F.col("features")[0] > 0).cast("double"))
-    classifier = TorchClassifier(model=network(2), epochs=3, **SETTINGS)
-    nothing, something = partial(torch.optim.SGD, lr=0.0), partial(torch.optim.SGD, lr=0.5)
-    grid = ParamGridBuilder().addGrid(classifier.optimizer, [nothing, something]).build()
-    evaluator = BinaryClassificationEvaluator(metricName="areaUnderROC")
-    tuned = CrossValidator(
-        estimator=classifier, estimatorParamMaps=grid, evaluator=evaluator, numFolds=2, seed=1
-    ).fit(rows)
-    assert tuned.avgMetrics[1] > tuned.avgMetrics[0]
-    best, labels = tuned.bestModel, features_of(IDS)[:, 0] > 0
-    found = evaluator.evaluate(best.transform(rows))
-    assert found == pytest.approx(sk.roc_auc_score(labels, scores(best.module)[:, 1]), abs=1e-9)
 
 
 def test_what_is_no_label_column_of_classes_is_refused(spark: SparkSession) -> None:
