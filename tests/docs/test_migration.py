@@ -100,3 +100,5 @@ def test_the_defaults_that_are_given_are_so() -> None:
     assert (ours.period, ours.average_optimizer_state) == (5, True)
     assert inspect.signature(sparkdl.TorchEstimator.__init__).parameters["batchSize"].default == 32
     assert sparkdl.AsynchronousSGD().barrier == sparkdl.strategies.ASP()
+    shared = sparkdl.ThresholdGradientSharing()
+    assert (shared.threshold, shared.sparsity, shared.clip) == (1e-3, (1e-4, 1e-2), 5)
