@@ -62,7 +62,7 @@ class TensorBoard(Callback):
         """Write what the epoch came to."""
         curves: _Curves = training.kept[self]
         values = {
-            f"{name.removeprefix(VALIDATION)}/{_kind(name)}": value
+            f"{name.removeprefix(VALIDATION)}/{_kind(name, summary)}": value
             for name, value in metrics_of(summary).items()
         }
         values["speed/rows_per_second"] = summary.examples_per_second
@@ -103,8 +103,9 @@ class _Curves:
         return {f"time/{name}": float(gone[k]) / whole for k, name in enumerate(PHASES)}
 
 
-def _kind(name: str) -> str:
-    return "validation" if name.startswith(VALIDATION) else "training"
+def _kind(name: str, summary: EpochSummary) -> str:
+    held_out = name.startswith(VALIDATION) or name in summary.metrics
+    return "validation" if held_out else "training"
 
 
 def _cell(value: object) -> str:

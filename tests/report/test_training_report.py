@@ -35,7 +35,7 @@ def test_a_run_tells_who_was_waited_for(tmp_path: Path) -> None:
     )
     began = time.monotonic()
     outcome = run_world(
-        job, classification([60, 60, 60]).shards(), callbacks=[TrainingReport(path)]
+        job, classification([60, 60, 60]).shards(), callbacks=[TrainingReport(str(path))]
     )
     elapsed = time.monotonic() - began
     recording, summary = outcome.recording, TrainingSummary(outcome.recording)
@@ -85,7 +85,7 @@ def test_a_fit_that_fails_has_a_report_that_says_why(tmp_path: Path) -> None:
         run_world(
             make_job(mlp()),
             classification([8]).shards(),
-            callbacks=[TrainingReport(path), Fails()],
+            callbacks=[TrainingReport(str(path)), Fails()],
         )
     page = path.read_text()
     assert "failed" in page
