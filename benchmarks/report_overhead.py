@@ -28,9 +28,9 @@ from sparkdl.strategies import Strategy
 from sparkdl.testing import batches_of, run_world
 from sparkdl.worker import Job
 
-ROWS = 24_000
+ROWS = 8_000
 WIDTH = 100
-EPOCHS = 6
+EPOCHS = 4
 TARGET = 1.01
 CLOCK = {name: vars(PhaseClock)[name] for name in ("switch", "phase", "each")}
 """What the clock does otherwise."""

@@ -127,6 +127,11 @@ class PhaseClock:
         """Compare anew: the driver's clock may be another one."""
         self._uncertainty = math.inf
 
+    @property
+    def untold_s(self) -> float:
+        """Seconds since the last ``take``, as far as was seen when the phase last changed."""
+        return self._since - self._taken
+
     def take(self) -> PhaseTimes:
         """What was counted since the last time, or since the clock was made."""
         self.switch(self._phase)

@@ -48,6 +48,9 @@ START_FAILURE_S = 60.0
 """Seconds for which who could not start tries to reach the averager, and waits for its answers."""
 READING_S = 0.5
 """Seconds between two signs of life of a worker that reads its rows, or trains for long."""
+TELLING_S = 0.25
+"""Seconds between two reports of where a worker's time went, in the middle of an epoch: to write,
+read and add one up takes half a millisecond, which is nothing a window and too much a step."""
 COMPARISONS = 4
 """How often the clocks are compared when a worker joins; the fastest answer counts."""
 
@@ -460,7 +463,8 @@ class AveragerClient:
         """What a contribution begins with, and what the averager is to keep of this worker."""
         kept = b"" if self._kept_state is None else self._kept_state()
         header = window_header(window, takes_reply=takes_reply, own_state=len(kept))
-        return {**header, **self._times()}, kept
+        due = window.last or self._clock.untold_s >= TELLING_S
+        return ({**header, **self._times()} if due else header), kept
 
     def _times(self) -> dict[str, Any]:
         """Where this worker's time went since the driver was told last; empty if nobody counts."""
