@@ -30,7 +30,7 @@ def test_bins_hold_what_was_added_however_wide_they_become(
     for began, length, which, value in stretches:
         bins.add(began, began + length, value, which)
         expected[which] += value
-    np.testing.assert_allclose(bins.sums.sum(axis=0), expected, rtol=1e-9)
+    np.testing.assert_allclose(bins.sums.sum(axis=0), expected, rtol=1e-9, atol=1e-12)
     assert bins.sums.shape == (BINS, 4)
     assert bins.used * bins.width_s >= bins.ended
     assert not bins.sums[bins.used + 1 :].any()
