@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
+import json
 import logging
 import signal
 import sys
@@ -22,7 +24,12 @@ from sparkdl.averager.center_update import Memory
 from sparkdl.averager.kept import KeptModel, KeptState
 from sparkdl.averager.membership import Tolerance, too_many_losses
 from sparkdl.averager.progress import Progress
-from sparkdl.averager.run_events import EpochCounted, EpochValidated, NewRows
+from sparkdl.averager.run_events import (
+    EpochCounted,
+    EpochValidated,
+    NewRows,
+    WorkersRestarted,
+)
 from sparkdl.averager.run_events import RunEvent as Event
 from sparkdl.averager.saving import CheckpointPlan, Resumed
 from sparkdl.averager.server import Averager
@@ -39,6 +46,7 @@ from sparkdl.errors import (
     WorkerLostError,
 )
 from sparkdl.events import EpochSummary
+from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import DataFacts, check_facts
 from sparkdl.initial import drawn_apart
 from sparkdl.measuring import Measuring
@@ -51,6 +59,7 @@ from sparkdl.protocols import (
 )
 from sparkdl.randomness import borrowed_random_numbers
 from sparkdl.replica import Replica
+from sparkdl.report import Recording, Setup
 from sparkdl.training import has_ended, identity, require_progress, require_same_rows
 from sparkdl.warm_start import WarmStart
 from sparkdl.worker import Job
@@ -72,11 +81,13 @@ class Outcome:
     Attributes:
         module: the model with the last center's parameters and buffers, on the CPU.
         history: one summary an epoch.
+        recording: what the workers' time went into, and more to look at.
         stopped: why a callback has stopped the training, if one has.
     """
 
     module: nn.Module
     history: list[EpochSummary]
+    recording: Recording
     stopped: str | None = None
 
 
@@ -152,6 +163,7 @@ def run(
     on_event: Callable[[Event], None] = lambda event: None,
     callbacks: Sequence[Callback] = (),
     warm_start: WarmStart | None = None,
+    settings: Mapping[str, object] | None = None,
 ) -> Outcome:
     """Serve the rounds of one run from the initial center to the trained module.
 
@@ -168,6 +180,7 @@ def run(
         callbacks: called in this thread too, and may end the training.
         warm_start: values to begin with, which fit the model; of those that are frozen ``job`` has
             to see. By default those that the model is built with.
+        settings: what else defines the training, by name, for those who look at it.
 
     Raises:
         ConfigError: the newest checkpoint is of another training or of other rows, another process
@@ -245,11 +258,14 @@ def run(
             )
 
         progress = None if resumed is None else resumed.progress
+        training = _training(job, world_size, progress, kept_model, plan, measuring)
+        training.recording.setup = setup_of(job, replica, layout, settings or {})
         serve = _Serving(
             _Examiner(job, check, resumed),
             on_event,
             callbacks,
-            _training(job.epochs, progress, kept_model, measuring),
+            training,
+            job.schema,
             measuring,
         )
         averager = open_averager(center, memory, progress, {}, kept_model)
@@ -264,13 +280,19 @@ def run(
                     averager.kept_model,
                 )
             trained = serve.settle(averager)
+            for values, tensor in zip(
+                replica.segments(with_optimizer=False), trained, strict=False
+            ):
+                values.copy_(tensor)
+            training.model = replica.release()
         except BaseException as error:
+            training.recording.end("failed", averager.history, f"{type(error).__name__}: {error}")
             serve.calls.end(error)
             raise
+        stopped = training.stopped
+        training.recording.end(f"stopped: {stopped}" if stopped else "finished", averager.history)
         serve.calls.end(None)
-        for values, tensor in zip(replica.segments(with_optimizer=False), trained, strict=False):
-            values.copy_(tensor)
-        return Outcome(replica.release(), averager.history, serve.calls.training.stopped)
+        return Outcome(training.model, averager.history, training.recording, stopped)
 
 
 def _which_optimizer(error: Exception, module: nn.Module) -> str:
@@ -313,6 +335,7 @@ def _finished(
         if losses:
             error.add_note(f"Before this all workers were started again: {'; '.join(losses)}")
         raise
+    serve.tell(WorkersRestarted(losses[-1]))
     logger.warning(
         "%s; all workers are started again and go on from epoch %d, step %d",
         losses[-1],
@@ -322,10 +345,36 @@ def _finished(
     return False
 
 
+def setup_of(job: Job, replica: Replica, layout: Layout, settings: Mapping[str, object]) -> Setup:
+    """What is trained, and how, for those who look at it."""
+    strategy = job.strategy
+    parameters = list(replica.module.parameters())
+    return Setup(
+        model=type(replica.module).__name__,
+        strategy=repr(strategy),
+        period=getattr(strategy, "period", None),
+        aggregation=getattr(strategy, "aggregation", None),
+        collective=strategy.needs.collective,
+        wire_dtype=getattr(strategy, "wire_dtype", None),
+        epochs=job.epochs,
+        batch_size=job.batch_size,
+        parameters=sum(each.numel() for each in parameters),
+        trained=sum(each.numel() for each in parameters if each.requires_grad),
+        model_bytes=sum(
+            segment.numel * segment.dtype.itemsize
+            for segment in layout
+            if segment.kind in ("parameters", "buffers")
+        ),
+        settings=settings,
+    )
+
+
 def _training(
-    epochs: int,
+    job: Job,
+    world_size: int,
     progress: Progress | None,
     kept_model: KeptModel | None,
+    plan: CheckpointPlan | None,
     measuring: Measuring | None,
 ) -> Training:
     """What callbacks see when a training begins or goes on."""
@@ -334,7 +383,25 @@ def _training(
     known = len(history) if progress is None or progress.rounds else len(history) - 1
     kept_epoch = None if kept_model is None else kept_model.epoch
     metrics = {} if measuring is None else measuring.higher_is_better
-    return Training(epochs, history[: max(known, 0)], kept_epoch, metrics)
+    history = history[: max(known, 0)]
+    recording = Recording(world_size, history=history)
+    return Training(
+        job.epochs,
+        history,
+        kept_epoch,
+        metrics,
+        recording=recording,
+        step=0 if progress is None else max(each.step for each in progress.positions),
+        resumed=progress is not None,
+        identity=None if plan is None else _name_of(plan),
+        features_as_kwargs=job.features_as_kwargs,
+    )
+
+
+def _name_of(plan: CheckpointPlan) -> str:
+    """The same for all fits that go on from each other's checkpoints."""
+    told = json.dumps([plan.store.path, plan.config], sort_keys=True, default=repr)
+    return hashlib.sha256(told.encode()).hexdigest()[:32]
 
 
 class _Serving:
@@ -345,6 +412,7 @@ class _Serving:
         on_event: told of what is reported.
         callbacks: told of what concerns them.
         training: what they see.
+        schema: the columns that are trained on.
         measuring: computes the metrics; None without any.
 
     Attributes:
@@ -357,8 +425,10 @@ class _Serving:
         on_event: Callable[[Event], None],
         callbacks: Sequence[Callback],
         training: Training,
+        schema: FeedSchema,
         measuring: Measuring | None = None,
     ) -> None:
+        self._schema = schema
         self._examine = examine
         self._measuring = measuring
         self._on_event = on_event
@@ -373,6 +443,17 @@ class _Serving:
                 # Workers wait for the answer; the launch waits for them to leave.
                 averager.fail(error)
                 raise
+
+    def tell(self, event: Event) -> None:
+        """Pass on what has happened to whoever is told."""
+        training = self.calls.training
+        training.recording.note(event)
+        if isinstance(event, DataFacts):
+            lengths = [column.longest for column in event.columns]
+            training.schema = self._schema.of_lengths(lengths)
+        if training.schema is not None:  # times come while nobody knows what the rows are
+            self._on_event(event)
+        self.calls(event)
 
     def settle(self, averager: Averager) -> Sequence[Tensor]:
         """After the end, see that all is in a checkpoint; returns the model's segments."""
@@ -398,8 +479,7 @@ class _Serving:
             return
         is_news = not isinstance(event, DataFacts) or self._examine(event)
         if is_news:
-            self._on_event(event)
-            self.calls(event)
+            self.tell(event)
         training = self.calls.training
         if isinstance(event, EpochValidated) and training.kept_epoch == event.summary.epoch:
             kept = averager.kept_model

@@ -47,6 +47,7 @@ from sparkdl.feed.facts import ShardFacts
 from sparkdl.feed.feed import Feed, FeedOptions
 from sparkdl.metrics import Metrics
 from sparkdl.missing_modules import advice
+from sparkdl.phases import COMPUTE, DECODE, READ, PhaseClock
 from sparkdl.protocols import (
     LossFunction,
     ModelBuilder,
@@ -197,6 +198,7 @@ def train(
 def _train_replica(
     job: Job, place: Place, address: AveragerAddress, batches: Iterable[pa.RecordBatch]
 ) -> None:
+    clock = PhaseClock()
     try:
         # As the driver draws: parameters that are never trained come from nowhere else.
         with borrowed_random_numbers(job.seed):
@@ -232,9 +234,10 @@ def _train_replica(
                 else None
             ),
             frozen=replica.frozen.fingerprint,
+            clock=clock,
         ) as averager:
             joined = True
-            run = Run(place.rank, replica, averager)
+            run = Run(place.rank, replica, averager, clock=clock)
             if job.callbacks:
                 run.calls = StepCalls(job.callbacks, place.rank, replica)
             try:
@@ -301,7 +304,7 @@ def _train(
         if job.strategy.needs.peers:
             reach = partial(_reach_peer, job, place, averager, token)
             run.peers = Peers(place.rank, reach, visitors)
-        shard = feed.read_first(batches, averager.report_reading)
+        shard = _read(feed, batches, job, averager, run.clock)
         run.batch_size = job.batch_size
         # Replicas start equal but must not draw equal dropout masks.
         seed_worker(job.seed + 1 + place.rank)
@@ -309,13 +312,14 @@ def _train(
             try:
                 position = _take_center(job, shard, run, strategy, averager, row_server)
                 if position is None:
-                    shard = feed.read_rest()
+                    with run.clock.phase(READ):
+                        shard = feed.read_rest()
                     continue
                 feed.scale_weights(averager.mean_weight)
                 if averager.epoch_ended and job.schema.validation is not None:
                     # All may have been interrupted before they had reported it.
                     _report_validation(job, run, averager, feed, position.epoch - 1)
-                with _collective(job, place, averager) as run.collective:
+                with _collective(job, place, averager, run.clock) as run.collective:
                     _train_from(position, job, run, strategy, averager, feed, exchange)
                 if job.metrics is not None:
                     # Until they are computed this worker may have to count again.
@@ -327,7 +331,8 @@ def _train(
                     raise
                 logger.warning("rank %d connects again: %s", place.rank, error)
                 averager.reconnect()
-                shard = feed.read_rest()
+                with run.clock.phase(READ):
+                    shard = feed.read_rest()
 
 
 def _train_from(
@@ -345,7 +350,8 @@ def _train_from(
     if exchange is not None and position.epoch <= job.epochs:
         # The rows that this worker had then come from every exchange before.
         for earlier in filter(job.feed.reshuffles, range(1, position.epoch + 1)):
-            feed.reshuffle(earlier, exchange)
+            with run.clock.phase(READ):
+                feed.reshuffle(earlier, exchange)
     run.rows = feed.used_rows
     run.world_size = len(averager.shard_rows)
     with on_worker.started(run) as state:
@@ -356,15 +362,17 @@ def _train_from(
                 averager.epoch_losses(epoch - 1)
             _start_schedule(job, run.replica, averager, epoch, first_step)
             if exchange is not None and job.feed.reshuffles(epoch) and epoch > position.epoch:
-                feed.reshuffle(epoch, exchange)
+                with run.clock.phase(READ):
+                    feed.reshuffle(epoch, exchange)
                 run.rows = feed.used_rows
                 strategy.rows_changed(run, state)
             first_minibatch = first_step * strategy.needs.minibatches_a_step
             if feed.complete:
-                batches = feed.epoch(epoch, first_step=first_minibatch)
+                batches = run.clock.each(DECODE, feed.epoch(epoch, first_step=first_minibatch))
             else:
-                batches = feed.arriving(averager.show_rows)
-            strategy.train_epoch(run, state, batches)
+                batches = run.clock.each(READ, feed.arriving(averager.show_rows))
+            with run.clock.phase(COMPUTE):
+                strategy.train_epoch(run, state, batches)
             if averager.closed_epoch != epoch:
                 raise TrainingError(
                     f"{type(strategy).__name__} has ended the epoch without exchanging a window "
@@ -374,6 +382,22 @@ def _train_from(
                 averager.ask_for_rows()
             if job.schema.validation is not None:
                 _report_validation(job, run, averager, feed, epoch)
+
+
+def _read(
+    feed: Feed,
+    batches: Iterable[pa.RecordBatch],
+    job: Job,
+    averager: AveragerClient,
+    clock: PhaseClock,
+) -> ShardFacts:
+    """Read what the first epoch begins with."""
+    if job.feed.stream_first_epoch:
+        # Another thread takes what arrives, and the clock is this one's.
+        with clock.phase(READ):
+            return feed.read_first(batches, averager.report_reading)
+    with clock.phase(DECODE):
+        return feed.read_first(clock.each(READ, batches), averager.report_reading)
 
 
 def own_state(replica: Replica, strategy: Strategy[Any], saved: Mapping[str, Any]) -> bytes:
@@ -465,7 +489,7 @@ def _start_schedule(
 
 
 def _collective(
-    job: Job, place: Place, averager: AveragerClient
+    job: Job, place: Place, averager: AveragerClient, clock: PhaseClock
 ) -> AbstractContextManager[Collective | None]:
     """The group of all workers while they train, if the strategy needs it."""
     if not job.strategy.needs.collective:
@@ -476,6 +500,7 @@ def _collective(
         device=place.device,
         deadline_s=job.deadline_s,
         network=place.network,
+        clock=clock,
     )
 
 
@@ -543,7 +568,9 @@ def _report_validation(
 def _validate(
     run: Run, feed: Feed, epoch: int, watch: Callable[[Any, Targets], None] | None = None
 ) -> ValidationReport:
-    loss_sum, weight = run.replica.evaluate(feed.held_out(), watch)
+    with run.clock.phase(COMPUTE):
+        held_out = run.clock.each(DECODE, feed.held_out())
+        loss_sum, weight = run.replica.evaluate(held_out, watch)
     return ValidationReport(
         rank=run.rank,
         epoch=epoch,

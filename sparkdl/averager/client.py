@@ -16,6 +16,7 @@ from sparkdl.averager.headers import (
     failure_header,
     join_header,
     most_states,
+    phases_header,
     shard_header,
     validation_header,
     window_header,
@@ -34,6 +35,7 @@ from sparkdl.errors import (
 )
 from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.facts import ShardFacts
+from sparkdl.phases import EXCHANGE, IDLE, WAIT, PhaseClock
 from sparkdl.protocols import Layout, Segment
 from sparkdl.transport.address import AveragerAddress
 from sparkdl.transport.connecting import reach
@@ -46,6 +48,11 @@ START_FAILURE_S = 60.0
 """Seconds for which who could not start tries to reach the averager, and waits for its answers."""
 READING_S = 0.5
 """Seconds between two signs of life of a worker that reads its rows, or trains for long."""
+TELLING_S = 0.25
+"""Seconds between two reports of where a worker's time went, in the middle of an epoch: to write,
+read and add one up takes half a millisecond, which is nothing a window and too much a step."""
+COMPARISONS = 4
+"""How often the clocks are compared when a worker joins; the fastest answer counts."""
 
 
 class AveragerClient:
@@ -64,6 +71,7 @@ class AveragerClient:
             all start again from that commit. None for nothing.
         frozen: the fingerprint of the parameters that are no part of the center.
         fragments: of how many parts of the state one after the other a round is, as the averager's.
+        clock: counts where this worker's time goes, which the driver is told of; None for nobody.
 
     Attributes:
         closed_epoch: the last epoch of which this worker has exchanged its last window; 0 if none.
@@ -87,11 +95,14 @@ class AveragerClient:
         kept_state: Callable[[], bytes] | None = None,
         frozen: str = "",
         fragments: int = 1,
+        clock: PhaseClock | None = None,
     ) -> None:
         self.rank = rank
         self.closed_epoch = 0
         self.next_fragment = 0
         self._fragments = fragments
+        self._clock = PhaseClock() if clock is None else clock
+        self._tells_times = clock is not None
         self._under_way: OverlappedRound | None = None
         self._wire_format = wire_format
         self._base: list[Tensor] = []
@@ -193,8 +204,13 @@ class AveragerClient:
         """
         state = list(segments)
         self._extend_base(state, layout)
-        self._line.send_header({**shard_header(shard), "row_server": row_server})
-        header = self._line.receive_header()
+        if self._tells_times:
+            self._compare_clocks()
+        with self._clock.phase(IDLE):
+            self._line.send_header(
+                {**shard_header(shard), "row_server": row_server, **self._times()}
+            )
+            header = self._line.receive_header()
         if "read_on" in header:
             return None
         self._chunk_bytes = int(header["chunk_bytes"])
@@ -205,7 +221,8 @@ class AveragerClient:
         self._awaits_entry = bool(header["may_wait"])
         self.next_fragment = int(header["rounds_of_epoch"]) % self._fragments
         self._note_rows(header)
-        self._receive_center(state, layout, plan_chunks(layout, self._chunk_bytes))
+        with self._clock.phase(EXCHANGE):
+            self._receive_center(state, layout, plan_chunks(layout, self._chunk_bytes))
         return Position(**header["position"])
 
     def show_rows(self, shard: ShardFacts) -> None:
@@ -253,7 +270,8 @@ class AveragerClient:
         self._extend_base(state, layout)
         chunks = plan_chunks(layout, self._chunk_bytes)
         optimizer = [chunk for chunk in chunks if layout[chunk.segment].kind == "optimizer"]
-        self._receive_center(state, layout, optimizer)
+        with self._clock.phase(EXCHANGE):
+            self._receive_center(state, layout, optimizer)
         own_state = torch.empty(self._own_state_bytes or 0, dtype=torch.uint8)
         for start in range(0, len(own_state), self._chunk_bytes):
             self._line.receive_values(own_state[start : start + self._chunk_bytes])
@@ -261,11 +279,17 @@ class AveragerClient:
 
     def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in one round; see ``protocols.CenterExchange``."""
+        with self._clock.phase(EXCHANGE):
+            self._exchange(segments, window)
+
+    def _exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         state, layout = self._state(segments)
         chunks = self._next_chunks(layout)
         committed = False
         while not committed:
+            self._clock.switch(EXCHANGE)
             self._contribute(state, layout, chunks, window, True)
+            self._clock.switch(WAIT)
             try:
                 if window.last:
                     self._receive_center(state, layout, plan_chunks(layout, self._chunk_bytes))
@@ -279,6 +303,10 @@ class AveragerClient:
 
     def begin_exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in one round from here on; see ``protocols.CenterExchange``."""
+        with self._clock.phase(EXCHANGE):
+            self._begin_exchange(segments, window)
+
+    def _begin_exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         state, layout = self._state(segments)
         chunks = self._next_chunks(layout)
         line = self._line
@@ -293,17 +321,24 @@ class AveragerClient:
             torch.empty(packing.numel(chunk.stop - chunk.start), dtype=packing.dtype)
             for chunk, packing in zip(chunks, packings, strict=True)
         ]
+        self._clock.sent += _bytes_of(messages)
         varies = any(packing.varies for packing in packings)
         contribution = Contribution(window, header, messages)
         self._under_way = OverlappedRound(line, contribution, reply, varies=varies)
 
     def end_exchange(self, segments: Sequence[Tensor], local: float) -> None:
         """Take what came of the round that is under way; see ``protocols.CenterExchange``."""
+        with self._clock.phase(EXCHANGE):
+            self._end_exchange(segments, local)
+
+    def _end_exchange(self, segments: Sequence[Tensor], local: float) -> None:
         state, layout = self._state(segments)
         round = self._under_way
         assert round is not None
-        round.wait()
+        with self._clock.phase(WAIT):
+            round.wait()
         self._under_way = None
+        self._clock.received += _bytes_of(round.reply)
         for header in round.notes:
             self._note_checkpoint(header)
         for chunk, packed in zip(self._next_chunks(layout), round.reply, strict=True):
@@ -328,10 +363,12 @@ class AveragerClient:
         """Take part in a round whose outcome is known; see ``protocols.CenterExchange``."""
         state = list(segments)
         layout = tuple(Segment("state", tensor.dtype, tensor.numel()) for tensor in state)
-        self._contribute(state, layout, plan_chunks(layout, self._chunk_bytes), window, False)
-        while "committed" not in (header := self._line.receive_header()):
-            self._note_checkpoint(header)
-        self._committed(window)
+        with self._clock.phase(EXCHANGE):
+            self._contribute(state, layout, plan_chunks(layout, self._chunk_bytes), window, False)
+            with self._clock.phase(WAIT):
+                while "committed" not in (header := self._line.receive_header()):
+                    self._note_checkpoint(header)
+            self._committed(window)
 
     def gather(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Exchange something small with every other worker; all have to call this equally often.
@@ -346,8 +383,9 @@ class AveragerClient:
             StoppedError: the averager ended the run, perhaps because a worker stayed away.
             DeadlineError: the averager is gone.
         """
-        self._line.send_header({"gather": value})
-        gathered: list[dict[str, Any]] = self._line.receive_header()["gathered"]
+        with self._clock.phase(WAIT):
+            self._line.send_header({"gather": value})
+            gathered: list[dict[str, Any]] = self._line.receive_header()["gathered"]
         return gathered
 
     def report_validation(self, report: ValidationReport, states: bytes = b"") -> None:
@@ -368,7 +406,7 @@ class AveragerClient:
                 "driver. Metrics that keep every score (AUROC, average precision) take a fixed "
                 "size with thresholds=200; or hold fewer rows out"
             )
-        self._line.send_header(validation_header(report, len(states)))
+        self._line.send_header({**validation_header(report, len(states)), **self._times()})
         self._send_bytes(states)
 
     def epoch_losses(self, epochs: int) -> Sequence[float]:
@@ -381,8 +419,9 @@ class AveragerClient:
             epochs: how many; they have ended.
         """
         if len(self._epoch_losses) < epochs:
-            self._line.send_header({"epoch_losses": epochs, "known": len(self._epoch_losses)})
-            self._epoch_losses += self._line.receive_header()["epoch_losses"]
+            with self._clock.phase(WAIT):
+                self._line.send_header({"epoch_losses": epochs, "known": len(self._epoch_losses)})
+                self._epoch_losses += self._line.receive_header()["epoch_losses"]
         return self._epoch_losses[:epochs]
 
     def finish(self) -> None:
@@ -391,7 +430,7 @@ class AveragerClient:
         Raises:
             DisconnectedError: the averager may not know that this worker has finished.
         """
-        self._line.send_header({"finish": True})
+        self._line.send_header({"finish": True, **self._times()})
         header = self._line.receive_header()
         if "finished" not in header:
             raise TrainingError(f"rank {self.rank} was sent {header} when it had finished")
@@ -416,25 +455,42 @@ class AveragerClient:
             for chunk in chunks:
                 packed = self._packed(chunk, state, layout[chunk.segment], window)
                 self._line.send_values(packed.to("cpu"))
+                self._clock.sent += packed.nbytes
 
     def _header_of(
         self, window: WindowReport, *, takes_reply: bool
     ) -> tuple[dict[str, Any], bytes]:
         """What a contribution begins with, and what the averager is to keep of this worker."""
         kept = b"" if self._kept_state is None else self._kept_state()
-        return window_header(window, takes_reply=takes_reply, own_state=len(kept)), kept
+        header = window_header(window, takes_reply=takes_reply, own_state=len(kept))
+        due = window.last or self._clock.untold_s >= TELLING_S
+        return ({**header, **self._times()} if due else header), kept
+
+    def _times(self) -> dict[str, Any]:
+        """Where this worker's time went since the driver was told last; empty if nobody counts."""
+        return phases_header(self._clock.take()) if self._tells_times else {}
+
+    def _compare_clocks(self) -> None:
+        """Learn what the driver's clock says when this process's says something."""
+        self._clock.forget_comparison()
+        for _ in range(COMPARISONS):
+            asked = time.monotonic()
+            self._line.send_header({"clock": True})
+            theirs = float(self._line.receive_header()["clock"])
+            self._clock.compare(asked, theirs, time.monotonic())
 
     def _await_entry(self) -> None:
         """Wait until others let this worker contribute its first window.
 
         They may take longer than the averager can go without reading what is sent to it.
         """
-        while self._awaits_entry:
-            header = self._line.receive_header()
-            if "enter" in header:
-                self._awaits_entry = False
-            else:
-                self._note_checkpoint(header)
+        with self._clock.phase(WAIT):
+            while self._awaits_entry:
+                header = self._line.receive_header()
+                if "enter" in header:
+                    self._awaits_entry = False
+                else:
+                    self._note_checkpoint(header)
 
     def _receive_center(self, state: list[Tensor], layout: Layout, chunks: list[Chunk]) -> None:
         for chunk in chunks:
@@ -511,6 +567,9 @@ class AveragerClient:
             room = self._scratch[:size].view(packing.dtype)
         while isinstance(values := self._line.receive_packed(room, varies=packing.varies), dict):
             self._note_checkpoint(values)
+        # What came first was waited for; the rest comes as fast as it travels.
+        self._clock.switch(EXCHANGE)
+        self._clock.received += values.nbytes
         return packing.unpack(values, len(target))
 
     def _note_checkpoint(self, header: dict[str, Any]) -> None:
@@ -540,6 +599,10 @@ def report_start_failure(address: AveragerAddress, error: WorkerError) -> None:
         line.send_last(failure_header(error))
     finally:
         line.close()
+
+
+def _bytes_of(messages: Sequence[Tensor]) -> int:
+    return sum(message.nbytes for message in messages)
 
 
 class _Again(Exception):

@@ -8,6 +8,8 @@ One worker is one connection (``framing.py`` has its form):
      "task": ..., "frozen":
      fingerprint}                ------>
     {"reading": rows so far}     ------> now and then, while its rows arrive
+    {"clock": true}              ------> some times, to compare the clocks
+                                 <------ {"clock": seconds}
     {"shard": what they are,
      "row_server": where others fetch
      them, or null}              ------> wait for all ranks, and for the driver to look at it
@@ -69,6 +71,9 @@ One worker is one connection (``framing.py`` has its form):
     or {"failure": {...}}        ------> the run ends, with the worker's traceback
     or {"broken": why}           ------> the run ends; it is the exchange among the workers
 
+With what is sent of rows, windows, held-out rows and the end comes "phases": where the worker's
+time went since it told that last (``phases.py``). Nothing is decided by it.
+
 Where rounds are of fragments, chunks and reply are of the one whose turn it is, but for the reply
 to an epoch's last window, which is the center.
 A worker that sends faster than its chunks can be added is held back by the connection itself.
@@ -80,6 +85,7 @@ reason}.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -99,6 +105,7 @@ from sparkdl.averager.headers import (
     read_gather,
     read_join,
     read_own_state,
+    read_phases,
     read_row_server,
     read_shard,
     read_states_size,
@@ -106,6 +113,7 @@ from sparkdl.averager.headers import (
     read_window,
 )
 from sparkdl.averager.kept import KeptState
+from sparkdl.averager.run_events import RunEvent, WorkerTimes
 from sparkdl.averager.saving import Resumed, Saving
 from sparkdl.averager.wire import Chunk
 from sparkdl.errors import TrainingError
@@ -127,6 +135,9 @@ class Edge(Protocol):
 
     def tell(self, event: on.Event) -> None:
         """Have the coordinator decide what follows from an event, once this one has paused."""
+
+    def report(self, event: RunEvent) -> None:
+        """Tell the driver something of which nothing follows for the run."""
 
     def joined(self, member: Member, worker: Worker) -> None:
         """Take note of whom decisions about a member concern."""
@@ -259,6 +270,9 @@ class Worker:
         edge.tell(on.Joined(member))
         while True:
             header = yield HEADER
+            times = read_phases(header, member.rank)
+            if times is not None:
+                edge.report(WorkerTimes(member.rank, member.host, times))
             if self._owes_own_state:
                 yield from self._take_own_state(header)
             elif "window" in header:
@@ -278,6 +292,8 @@ class Worker:
             elif header.get("finish"):
                 edge.tell(on.Finished(member))
                 return
+            elif "clock" in header:
+                self.channel.send_header({"clock": time.monotonic()})
             elif "reading" not in header and "alive" not in header:
                 raise TrainingError(f"{member} sent a header that no worker sends: {header}")
 

@@ -496,7 +496,7 @@ class Coordinator:
         if self._is_done(rank):
             return
         error = self.members.lose(member, why, self._now)
-        self._decided.append(do.Drop(member))
+        self._decided.append(do.Drop(member, why))
         if error is not None:
             self._fail(error)
             return

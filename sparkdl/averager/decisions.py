@@ -6,7 +6,7 @@ the driver is told in ``run_events``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sparkdl.averager.center_update import Contributions
 from sparkdl.averager.events import Member
@@ -111,9 +111,10 @@ class SayWaiting:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """End a worker's connection."""
+    """End a worker's connection; ``why`` follows its name in messages."""
 
     member: Member
+    why: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import reprlib
 import socket
 from typing import Any, cast
@@ -11,6 +12,7 @@ from typing import Any, cast
 from sparkdl.errors import CollectiveError, DataError, NonFiniteError, TrainingError, WorkerError
 from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.facts import COUNTS, ColumnFacts, DataFacts, Place, ShardFacts
+from sparkdl.phases import PHASES, PhaseTimes
 from sparkdl.transport.framing import MAX_HEADER_BYTES
 
 _Types = dict[str, tuple[type, ...]]
@@ -41,6 +43,14 @@ _SHARD_TYPES: _Types = {
     "fingerprint": (int,),
     "held_out_fingerprint": (int,),
     "opening": (int, type(None)),
+}
+_PHASES_TYPES: _Types = {
+    "began": (float,),
+    "ended": (float,),
+    "seconds": (list,),
+    "sent": (int,),
+    "received": (int,),
+    "uncertainty": (float,),
 }
 _OPTIONAL_COUNT = (int, type(None))
 _OPTIONAL_NUMBER = (float, int, type(None))
@@ -222,6 +232,34 @@ def read_window(header: dict[str, Any], rank: int) -> WindowReport:
     if min(counts) < 0 or fields["rank"] != rank:
         raise TrainingError(f"rank {rank} sent a window that cannot be its own: {fields}")
     return WindowReport(**fields)
+
+
+def phases_header(times: PhaseTimes) -> dict[str, Any]:
+    """What a worker sends along with a report, of where its time went."""
+    return {"phases": dataclasses.asdict(times)}
+
+
+def read_phases(header: dict[str, Any], rank: int) -> PhaseTimes | None:
+    """Where a worker's time went; None if it does not say.
+
+    Raises:
+        TrainingError: the header says something else.
+    """
+    if "phases" not in header:
+        return None
+    fields = _checked(header["phases"], _PHASES_TYPES, rank)
+    seconds = fields.pop("seconds")
+    times = [fields["began"], fields["ended"], fields["uncertainty"], *seconds]
+    if (
+        len(seconds) != len(PHASES)
+        or not all(type(each) in (float, int) and math.isfinite(each) for each in times)
+        or min(fields["sent"], fields["received"], fields["uncertainty"], *seconds) < 0
+        or fields["ended"] < fields["began"]
+    ):
+        raise TrainingError(
+            f"rank {rank} sent times that no clock shows: {_quoted(header['phases'])}"
+        )
+    return PhaseTimes(seconds=tuple(map(float, seconds)), **fields)
 
 
 def read_own_state(header: dict[str, Any], rank: int, limit: int) -> int:

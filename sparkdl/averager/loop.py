@@ -27,7 +27,7 @@ from sparkdl.averager.conversation import Worker
 from sparkdl.averager.coordinator import Coordinator
 from sparkdl.averager.events import Event, Member
 from sparkdl.averager.kept import KeptModel
-from sparkdl.averager.run_events import RunEvent
+from sparkdl.averager.run_events import RunEvent, WorkerLost
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
 from sparkdl.errors import CheckpointError, SparkDLError, TrainingError
 from sparkdl.events import EpochSummary
@@ -160,6 +160,10 @@ class Loop:
     def tell(self, event: Event) -> None:
         """Have the coordinator decide what follows from an event, once this one has paused."""
         self._events.append(event)
+
+    def report(self, event: RunEvent) -> None:
+        """Tell the driver something of which nothing follows for the run."""
+        self.reports.put(event)
 
     def joined(self, member: Member, worker: Worker) -> None:
         """Take note of whom decisions about a member concern."""
@@ -388,8 +392,10 @@ class Loop:
                 self._send_all(members, {"waiting": True})
             case do.StartOver(members):
                 self._start_over(members)
-            case do.Drop(member):
+            case do.Drop(member, why):
                 self._do(member, lambda worker: self._close(worker.channel))
+                if not self.coordinator.followed:  # else the coordinator has it reported
+                    self.report(WorkerLost(member.rank, why))
             case do.Dismiss(member):
                 self._do(member, lambda worker: self._part(worker.channel, {"finished": True}))
             case do.Refuse(member, reason):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sparkdl.averager.kept import KeptState
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts, ShardFacts
+from sparkdl.phases import PhaseTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,21 @@ class EpochValidated:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerTimes:
+    """A worker tells where its time went since it told that last.
+
+    Attributes:
+        rank: the worker's.
+        host: where it runs, as it calls it.
+        times: by the driver's clock.
+    """
+
+    rank: int
+    host: str
+    times: PhaseTimes
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLost:
     """A worker was lost, and the run goes on.
 
@@ -68,6 +84,17 @@ class WorkerLost:
     """
 
     rank: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersRestarted:
+    """All workers are started again, from the last center.
+
+    Attributes:
+        why: in words.
+    """
+
     why: str
 
 
@@ -84,6 +111,8 @@ RunEvent = (
     | RoundCommitted
     | EpochCounted
     | EpochValidated
+    | WorkerTimes
     | WorkerLost
+    | WorkersRestarted
     | CheckpointSaved
 )

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
 
 from sparkdl.averager.run_events import (
     CheckpointSaved,
@@ -19,8 +22,10 @@ from sparkdl.averager.run_events import (
 )
 from sparkdl.errors import CallbackError, SparkDLError
 from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import DataFacts
 from sparkdl.hooks import Hooks
+from sparkdl.report.recording import Recording
 
 
 class Training:
@@ -36,6 +41,18 @@ class Training:
         metrics: of each metric that is measured after every epoch, by name, whether a larger value
             is better; None if it does not say.
         began: when ``on_start`` was called, of the clock ``time.monotonic``.
+        recording: what the workers have told of themselves so far, and what is trained.
+        step: optimizer steps that are part of the center, of the worker that has taken most.
+        resumed: whether it goes on from a checkpoint.
+        identity: the same in all fits that go on from each other's checkpoints, and in no other;
+            None without checkpoints.
+        schema: the columns that are trained on, with the lengths that the data have; None before
+            the data are known.
+        features_as_kwargs: whether the model takes features by name as arguments, not as one dict.
+        kept: what callbacks keep of this fit, each by itself; for several fits may use one
+            callback at the same time.
+        model: what was trained, on the CPU and in evaluation mode; None before ``on_end``, and if
+            the fit fails.
     """
 
     def __init__(
@@ -44,9 +61,23 @@ class Training:
         history: Sequence[EpochSummary] = (),
         kept_epoch: int | None = None,
         metrics: Mapping[str, bool | None] | None = None,
+        *,
+        recording: Recording | None = None,
+        step: int = 0,
+        resumed: bool = False,
+        identity: str | None = None,
+        features_as_kwargs: bool = False,
     ) -> None:
         self.epochs = epochs
         self.history = list(history)
+        self.recording = recording or Recording(1, history=history)
+        self.step = step
+        self.resumed = resumed
+        self.identity = identity
+        self.schema: FeedSchema | None = None
+        self.features_as_kwargs = features_as_kwargs
+        self.kept: dict[Callback, Any] = {}
+        self.model: nn.Module | None = None
         self.stopped: str | None = None
         self.kept_epoch = kept_epoch
         self.metrics = dict(metrics or {})
@@ -144,6 +175,7 @@ class Calls:
                 self._started, training.began = True, time.monotonic()
                 self._each("on_start", lambda each: each.on_start(training, event))
             case RoundCommitted(_, reports):
+                training.step = max(training.step, *(report.step for report in reports))
                 self._each("on_round", lambda each: each.on_round(training, reports))
             case EpochValidated(summary) if summary.epoch > len(training.history):
                 training.history.append(summary)

@@ -20,6 +20,7 @@ from sparkdl.collective.network import Network
 from sparkdl.collective.rendezvous import Gather, Meeting, interface_settings, meet
 from sparkdl.errors import CollectiveError
 from sparkdl.lazy_compiler import defer_compiler
+from sparkdl.phases import EXCHANGE, PhaseClock
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +42,14 @@ class Collective:
         members: the ranks of this group: all of them, or those of one host.
         device: where tensors must be to be reduced.
         deadline_s: the longest that one operation waits, in seconds.
+        clock: counts the time that operations take, waiting for the others included.
     """
 
     meeting: Meeting
     members: tuple[int, ...]
     device: torch.device
     deadline_s: float
+    clock: PhaseClock
     _store: Store
     _group: dist.ProcessGroup | None = None
 
@@ -79,13 +82,13 @@ class Collective:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Overwrite a tensor with the sum of all ranks' and return it."""
-        with self.guarded("a sum over all workers"):
+        with self.guarded("a sum over all workers"), self.clock.phase(EXCHANGE):
             dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Overwrite a tensor with that of rank ``source`` and return it."""
-        with self.guarded(f"a broadcast from rank {source}"):
+        with self.guarded(f"a broadcast from rank {source}"), self.clock.phase(EXCHANGE):
             dist.broadcast(tensor, source, group=self._group)
         return tensor
 
@@ -147,6 +150,7 @@ def join_collective(
     device: str | torch.device,
     deadline_s: float,
     network: Network | None = None,
+    clock: PhaseClock | None = None,
 ) -> Iterator[Collective]:
     """Form a group with all other workers; leaving the ``with`` block dissolves it.
 
@@ -159,6 +163,7 @@ def join_collective(
         device: where the tensors to exchange are.
         deadline_s: the longest that anything is waited for in the run, in seconds.
         network: interface and ports; the route to this host itself by default.
+        clock: counts the time that exchanges take; nobody's by default.
 
     Raises:
         ConfigError: the interface or the ports are not there, or two ranks use one GPU.
@@ -187,6 +192,7 @@ def join_collective(
                 members=tuple(range(met.world_size)),
                 device=device,
                 deadline_s=timeout.total_seconds(),
+                clock=clock or PhaseClock(),
                 _store=store,
             )
     except dist.DistError as error:

@@ -24,8 +24,10 @@ from sparkdl.estimator.params import EstimatorParams
 from sparkdl.estimator.persistence import EstimatorReader, EstimatorWriter
 from sparkdl.estimator.preflight import Preflight, UnbalancedError
 from sparkdl.estimator.progress import ProgressBar
+from sparkdl.estimator.settings import settings_of
 from sparkdl.feed.columns import BatchTransform
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder, SchedulerBuilder
+from sparkdl.report import TrainingSummary
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.slot_queue import in_turn
 from sparkdl.spark.diagnostics.console import driver_hosts
@@ -166,6 +168,7 @@ class BaseEstimator(
             on_event=progress,
             callbacks=self.driver_callbacks(),
             warm_start=ready.warm_start,
+            settings=settings_of(self),
         )
         return self._model(
             outcome.module,
@@ -176,6 +179,7 @@ class BaseEstimator(
             labels=ready.checked.labels,
             loss=ready.job.loss,
             history=outcome.history,
+            summary=TrainingSummary(outcome.recording),
         )
 
 

@@ -27,6 +27,7 @@ from sparkdl.metrics import Metrics
 from sparkdl.outputs import Widths
 from sparkdl.protocols import ColumnSpec, LossFunction
 from sparkdl.references import pickled
+from sparkdl.report import TrainingSummary
 from sparkdl.spark.inference.columns import prediction_columns, readable
 from sparkdl.spark.inference.evaluation import Evaluation, evaluate
 from sparkdl.spark.inference.function import predict_function
@@ -59,8 +60,10 @@ class FittedModel(
         history: Sequence[EpochSummary],
         labels: Sequence[ColumnSpec] = (),
         loss: LossFunction | None = None,
+        summary: TrainingSummary | None = None,
     ) -> None:
         super().__init__()
+        self._summary = summary
         self.module = module
         self.history = list(history)
         self._features = tuple(features)
@@ -79,6 +82,26 @@ class FittedModel(
             shipModules=True,
         )
         self._set_inference_defaults()
+
+    @property
+    def hasSummary(self) -> bool:
+        """Whether this is a model that ``fit`` has returned."""
+        return self._summary is not None
+
+    @property
+    def summary(self) -> TrainingSummary:
+        """What the fit that returned this model tells of itself: epochs, workers, sizes, times.
+
+        Raises:
+            ConfigError: the model was loaded, or made of a module.
+        """
+        if self._summary is None:
+            raise ConfigError(
+                "only a model that fit() has returned has a summary, and this one was loaded or "
+                "made of a module. Its epochs are in model.history; "
+                "model.summary.save_report(path), after fit, keeps the rest"
+            )
+        return self._summary
 
     def udf(self) -> Any:
         """The model as a function of its feature columns, in the order of its arguments.

@@ -24,6 +24,8 @@ class TorchModel(FittedModel, OutputParams):
         module: the plain nn.Module, on the CPU and in evaluation mode. ``transform`` predicts with
             it as it is when it is called.
         history: one ``EpochSummary`` an epoch of training.
+
+    A model that ``fit`` has returned also has a ``summary`` of that fit, which is not saved.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

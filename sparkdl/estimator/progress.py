@@ -1,18 +1,34 @@
-"""A progress bar in the driver: rows trained, rows a second, epoch and loss."""
+"""A progress bar in the driver: rows trained, rows a second, epoch, loss, and what workers do."""
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 
 from tqdm.auto import tqdm
 
 from sparkdl.averager.run_events import RunEvent as Event
+from sparkdl.averager.run_events import WorkersRestarted, WorkerTimes
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts
+from sparkdl.phases import COMPUTE, DECODE, PHASES
+from sparkdl.report.findings import UNEVEN
+
+DOING = dict(
+    zip(PHASES, ("reading", "decoding", "computing", "waiting", "exchanging", "idle"), strict=True)
+)
+LOOK_S = 0.5
+"""Seconds between two looks at what the workers do; each takes as long as there are workers."""
+FADING = 0.8
+"""How much what was seen at one look still counts at the next."""
 
 
 class ProgressBar:
     """Shows a fit's progress; a context manager to be called with every event.
+
+    One line, in terminals and in notebooks: rows and rows a second by tqdm; the epoch; the mean
+    loss of its rows so far; in which phase the workers are mostly, of late; and who takes longer
+    than the others for its part of the rounds.
 
     Args:
         epochs: passes over it.
@@ -24,6 +40,7 @@ class ProgressBar:
         self._loss_sum = 0.0
         self._examples = 0
         self._reading = True
+        self._workers = _Workers()
         self._bar = tqdm(
             desc="reading rows", unit=" rows", unit_scale=True, disable=not visible, leave=True
         )
@@ -40,18 +57,22 @@ class ProgressBar:
         self._bar.close()
 
     def __call__(self, event: Event) -> None:
-        """Take note of the rows there are, of the first or of all, a window or an epoch."""
+        """Take note of what has happened."""
         if isinstance(event, DataFacts):
             self._note_rows(event)
-            return
-        if isinstance(event, WindowReport):
+        elif isinstance(event, WorkerTimes):
+            if not self._bar.disable:
+                self._workers.note(event)
+        elif isinstance(event, WindowReport):
             self._loss_sum += event.loss_sum
             self._examples += event.examples
-            self._bar.set_postfix_str(f"loss {self._mean_loss():.4f}", refresh=False)
+            shown = [f"loss {self._mean_loss():.4f}", *self._workers.told()]
+            self._bar.set_postfix_str(", ".join(shown), refresh=False)
             self._bar.update(event.examples)
-            return
-        if isinstance(event, EpochSummary):
+        elif isinstance(event, EpochSummary):
             self._start_epoch(event.epoch + 1)
+        elif isinstance(event, WorkersRestarted):
+            self._bar.set_postfix_str("all workers are started again")
 
     def _note_rows(self, facts: DataFacts) -> None:
         total = facts.rows * self._epochs if facts.complete else None
@@ -71,3 +92,46 @@ class ProgressBar:
 
     def _mean_loss(self) -> float:
         return self._loss_sum / self._examples if self._examples else float("nan")
+
+
+class _Workers:
+    """What the workers have done of late."""
+
+    def __init__(self) -> None:
+        self._phases = [0.0] * len(PHASES)
+        self._busy: dict[int, float] = {}
+        self._hosts: dict[int, str] = {}
+        self._looked = time.monotonic()
+        self._told: list[str] = []
+
+    def note(self, event: WorkerTimes) -> None:
+        """Take note of what one of them has done."""
+        seconds = event.times.seconds
+        for phase, spent in enumerate(seconds):
+            self._phases[phase] += spent
+        busy = seconds[DECODE] + seconds[COMPUTE]
+        self._busy[event.rank] = self._busy.get(event.rank, 0.0) + busy
+        self._hosts[event.rank] = event.host
+
+    def told(self) -> list[str]:
+        """In words: in which phase they are mostly, and who is slow; at first nothing."""
+        now = time.monotonic()
+        if now - self._looked >= LOOK_S and any(self._phases):
+            self._looked = now
+            self._told = [self._mostly(), *self._slow()]
+            self._phases = [FADING * spent for spent in self._phases]
+            self._busy = {rank: FADING * spent for rank, spent in self._busy.items()}
+        return self._told
+
+    def _mostly(self) -> str:
+        phase = max(range(len(PHASES)), key=self._phases.__getitem__)
+        share = self._phases[phase] / sum(self._phases)
+        return f"{DOING[PHASES[phase]]} {100 * share:.0f} %"
+
+    def _slow(self) -> list[str]:
+        mean = sum(self._busy.values()) / len(self._busy)
+        rank = max(self._busy, key=self._busy.__getitem__)
+        times = self._busy[rank] / mean if mean else 0.0
+        if len(self._busy) < 2 or times < UNEVEN:
+            return []
+        return [f"slow: rank {rank} on {self._hosts[rank][:40]} ({times:.1f} x)"]

@@ -18,6 +18,7 @@ from sparkdl.collective import Collective
 from sparkdl.collective.peers import Peers
 from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
+from sparkdl.phases import PhaseClock
 from sparkdl.protocols import Batch, CenterExchange
 from sparkdl.replica import Replica
 from sparkdl.worker_callback import StepCalls
@@ -54,6 +55,9 @@ class Run:
     """Sum of the loss over those rows; on a GPU a float64 scalar there."""
     calls: StepCalls | None = None
     """To the callbacks on this worker, if there are any."""
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    """Counts where this worker's time goes; while it trains an epoch that is computing, unless an
+    exchange or the feed says otherwise."""
 
     def start_at(self, position: Position) -> None:
         """Begin, or begin again, behind the last committed window."""

@@ -6,9 +6,12 @@ import pytest
 from frames import estimator, frame
 from pyspark.sql import SparkSession
 
+from sparkdl.averager.run_events import WorkerTimes
+from sparkdl.estimator import progress
 from sparkdl.estimator.progress import ProgressBar
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts
+from sparkdl.phases import PHASES, PhaseTimes
 
 
 def test_a_fit_without_progress_prints_nothing(
@@ -104,3 +107,46 @@ def test_a_window_without_rows_is_no_division_by_zero(capsys: pytest.CaptureFixt
         bar(rows_known(10))
         bar(window(0, 0, 0.0))
     assert "loss nan" in capsys.readouterr().err
+
+
+def times(rank: int, **seconds: float) -> WorkerTimes:
+    by_phase = tuple(seconds.get(name, 0.0) for name in PHASES)
+    return WorkerTimes(rank, f"host-{rank}", PhaseTimes(0.0, sum(by_phase), by_phase))
+
+
+def test_the_bar_says_what_workers_do_and_who_is_slow(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LOOK_S", 0.0)
+    with ProgressBar(1, visible=True) as bar:
+        bar(rows_known(10, 10, 10))
+        for rank in (0, 1):
+            bar(times(rank, compute=1.0, wait=3.0))
+        bar(times(2, compute=4.0))
+        bar(window(0, 10, 5.0))
+    shown = capsys.readouterr().err
+    # 6 of 12 s each; the mean is 2 s a worker, and rank 2 takes 4.
+    assert "loss 0.5000" in shown
+    assert "computing 50 %" in shown
+    assert "slow: rank 2 on host-2 (2.0 x)" in shown
+
+
+def test_the_bar_names_nobody_where_all_are_about_as_fast(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LOOK_S", 0.0)
+    with ProgressBar(1, visible=True) as bar:
+        bar(rows_known(10, 10))
+        for rank in (0, 1):
+            bar(times(rank, compute=1.0 + 0.1 * rank, wait=3.0))
+        bar(window(0, 10, 5.0))
+    shown = capsys.readouterr().err
+    assert "waiting 74 %" in shown
+    assert "slow" not in shown
+
+
+def test_a_bar_that_nobody_sees_counts_nothing() -> None:
+    with ProgressBar(1, visible=False) as bar:
+        bar(rows_known(10))
+        bar(times(0, compute=1.0))
+        assert not bar._workers._busy

@@ -1,0 +1,113 @@
+"""Curves of a training for TensorBoard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sparkdl.callbacks.base import Callback, Training
+from sparkdl.callbacks.extras import imported
+from sparkdl.errors import ConfigError
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.facts import DataFacts
+from sparkdl.phases import PHASES
+from sparkdl.report.history import VALIDATION, metrics_of
+from sparkdl.report.recording import Recording, Setup
+
+TENSORBOARD = {"package": "tensorboard", "extra": "tensorboard", "who": "TensorBoard(log_dir)"}
+
+
+@dataclass(frozen=True)
+class TensorBoard(Callback):
+    """Write losses, metrics, speed and where time goes as TensorBoard reads them.
+
+    All values are over optimizer steps, those of the worker that has taken most. A fit that goes on
+    from a checkpoint writes on in the same run: what came behind the checkpoint is replaced.
+    ``tensorboard --logdir LOG_DIR`` shows them.
+
+    Args:
+        log_dir: a directory in the driver, or what else TensorBoard writes to; one for each
+            training.
+
+    Raises:
+        ConfigError: ``log_dir`` is no text.
+        SetupError: tensorboard is not installed in the driver's Python.
+    """
+
+    log_dir: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.log_dir, str) or not self.log_dir:
+            raise ConfigError(f"log_dir must be that of a directory to write to: {self.log_dir!r}")
+
+    def on_start(self, training: Training, facts: DataFacts) -> None:
+        """Open the files, and hide what is in them of steps that no checkpoint has."""
+        imported("tensorboard", **TENSORBOARD)
+        module = imported("torch.utils.tensorboard", **TENSORBOARD)
+        purge = training.step + 1 if training.resumed else None
+        training.kept[self] = _Curves(module.SummaryWriter(self.log_dir, purge_step=purge))
+        if not training.resumed:
+            training.kept[self].settings(training.recording.setup)
+
+    def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
+        """Write the mean loss of the round's rows."""
+        examples = sum(report.examples for report in reports)
+        if examples:
+            mean = sum(report.loss_sum for report in reports) / examples
+            training.kept[self].writer.add_scalar("loss/round", mean, training.step)
+
+    def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+        """Write what the epoch came to."""
+        curves: _Curves = training.kept[self]
+        values = {
+            f"{name.removeprefix(VALIDATION)}/{_kind(name, summary)}": value
+            for name, value in metrics_of(summary).items()
+        }
+        values["speed/rows_per_second"] = summary.examples_per_second
+        values["speed/epoch_seconds"] = summary.seconds
+        for name, value in {**values, **curves.shares(training.recording)}.items():
+            curves.writer.add_scalar(name, value, training.step)
+        curves.writer.flush()
+
+    def on_end(self, training: Training, error: BaseException | None) -> None:
+        """Close the files."""
+        curves = training.kept.pop(self, None)
+        if curves is not None:
+            curves.writer.close()
+
+
+class _Curves:
+    """The files of one fit.
+
+    Args:
+        writer: to them.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self.writer = writer
+        self._seconds: Any = 0.0
+
+    def settings(self, setup: Setup) -> None:
+        """Write what is trained, and how."""
+        settings = {"model": setup.model, "strategy": setup.strategy, **setup.settings}
+        rows = "\n".join(f"| {_cell(k)} | {_cell(v)} |" for k, v in sorted(settings.items()))
+        self.writer.add_text("settings", f"| name | value |\n|---|---|\n{rows}", 0)
+
+    def shares(self, recording: Recording) -> dict[str, float]:
+        """Where the workers' time went since the last time."""
+        seconds = recording.seconds.sum(axis=0)
+        gone, self._seconds = seconds - self._seconds, seconds
+        whole = float(gone.sum()) or 1.0
+        return {f"time/{name}": float(gone[k]) / whole for k, name in enumerate(PHASES)}
+
+
+def _kind(name: str, summary: EpochSummary) -> str:
+    held_out = name.startswith(VALIDATION) or name in summary.metrics
+    return "validation" if held_out else "training"
+
+
+def _cell(value: object) -> str:
+    """Text as a cell of Markdown's tables, in which nothing of it means anything."""
+    return "`" + json.dumps(str(value))[1:-1].replace("`", "'").replace("|", "\\|") + "`"

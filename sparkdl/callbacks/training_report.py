@@ -1,0 +1,54 @@
+"""A page of HTML that shows what a training's time went into."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparkdl.callbacks.base import Callback, Training
+from sparkdl.errors import ConfigError
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.report.page import save_report
+
+EVERY_S = 30.0
+"""Seconds between two versions while the training goes on."""
+
+
+@dataclass(frozen=True)
+class TrainingReport(Callback):
+    """Write a training's report: now and then while it goes on, and at its end, however it ends.
+
+    ``model.summary.save_report(path)`` writes the same after a fit that has succeeded.
+
+    Args:
+        path: where to; a URI that pyarrow.fs takes (``s3://bucket/report.html``), or a path in the
+            driver. What is there is replaced.
+
+    Raises:
+        ConfigError: the path is none.
+    """
+
+    path: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str) or not self.path:
+            raise ConfigError(f"path must be that of a file to write, got {self.path!r}")
+
+    def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
+        """Write it anew if the last one is old."""
+        self._write_if_due(training)
+
+    def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+        """Write it anew if the last one is old."""
+        self._write_if_due(training)
+
+    def on_end(self, training: Training, error: BaseException | None) -> None:
+        """Write it for good."""
+        save_report(training.recording, self.path)
+
+    def _write_if_due(self, training: Training) -> None:
+        now = time.monotonic()
+        if now - training.kept.get(self, training.began) >= EVERY_S:
+            training.kept[self] = now
+            save_report(training.recording, self.path)

@@ -1,0 +1,60 @@
+"""A fit's Params as text, for reports and trackers of experiments."""
+
+from __future__ import annotations
+
+import functools
+import reprlib
+from typing import Any
+
+from pyspark.ml.param import Params
+from torch import nn
+
+LONGEST = 500
+"""Characters of one value; MLflow, for one, refuses more than 6000."""
+
+
+def settings_of(stage: Params) -> dict[str, object]:
+    """What the Params of a stage are, those left at their defaults included.
+
+    Returns:
+        By name: numbers, booleans and None as they are, all else as text.
+    """
+    return {
+        param.name: described(stage.getOrDefault(param))
+        for param in stage.params
+        if stage.isDefined(param)
+    }
+
+
+def described(value: Any) -> object:
+    """A value as a person would write it, as far as that can be told."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return _text(value)[:LONGEST]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, functools.partial):
+        arguments = [_brief(each) for each in value.args]
+        arguments += [f"{name}={_brief(each)}" for name, each in value.keywords.items()]
+        return f"{_text(value.func)}({', '.join(arguments)})"
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if callable(value) and hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_brief(each) for each in value)}]"
+    return _brief(value)
+
+
+def _brief(value: Any) -> str:
+    if callable(value) and hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    try:
+        text = reprlib.repr(value) if isinstance(value, (dict, set)) else repr(value)
+    except Exception:  # an object of the user's, which need not be able to describe itself
+        text = object.__repr__(value)
+    # An address says nothing, and is another one in each fit.
+    return type(value).__name__ if " object at 0x" in text else text[:LONGEST]

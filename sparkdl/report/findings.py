@@ -1,0 +1,223 @@
+"""What bounds a training, and what would help, in plain sentences with the numbers behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparkdl.phases import COMPUTE, DECODE, EXCHANGE, IDLE, READ, WAIT
+from sparkdl.report.recording import BUSY, Recording
+
+NOTABLE = 0.25
+"""The share of the workers' time from which something is worth a change."""
+UNEVEN = 1.3
+"""How much longer than the mean a worker has to take to be called slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Where time goes.
+
+    Attributes:
+        share: of the time from the beginning to the end, or of that of all workers; 0 to 1.
+        sentence: what it is.
+        advice: what would help; empty if nothing has to be changed.
+    """
+
+    share: float
+    sentence: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.sentence} {self.advice}".strip()
+
+
+def findings(recording: Recording) -> list[Finding]:
+    """What the time went into, the largest share first; at least one.
+
+    Args:
+        recording: of a training, which may still go on.
+    """
+    total = float(recording.seconds.sum())
+    if not total:
+        return [Finding(0.0, "No worker has told yet where its time went.")]
+    found = [
+        each
+        for each in (
+            _launch(recording),
+            _start(recording, total),
+            _waiting(recording, total),
+            _exchanging(recording, total),
+            _feeding(recording, total),
+            _computing(recording, total),
+        )
+        if each is not None
+    ]
+    return sorted(found, key=lambda each: -each.share)
+
+
+def slowest(recording: Recording) -> tuple[int, float] | None:
+    """The worker that takes longest for its part of the rounds.
+
+    Returns:
+        Its rank, and how many times the mean of all it takes; None if all take about as long.
+    """
+    busy = _busy(recording)
+    if recording.world_size < 2 or not busy.any():
+        return None
+    rank = int(busy.argmax())
+    times = float(busy[rank] / busy.mean())
+    return (rank, times) if times >= UNEVEN else None
+
+
+def name_of(recording: Recording, rank: int) -> str:
+    """A worker's rank and host."""
+    host = recording.hosts[rank]
+    return f"rank {rank} on {host}" if host else f"rank {rank}"
+
+
+def _busy(recording: Recording) -> np.ndarray:
+    """Seconds that each worker has trained by itself, shape (world_size,)."""
+    trained = recording.seconds - recording.before_training
+    busy: np.ndarray = trained[:, BUSY].sum(axis=1)
+    return busy
+
+
+def _launch(recording: Recording) -> Finding | None:
+    seconds, whole = recording.launched_s or 0.0, recording.duration_s
+    if not whole or seconds / whole < NOTABLE:
+        return None
+    return Finding(
+        seconds / whole,
+        f"{_percent(seconds / whole)} of the time ({seconds:.1f} s) went by before the first "
+        "worker began: Spark started executors, Python and torch.",
+        "Later fits of the same session start faster (create_session keeps processes with torch "
+        "ready); for so short a training fewer workers, or none at all, may be faster.",
+    )
+
+
+def _start(recording: Recording, total: float) -> Finding | None:
+    before = recording.before_training
+    trained = recording.seconds - before
+    seconds = float(before.sum() + trained[:, [READ, IDLE]].sum())
+    if seconds / total < NOTABLE:
+        return None
+    decoding = float(before[:, DECODE].sum()) > seconds / 2
+    what = "turned into tensors and stored" if decoding else "read"
+    advice = (
+        "More epochs on the same rows cost none of it. " if recording.setup.epochs < 10 else ""
+    ) + (
+        "More workers share it; images cost less if they are scaled down once, upstream."
+        if decoding
+        else "Read from Parquet with about as many partitions as workers or more, persist what is "
+        "computed upstream, or train while rows arrive: streamFirstEpoch=True."
+    )
+    return Finding(
+        seconds / total,
+        f"{_percent(seconds / total)} of the workers' time went by outside of the rounds, while "
+        f"rows were {what}.",
+        advice,
+    )
+
+
+def _waiting(recording: Recording, total: float) -> Finding | None:
+    waited = float(recording.seconds[:, WAIT].sum())
+    share = waited / total
+    if share < NOTABLE:
+        return None
+    slow = slowest(recording)
+    busy = _busy(recording)
+    # Who is done early waits until the last one is, whatever a round costs.
+    for_others = float((busy.max() - busy).sum())
+    if slow is not None and for_others > waited / 2:
+        return _uneven(recording, share, *slow)
+    where = "the averager" if not recording.setup.collective else "the other workers"
+    return Finding(
+        share,
+        f"{_percent(share)} of the time workers wait for {where}.",
+        _fewer_rounds(recording),
+    )
+
+
+def _uneven(recording: Recording, share: float, rank: int, times: float) -> Finding:
+    rows = recording.rows
+    more_rows = float(rows[rank] / rows.mean()) if rows.any() else 1.0
+    who = name_of(recording, rank)
+    sentence = (
+        f"{_percent(share)} of the time workers wait for each other: {who} takes {times:.1f} times "
+        "as long as the mean."
+    )
+    if more_rows > (1 + times) / 2:
+        return Finding(
+            share,
+            sentence,
+            f"It has {more_rows:.1f} times as many rows: shuffleRows='exchange' gives all the same "
+            "number.",
+        )
+    return Finding(
+        share,
+        sentence,
+        "It has no more rows than others, so its host is slower, or busy: look at it, or let the "
+        "others go on without waiting, with ElasticAveraging or AsynchronousSGD.",
+    )
+
+
+def _fewer_rounds(recording: Recording) -> str:
+    setup = recording.setup
+    period = "" if setup.period is None else f"raise period (it is {setup.period})"
+    if setup.aggregation == "driver":
+        among = "aggregation='executors'"
+        return f"{period.capitalize()}, or {among}." if period else f"Try {among}."
+    if period:
+        return f"{period.capitalize()}, or a larger batchSize (it is {setup.batch_size})."
+    return (
+        f"A larger batchSize (it is {setup.batch_size}) makes rounds rarer, and so does "
+        "ParameterAveraging(period=10)."
+    )
+
+
+def _exchanging(recording: Recording, total: float) -> Finding | None:
+    share = float(recording.seconds[:, EXCHANGE].sum()) / total
+    if share < NOTABLE:
+        return None
+    setup = recording.setup
+    advice = _fewer_rounds(recording)
+    if setup.wire_dtype == "float32" and not setup.collective:
+        advice += " wire_dtype='bfloat16' halves the bytes."
+    return Finding(
+        share,
+        f"{_percent(share)} of the time goes into sending and receiving "
+        f"{setup.model_bytes / 1e6:.3g} MB of parameters and buffers, each worker in each round.",
+        advice,
+    )
+
+
+def _feeding(recording: Recording, total: float) -> Finding | None:
+    trained = recording.seconds - recording.before_training
+    share = float(trained[:, DECODE].sum()) / total
+    if share < NOTABLE:
+        return None
+    return Finding(
+        share,
+        f"{_percent(share)} of the time goes into making minibatches of stored rows.",
+        "A larger batchSize, a cheaper batchTransform, or memoryBudget=None if it is set.",
+    )
+
+
+def _computing(recording: Recording, total: float) -> Finding | None:
+    share = float(recording.seconds[:, COMPUTE].sum()) / total
+    if share < NOTABLE:
+        return None
+    return Finding(
+        share,
+        f"{_percent(share)} of the workers' time is forward, backward and optimizer steps.",
+        "That is what they are for: more workers, a GPU, or precision='bf16' on hardware that has "
+        "it, would make it faster."
+        if share > 0.5
+        else "",
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

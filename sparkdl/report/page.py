@@ -1,0 +1,160 @@
+"""The report of a training: one page of HTML with all that it needs in it."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tempfile
+from datetime import datetime
+from pathlib import Path
+
+from pyarrow import fs
+
+from sparkdl.report.findings import findings
+from sparkdl.report.marks import count, duration, number, octets, text
+from sparkdl.report.plots import curves_over_time, metric_curves
+from sparkdl.report.recording import Recording
+from sparkdl.report.style import STYLE
+from sparkdl.report.tables import failures, settings, workers
+from sparkdl.report.timeline import shares, timeline
+from sparkdl.version import __version__
+
+MAX_BYTES = 1_000_000
+"""No report is larger."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""What a browser may load for the page, and run in it: nothing."""
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+
+def save_report(recording: Recording, path: str | os.PathLike[str]) -> None:
+    """Write a training's report, whole or not at all.
+
+    Args:
+        recording: of a training, which may still go on.
+        path: where to; a URI that pyarrow.fs takes, or a path in the driver. Directories of a path
+            are made.
+
+    Raises:
+        OSError: it cannot be written there.
+    """
+    page = render(recording).encode()
+    where = os.fspath(path)
+    if _URI.match(where):
+        files, inside = fs.FileSystem.from_uri(where)
+        with files.open_output_stream(inside) as stream:
+            stream.write(page)
+        return
+    target = Path(where).expanduser().absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Aside, then renamed: whoever looks while a training goes on sees one report or the next.
+    descriptor, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:100]}-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(page)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(aside, 0o666 & ~umask)
+        os.replace(aside, target)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
+
+
+def render(recording: Recording) -> str:
+    """The report as HTML, below ``MAX_BYTES``."""
+    most_bins = 256
+    while True:
+        page = _page(recording, most_bins)
+        if len(page.encode()) < MAX_BYTES or most_bins <= 8:
+            return page
+        most_bins //= 2
+
+
+def _page(recording: Recording, most_bins: int) -> str:
+    title = f"{recording.setup.model or 'Model'}: training report"
+    parts = [
+        _head(recording),
+        _findings(recording),
+        _tiles(recording),
+        shares(recording),
+        timeline(recording, most_bins),
+        metric_curves(recording),
+        curves_over_time(recording),
+        failures(recording),
+        workers(recording),
+        settings(recording),
+    ]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{text(title)}</title><style>{STYLE}</style></head><body><main>"
+        f"{''.join(parts)}"
+        f"<footer>sparkdl {text(__version__)}. Workers' clocks agree with the driver's to within "
+        f"{duration(recording.uncertainty_s)}. What a worker does within one bin of the timeline "
+        "is shown in the order of the legend, not in that in which it happened.</footer>"
+        "</main></body></html>"
+    )
+
+
+def _head(recording: Recording) -> str:
+    started = datetime.fromtimestamp(recording.started_at).astimezone()
+    outcome = recording.outcome or "still going on"
+    kind = "bad" if outcome == "failed" else "good"
+    setup = recording.setup
+    before = recording.epochs_before
+    resumed = (
+        f"<p class=soft>Epochs 1 to {before} were trained by an earlier fit, from whose checkpoint "
+        "this one went on: times are of this one alone.</p>"
+        if before
+        else ""
+    )
+    error = (
+        f'<div class="finding error">{text(recording.error, 2000)}</div>' if recording.error else ""
+    )
+    return (
+        f"<header><h1>{text(setup.model or 'Training')}</h1>"
+        f'<p><span class="state {kind}">{text(outcome)}</span> '
+        f'<span class="soft">· {started:%d %B %Y, %H:%M %Z} · {text(setup.strategy)}</span></p>'
+        f"{resumed}{error}</header>"
+    )
+
+
+def _findings(recording: Recording) -> str:
+    first, *others = findings(recording)
+    advice = f"<p>{text(first.advice, 1000)}</p>" if first.advice else ""
+    listed = "".join(f"<li>{text(each, 1000)}</li>" for each in others)
+    return (
+        f'<section class="finding"><b>{text(first.sentence, 1000)}</b>{advice}'
+        f"{f'<ul>{listed}</ul>' if listed else ''}</section>"
+    )
+
+
+def _tiles(recording: Recording) -> str:
+    setup, mine = recording.setup, recording.history[recording.epochs_before :]
+    seconds = sum(epoch.seconds for epoch in mine)
+    rounds = sum(epoch.rounds for epoch in mine)
+    rate = sum(epoch.examples for epoch in mine) / seconds if seconds else math.nan
+    values = [
+        (duration(recording.duration_s), "in all"),
+        (count(rate), "rows a second, in epochs"),
+        (f"{len(recording.history)} of {setup.epochs}", "epochs"),
+        (number(recording.world_size), "workers"),
+        (count(sum(recording.shard_rows)), "rows an epoch"),
+        (count(setup.parameters), "parameters"),
+    ]
+    if recording.history:
+        last = recording.history[-1]
+        values.append((number(last.loss, 4), "training loss, last epoch"))
+        if last.validation_loss is not None:
+            values.append((number(last.validation_loss, 4), "validation loss, last epoch"))
+    if rounds and not setup.collective:
+        bytes_a_round = float(recording.sent.sum() + recording.received.sum()) / rounds
+        values += [
+            (number(rounds), "rounds"),
+            (duration(seconds / rounds), "a round, with its steps"),
+            (octets(bytes_a_round), "a round, through the driver"),
+        ]
+    tiles = "".join(f'<div class="tile"><b>{a}</b><span>{b}</span></div>' for a, b in values)
+    return f'<section class="tiles">{tiles}</section>'

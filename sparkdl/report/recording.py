@@ -1,0 +1,216 @@
+"""What is kept of a training as it goes on: bounded, whatever its length and however many workers.
+
+The driver feeds it every event. Times are seconds since it began, by the driver's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sparkdl.averager.run_events import (
+    EpochValidated,
+    RunEvent,
+    WorkerLost,
+    WorkersRestarted,
+    WorkerTimes,
+)
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.facts import DataFacts
+from sparkdl.phases import COMPUTE, DECODE, EXCHANGE, PHASES, WAIT
+from sparkdl.report.time_bins import TimeBins
+
+LANES = 32
+"""Workers whose time is kept by when it was; of more, several share a lane."""
+FAILURES = 100
+"""Of so many it is kept what they were; of all, how many they were."""
+BUSY = [DECODE, COMPUTE]
+"""What a worker does by itself in a round; the rest is the others' time, or the network's."""
+AGREEING = [WAIT, EXCHANGE]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What was to be trained, and how.
+
+    Attributes:
+        model: the class of the model.
+        strategy: how the replicas agree, as it describes itself.
+        period: steps between two rounds; None where the strategy has no such number.
+        aggregation: where means are formed, ``driver``, ``executors`` or ``hierarchical``; None if
+            the strategy leaves no choice.
+        collective: whether the workers exchange among themselves.
+        wire_dtype: in what values travel to the driver; None if that cannot be chosen.
+        epochs: passes over the rows.
+        batch_size: rows a minibatch of each worker.
+        parameters: numbers in the model that are trained or frozen.
+        trained: those of them that are trained.
+        model_bytes: of the model's parameters and buffers.
+        settings: what else to show, by name.
+    """
+
+    model: str = ""
+    strategy: str = ""
+    period: int | None = None
+    aggregation: str | None = None
+    collective: bool = False
+    wire_dtype: str | None = None
+    epochs: int = 1
+    batch_size: int = 1
+    parameters: int = 0
+    trained: int = 0
+    model_bytes: int = 0
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A worker that was lost, or all of them that were started again.
+
+    Attributes:
+        at: seconds since the recording began.
+        rank: the worker's; None if all were started again.
+        why: in words.
+    """
+
+    at: float
+    rank: int | None
+    why: str
+
+
+class Recording:
+    """Adds up what workers and averager report.
+
+    Args:
+        world_size: number of workers.
+        setup: what is trained, and how.
+        history: epochs that were trained before, by a fit that this one goes on from.
+
+    Attributes:
+        setup: as given.
+        history: one summary an epoch that has ended; those given included.
+        epochs_before: how many of them were trained before.
+        started_at: when the recording began, in seconds since 1970.
+        hosts: by rank; empty until the worker was heard of.
+        rows: trained on, by rank.
+        windows: rounds that each rank took part in.
+        shard_rows: rows of each worker as it has read them.
+        held_out_rows: of all workers.
+        seconds: by rank and phase, shape (world_size, len(PHASES)).
+        before_training: those of them that passed before a worker's first step.
+        sent: bytes to the driver, by rank.
+        received: bytes from the driver, by rank.
+        uncertainty_s: by how much workers' times may be off, in seconds.
+        lanes: seconds by time, lane and phase.
+        ranks_a_lane: how many workers a lane of it has.
+        trained: rows, loss sum, bytes and windows by time.
+        failures: the first of them.
+        num_failures: of all.
+        launched_s: when the first worker began; None before.
+        epoch_ends: when epochs ended, by epoch; the last ones.
+        outcome: how it ended; None while it goes on.
+        error: what ended it, in words, if it failed.
+    """
+
+    def __init__(
+        self, world_size: int, setup: Setup | None = None, history: Sequence[EpochSummary] = ()
+    ) -> None:
+        self.setup = setup or Setup()
+        self.history = list(history)
+        self.epochs_before = len(self.history)
+        self.started_at = time.time()
+        self.world_size = world_size
+        self.hosts = [""] * world_size
+        self.rows = np.zeros(world_size, dtype=np.int64)
+        self.windows = np.zeros(world_size, dtype=np.int64)
+        self.shard_rows: tuple[int, ...] = ()
+        self.held_out_rows = 0
+        self.seconds = np.zeros((world_size, len(PHASES)))
+        self.before_training = np.zeros((world_size, len(PHASES)))
+        self.sent = np.zeros(world_size, dtype=np.int64)
+        self.received = np.zeros(world_size, dtype=np.int64)
+        self.uncertainty_s = 0.0
+        self.ranks_a_lane = math.ceil(world_size / LANES)
+        self.lanes = TimeBins(math.ceil(world_size / self.ranks_a_lane), len(PHASES))
+        self.trained = TimeBins(4)
+        self.failures: list[Failure] = []
+        self.num_failures = 0
+        self.launched_s: float | None = None
+        self.outcome: str | None = None
+        self.error: str | None = None
+        self._began = time.monotonic()
+        self._ended: float | None = None
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the beginning to the end, or until now."""
+        return (time.monotonic() if self._ended is None else self._ended) - self._began
+
+    def note(self, event: RunEvent) -> None:
+        """Take note of something that has happened."""
+        match event:
+            case WorkerTimes():
+                self._note_times(event)
+            case WindowReport():
+                self._note_window(event)
+            case EpochSummary():
+                self.history.append(event)
+            case EpochValidated(summary):
+                if self.history and self.history[-1].epoch == summary.epoch:
+                    self.history[-1] = summary
+            case DataFacts():
+                self.shard_rows, self.held_out_rows = event.shard_rows, event.held_out
+            case WorkerLost(rank, why):
+                self._note_failure(rank, why)
+            case WorkersRestarted(why):
+                self._note_failure(None, why)
+
+    def end(
+        self, outcome: str, history: Sequence[EpochSummary] = (), error: str | None = None
+    ) -> None:
+        """Take note of the end.
+
+        Args:
+            outcome: how it ended, in a word or two.
+            history: the epochs that have ended, with all that is known of them.
+            error: why it failed, if it did.
+        """
+        self._ended = time.monotonic()
+        self.outcome, self.error = outcome, error
+        self.history = list(history) or self.history
+
+    def _note_times(self, event: WorkerTimes) -> None:
+        times, rank = event.times, event.rank
+        now = time.monotonic() - self._began
+        # Whoever holds the token may say anything, but cannot have been in the future.
+        began = min(max(times.began - self._began, 0.0), now)
+        ended = min(max(times.ended - self._began, began), now)
+        seconds = np.minimum(np.asarray(times.seconds), now)
+        self.hosts[rank] = event.host
+        if self.launched_s is None:
+            self.launched_s = began
+        if not self.seconds[rank, COMPUTE] and not seconds[COMPUTE]:
+            self.before_training[rank] += seconds
+        self.seconds[rank] += seconds
+        self.sent[rank] += times.sent
+        self.received[rank] += times.received
+        self.uncertainty_s = max(self.uncertainty_s, times.uncertainty)
+        self.lanes.add(began, ended, seconds, rank // self.ranks_a_lane)
+        self.trained.add(ended, ended, times.sent + times.received, 2)
+
+    def _note_window(self, event: WindowReport) -> None:
+        now = time.monotonic() - self._began
+        self.rows[event.rank] += event.examples
+        self.windows[event.rank] += 1
+        if math.isfinite(event.loss_sum):
+            values = np.array([event.examples, event.loss_sum, 0.0, 1.0])
+            self.trained.add(now, now, values)
+
+    def _note_failure(self, rank: int | None, why: str) -> None:
+        self.num_failures += 1
+        if len(self.failures) < FAILURES:
+            self.failures.append(Failure(time.monotonic() - self._began, rank, why))

@@ -1,0 +1,66 @@
+"""Sums over time in a fixed number of bins, which become wider as time goes by."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+BINS = 256
+"""Even; between half of them and all are in use once they have been widened."""
+FIRST_WIDTH_S = 1 / 64
+
+
+class TimeBins:
+    """Adds values up by when they were; the memory is the same however long it takes.
+
+    Where all bins are full, each two neighbours become one.
+
+    Args:
+        *shape: of what is added at a time; () for a number.
+
+    Attributes:
+        sums: shape (BINS, *shape), float64.
+        width_s: seconds a bin.
+        ended: until when anything was added, in seconds from the beginning.
+    """
+
+    def __init__(self, *shape: int) -> None:
+        self.sums: NDArray[np.float64] = np.zeros((BINS, *shape))
+        self.width_s = FIRST_WIDTH_S
+        self.ended = 0.0
+
+    @property
+    def used(self) -> int:
+        """How many bins anything may have been added to."""
+        return min(BINS, int(np.ceil(self.ended / self.width_s)))
+
+    def add(
+        self, began: float, ended: float, values: NDArray[np.float64] | float, at: int | None = None
+    ) -> None:
+        """Spread values evenly over a stretch of time.
+
+        Args:
+            began: seconds from the beginning, >= 0.
+            ended: the same, >= ``began``.
+            values: what is added up in all.
+            at: the index in the shape of what they are for; None for all of it.
+        """
+        while ended > BINS * self.width_s:
+            self._widen()
+        self.ended = max(self.ended, ended)
+        first = min(int(began / self.width_s), BINS - 1)
+        last = min(int(ended / self.width_s), BINS - 1)
+        sums = self.sums if at is None else self.sums[:, at]
+        if first == last:
+            sums[first] += values
+            return
+        edges = np.arange(first, last + 2) * self.width_s
+        edges[0], edges[-1] = began, ended
+        shares = np.diff(edges) / (ended - began)
+        sums[first : last + 1] += np.multiply.outer(shares, values)
+
+    def _widen(self) -> None:
+        pairs = self.sums.reshape(BINS // 2, 2, *self.sums.shape[1:]).sum(axis=1)
+        self.sums[: BINS // 2] = pairs
+        self.sums[BINS // 2 :] = 0
+        self.width_s *= 2

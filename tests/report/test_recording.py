@@ -1,0 +1,101 @@
+"""What is kept of a training: nothing is lost by keeping little, and it stays little."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from recordings import Play, busy_world
+
+from sparkdl.averager.run_events import EpochValidated, WorkerLost, WorkersRestarted, WorkerTimes
+from sparkdl.events import EpochSummary
+from sparkdl.phases import PHASES, PhaseTimes
+from sparkdl.report.recording import FAILURES, LANES
+from sparkdl.report.time_bins import BINS, TimeBins
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1e5), st.floats(0, 1e4), st.integers(0, 3), st.floats(0, 100)),
+        max_size=40,
+    )
+)
+def test_bins_hold_what_was_added_however_wide_they_become(
+    stretches: list[tuple[float, float, int, float]],
+) -> None:
+    bins, expected = TimeBins(4), np.zeros(4)
+    for began, length, which, value in stretches:
+        bins.add(began, began + length, value, which)
+        expected[which] += value
+    np.testing.assert_allclose(bins.sums.sum(axis=0), expected, rtol=1e-9, atol=1e-12)
+    assert bins.sums.shape == (BINS, 4)
+    assert bins.used * bins.width_s >= bins.ended
+    assert not bins.sums[bins.used + 1 :].any()
+
+
+def test_values_lie_where_their_time_was() -> None:
+    """A second of 2 and then one of 6, by bins of 1/64 s that become twice as wide once."""
+    bins = TimeBins()
+    bins.add(0.0, 1.0, 2.0)
+    bins.add(1.0, 2.0, 6.0)
+    bins.add(7.0, 7.0, 1.0)
+    per_second = round(1 / bins.width_s)
+    np.testing.assert_allclose(bins.sums[:per_second].sum(), 2.0)
+    np.testing.assert_allclose(bins.sums[per_second : 2 * per_second].sum(), 6.0)
+    np.testing.assert_allclose(bins.sums[2 * per_second :].sum(), 1.0)
+
+
+def test_seconds_rows_and_bytes_are_added_up_by_worker(play: Play) -> None:
+    recording = busy_world(play, 3, windows=10).recording
+    expected = dict(zip(PHASES, (3.0, 2.0, 4.0, 3.0, 2.0, 0.0), strict=True))
+    np.testing.assert_allclose(recording.seconds, [list(expected.values())] * 3)
+    np.testing.assert_allclose(recording.before_training[:, :2], [[3.0, 1.0]] * 3)
+    assert recording.rows.tolist() == [100] * 3
+    assert recording.hosts == ["host-0", "host-1", "host-2"]
+    assert recording.sent.tolist() == recording.received.tolist() == [11 * 4000] * 3
+    # Seen by time: every second is in exactly one place.
+    np.testing.assert_allclose(recording.lanes.sums.sum(axis=0), recording.seconds)
+    assert recording.duration_s == pytest.approx(14.0)
+
+
+def test_a_hundred_times_as_many_workers_and_rounds_take_no_more_room(play: Play) -> None:
+    small, large = busy_world(play, 32, 10), busy_world(play, 1600, 10)
+    for _ in range(2000):
+        large.spend(7, compute=1.0)
+        large.window(7)
+        large.recording.note(WorkerLost(7, "gone"))
+    assert large.recording.lanes.sums.shape == small.recording.lanes.sums.shape
+    assert large.recording.lanes.sums.shape[1] <= LANES
+    assert len(large.recording.failures) == FAILURES
+    assert large.recording.num_failures == 2000
+    assert len(pickle.dumps(large.recording)) < 2_000_000
+
+
+def test_a_worker_that_lies_about_its_clock_breaks_nothing(play: Play) -> None:
+    played = busy_world(play, 2, windows=2)
+    recording = played.recording
+    for began, ended in [(-1e300, 1e300), (1e300, 1e300), (played.now, played.now + 1e12)]:
+        recording.note(WorkerTimes(0, "x", PhaseTimes(began, ended, (1e300,) * 6, 1, 1, 0.0)))
+    assert recording.lanes.ended <= recording.duration_s
+    assert np.isfinite(recording.seconds).all()
+
+
+def test_epochs_that_are_validated_later_get_their_loss(play: Play) -> None:
+    played = play(1)
+    played.epoch(1)
+    known = EpochSummary(
+        epoch=1, loss=1.0, examples=100, rounds=5, seconds=2.0, validation_loss=0.5
+    )
+    played.recording.note(EpochValidated(known))
+    assert played.recording.history == [known]
+
+
+def test_a_new_start_of_all_is_a_failure_of_nobody_in_particular(play: Play) -> None:
+    played = play(2)
+    played.now += 3
+    played.recording.note(WorkersRestarted("rank 1 was lost"))
+    (failure,) = played.recording.failures
+    assert (failure.at, failure.rank, failure.why) == (3.0, None, "rank 1 was lost")

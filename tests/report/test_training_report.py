@@ -1,0 +1,92 @@
+"""A whole run: what it tells of itself is what it did."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from toys import classification, make_job, mlp
+
+from sparkdl.callbacks import Callback, TrainingReport, WorkerCallback
+from sparkdl.errors import CallbackError
+from sparkdl.phases import COMPUTE, DECODE, PHASES, WAIT
+from sparkdl.report import TrainingSummary
+from sparkdl.strategies import ParameterAveraging
+from sparkdl.testing import run_world
+
+pytestmark = pytest.mark.usefixtures("nobody_stays")
+
+
+class Slow(WorkerCallback):
+    """Rank 1 takes 10 ms more a step."""
+
+    def after_step(self, step: Any) -> None:
+        if step.rank == 1:
+            time.sleep(0.01)
+
+
+def test_a_run_tells_who_was_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    job = make_job(
+        mlp(), epochs=2, strategy=ParameterAveraging(period=5), callbacks=(Slow(),), deadline_s=60.0
+    )
+    began = time.monotonic()
+    outcome = run_world(
+        job, classification([60, 60, 60]).shards(), callbacks=[TrainingReport(str(path))]
+    )
+    elapsed = time.monotonic() - began
+    recording, summary = outcome.recording, TrainingSummary(outcome.recording)
+    # 15 steps an epoch of 4 rows: 30 steps of 10 ms on rank 1, for which the others wait.
+    assert recording.seconds[1, COMPUTE] > 0.3
+    assert recording.seconds[0, WAIT] > 0.2
+    assert recording.seconds[2, WAIT] > 0.2
+    assert recording.seconds[1, WAIT] < recording.seconds[0, WAIT]
+    assert "rank 1" in " ".join(map(str, [summary.bound_by, path.read_text()]))
+    assert (recording.seconds.sum(axis=1) < elapsed).all()
+    assert recording.rows.tolist() == [120, 120, 120]
+    # 6 * 8 + 8 + 8 * 3 + 3 float64 to and fro in each of 3 rounds an epoch.
+    model_bytes = 8 * (6 * 8 + 8 + 8 * 3 + 3)
+    assert summary.model_bytes == model_bytes
+    assert recording.sent.tolist() == [6 * model_bytes] * 3
+    assert recording.received.tolist() == [7 * model_bytes] * 3  # the first center too
+    assert summary.parameters == summary.trained_parameters == model_bytes // 8
+    assert summary.history["loss"].tolist() == [epoch.loss for epoch in outcome.history]
+    workers = summary.workers
+    assert workers["examples"].tolist() == [120] * 3
+    np.testing.assert_allclose(workers[list(PHASES)].to_numpy(), recording.seconds)
+    assert "finished" in path.read_text()
+    assert 0 < recording.uncertainty_s < 1
+
+
+def test_reading_and_storing_rows_is_no_training() -> None:
+    def slowly(batches: Any) -> Any:
+        for batch in batches:
+            time.sleep(0.05)
+            yield batch
+
+    shards = [slowly(shard) for shard in classification([20, 20]).shards(rows_a_batch=5)]
+    recording = run_world(make_job(mlp()), shards).recording  # type: ignore[arg-type]
+    assert (recording.seconds[:, 0] > 0.19).all()  # 4 batches of 50 ms each
+    assert (recording.before_training[:, 0] == recording.seconds[:, 0]).all()
+    assert (recording.seconds[:, DECODE] > 0).all()
+
+
+class Fails(Callback):
+    def on_epoch(self, training: Any, summary: Any) -> None:
+        raise ValueError("<b>no</b>")
+
+
+def test_a_fit_that_fails_has_a_report_that_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    with pytest.raises(CallbackError):
+        run_world(
+            make_job(mlp()),
+            classification([8]).shards(),
+            callbacks=[TrainingReport(str(path)), Fails()],
+        )
+    page = path.read_text()
+    assert "failed" in page
+    assert "&lt;b&gt;no&lt;/b&gt;" in page
