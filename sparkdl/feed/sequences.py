@@ -74,15 +74,14 @@ class StoredSequences:
         """Items of rows, of all where none are named; shape (n,), int64."""
         chosen = torch.arange(stored) if rows is None else rows
         places = self._places.take(chosen, stored, pages, pinned=False)
-        return places[:, 1].contiguous()
+        return _copied(places[:, 1])
 
     def take(self, rows: Tensor, stored: int, pages: int | None, *, pinned: bool) -> Ragged:
         """Copy rows, with no more than so many pages mapped at a time if that is limited."""
         places = self._places.take(rows, stored, pages, pinned=False)
         if pages is not None:
             self._places.unmap()
-        starts, lengths = places.unbind(1)
-        lengths = lengths.contiguous()
+        starts, lengths = places[:, 0], _copied(places[:, 1])
         items = items_of(starts, lengths)
         return Ragged(self._values.take(items, self._items, pages, pinned=pinned), lengths)
 
@@ -111,6 +110,11 @@ class StoredSequences:
     def _places_of(rows: Ragged, first_item: int) -> Tensor:
         starts = rows.lengths.cumsum(0) - rows.lengths + first_item
         return torch.stack([starts, rows.lengths], dim=1)
+
+
+def _copied(numbers: Tensor) -> Tensor:
+    """The same in memory of their own: one number of a pair counts as contiguous, but is not."""
+    return torch.empty(len(numbers), dtype=numbers.dtype).copy_(numbers)
 
 
 def specs_of_files(spec: ColumnSpec) -> tuple[ColumnSpec, ColumnSpec]:
