@@ -31,6 +31,7 @@ from torch.nn.parameter import is_lazy
 
 from sparkdl.errors import ModelError
 from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.ragged import equal_rows
 from sparkdl.frozen import frozen_values
 from sparkdl.protocols import ModelBuilder
 from sparkdl.randomness import seed_worker
@@ -95,18 +96,20 @@ class Initialized:
 
     Attributes:
         model: builds it.
-        schema: the tensors of the batch, all of known shapes.
+        schema: the tensors of the batch, all of known shapes but for those that are padded.
         features_as_kwargs: as ``Replica`` takes it.
+        items: of each row that is padded.
     """
 
     model: ModelBuilder
     schema: FeedSchema
     features_as_kwargs: bool = False
+    items: int = 1
 
     def __call__(self) -> nn.Module:
         """Build it; whoever calls seeds the random numbers."""
         module = self.model()
-        rows = [torch.zeros(2, *each.row_shape, dtype=each.dtype) for each in self.schema.stored]
+        rows = [equal_rows(each, torch.zeros(2), self.items) for each in self.schema.stored]
         training = module.training
         with torch.no_grad():
             features = self.schema.batch(rows, last=True).features

@@ -73,6 +73,25 @@ Encoding = Literal["numbers", "vector", "matrix", "bytes", "image", "pixels"]
 matrices, a tensor's own bytes, an encoded image (PNG, JPEG, ...), or Spark's image struct."""
 
 
+SequenceInput = Literal["padding_mask", "attention_mask", "lengths"]
+"""What a model is given besides padded rows: bool, true at padding (torch's
+``src_key_padding_mask``); int64, 1 at values and 0 at padding (Hugging Face's); or int64 lengths.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """How rows of unequal length become one tensor.
+
+    Attributes:
+        value: what follows those that are shorter than the longest of their minibatch.
+        input: what else the model is given of them, None for nothing.
+    """
+
+    value: float
+    input: SequenceInput | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnSpec:
     """One column and the tensor that it becomes.
@@ -83,12 +102,15 @@ class ColumnSpec:
         row_shape: shape of one row's value: () for a number, (k,) for an array of k numbers, or
             (UNKNOWN,) before the data were read; images have (channels, height, width).
         encoding: how the rows arrive.
+        padding: how minibatches are padded; the first number of ``row_shape`` then stays UNKNOWN.
+            None if all rows are of the same shape.
     """
 
     name: str
     dtype: torch.dtype
     row_shape: tuple[int, ...] = ()
     encoding: Encoding = "numbers"
+    padding: Padding | None = None
 
     @property
     def is_array(self) -> bool:
@@ -100,9 +122,14 @@ class ColumnSpec:
         """Numbers a row; None before the data were read."""
         return None if UNKNOWN in self.row_shape else math.prod(self.row_shape)
 
+    @property
+    def item_shape(self) -> tuple[int, ...]:
+        """Of one item of a padded row."""
+        return self.row_shape[1:]
+
     def of_length(self, elements: int | None) -> ColumnSpec:
         """The same column with the length that the data have."""
-        if self.row_shape != (UNKNOWN,) or elements is None:
+        if self.row_shape != (UNKNOWN,) or elements is None or self.padding is not None:
             return self
         return replace(self, row_shape=(elements,))
 

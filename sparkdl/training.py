@@ -84,7 +84,7 @@ def identity(
         **_columns(job.schema),
         "features as keyword arguments": job.features_as_kwargs,
         "batch transform": describe(job.feed.transform),
-        "batch size": job.batch_size,
+        "batch size": _batch_size(job),
         "drop last": job.feed.drop_last,
         "exchange of rows": "before the first epoch" if job.feed.exchange_rows else None,
         "reshuffle every": job.feed.reshuffle_every,
@@ -103,6 +103,10 @@ def _followed_metric(job: Job) -> dict[str, Any] | None:
     if name is None or job.metrics is None:
         return None
     return describe(job.metrics.makers[name], text=name)
+
+
+def _batch_size(job: Job) -> int | str:
+    return f"{job.batch_size}, grouped by length" if job.feed.group_by_length else job.batch_size
 
 
 def _membership(optimizer: torch.optim.Optimizer, replica: Replica) -> dict[str, str]:
@@ -130,7 +134,7 @@ def _columns(schema: FeedSchema) -> dict[str, Any]:
 
     def text(*columns: ColumnSpec | None) -> str | None:
         texts = [
-            f"{column.name} ({str(column.dtype).removeprefix('torch.')})"
+            f"{column.name} ({str(column.dtype).removeprefix('torch.')}{_padding(column)})"
             for column in columns
             if column is not None
         ]
@@ -143,6 +147,14 @@ def _columns(schema: FeedSchema) -> dict[str, Any]:
         "weight": text(schema.weight),
         "validation indicator": text(schema.validation),
     }
+
+
+def _padding(column: ColumnSpec) -> str:
+    """How its rows are padded; how those are that are not, checkpoints have never said."""
+    if column.padding is None:
+        return ""
+    item = f" {list(column.item_shape)}" if column.item_shape else ""
+    return f" rows of items{item} padded with {column.padding.value:g}, {column.padding.input}"
 
 
 def require_same_rows(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, are_metrics
 from sparkdl.outputs import OutputKey, Widths, names_output
-from sparkdl.protocols import UNKNOWN, ColumnSpec, Encoding
+from sparkdl.protocols import UNKNOWN, ColumnSpec, Encoding, Padding, SequenceInput
 from sparkdl.randomness import borrowed_random_numbers
 
 DESCRIPTION = "module.json"
@@ -183,6 +184,7 @@ def _column_fields(column: ColumnSpec) -> dict[str, Any]:
         "dtype": str(column.dtype).removeprefix("torch."),
         "row_shape": list(column.row_shape),
         "encoding": column.encoding,
+        "padding": None if column.padding is None else dataclasses.asdict(column.padding),
     }
 
 
@@ -191,6 +193,7 @@ def _column(
     dtype: str,
     row_shape: list[int],
     encoding: Encoding = "numbers",  # models were saved before there were others
+    padding: dict[str, Any] | None = None,  # and before there were sequences
 ) -> ColumnSpec:
     # Not by getattr, for torch imports some of its modules when it is asked for them.
     element = vars(torch).get(dtype)
@@ -198,7 +201,19 @@ def _column(
         raise ValueError(f"{name!r} cannot be of type {dtype!r}")
     if not all(_is_count(n) or n == UNKNOWN for n in row_shape) or encoding not in _ENCODINGS:
         raise ValueError(f"{name!r} cannot have shape {row_shape!r} and encoding {encoding!r}")
-    return ColumnSpec(name, element, tuple(row_shape), encoding)
+    spec = ColumnSpec(name, element, tuple(row_shape), encoding)
+    if padding is None:
+        return spec
+    if row_shape.count(UNKNOWN) != 1 or row_shape[0] != UNKNOWN:
+        raise ValueError(f"{name!r} of shape {row_shape!r} has no length to pad")
+    return dataclasses.replace(spec, padding=_padding(**padding))
+
+
+def _padding(value: float, input: SequenceInput | None) -> Padding:
+    number = type(value) in (int, float) and math.isfinite(value)
+    if not number or input not in (None, *get_args(SequenceInput)):
+        raise ValueError(f"rows cannot be padded with {value!r}, {input!r}")
+    return Padding(value, input)
 
 
 def _epoch(**fields: Any) -> EpochSummary:

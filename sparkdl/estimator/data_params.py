@@ -17,8 +17,9 @@ from sparkdl.estimator.label_params import LabelParams
 from sparkdl.estimator.score_params import ScoreParams
 from sparkdl.estimator.validation_params import ValidationParams
 from sparkdl.outputs import OutputKey, Widths
+from sparkdl.protocols import SequenceInput
 from sparkdl.spark.inference.predictor import OutputColumn
-from sparkdl.spark.rows.column_overrides import dtypes, names, shapes
+from sparkdl.spark.rows.column_overrides import dtypes, names, pad_inputs, paddings, shapes
 from sparkdl.spark.rows.converters import one_of, optional_function, optional_whole, whole
 from sparkdl.spark.rows.delivery import SHUFFLES
 from sparkdl.spark.rows.scratch import STORE_PLACES
@@ -147,11 +148,11 @@ class InputOutputParams(HasFeaturesCol, HasPredictionCol, ScoreParams):
 class DataParams(InputOutputParams, LabelParams, HasWeightCol, ValidationParams):
     """Params of ``TorchEstimator`` about the columns and how they are fed."""
 
-    columnShapes: Param[dict[str, list[int]] | None] = Param(
+    columnShapes: Param[dict[str, list[int | None]] | None] = Param(
         Params._dummy(),
         "columnShapes",
         "the shape of one row by column, where the type does not say; images have [channels, "
-        "height, width]",
+        "height, width], padded rows [None, ...]",
         typeConverter=shapes,
     )
     columnDtypes: Param[dict[str, str] | None] = Param(
@@ -166,6 +167,26 @@ class DataParams(InputOutputParams, LabelParams, HasWeightCol, ValidationParams)
         "imageCols",
         "binary columns of encoded images (BMP, GIF, JPEG, PNG or WebP), decoded on the workers",
         typeConverter=names("imageCols"),
+    )
+    padCols: Param[dict[str, float] | None] = Param(
+        Params._dummy(),
+        "padCols",
+        "columns of arrays of unequal length, by each the number that shorter rows are padded with "
+        "to the longest of their minibatch",
+        typeConverter=paddings,
+    )
+    padInputs: Param[dict[str, SequenceInput] | None] = Param(
+        Params._dummy(),
+        "padInputs",
+        "what the model is given besides padded features, by column: 'padding_mask', "
+        "'attention_mask' or 'lengths'; None for a padding mask of each",
+        typeConverter=pad_inputs,
+    )
+    groupByLength: Param[bool] = Param(
+        Params._dummy(),
+        "groupByLength",
+        "whether rows of about equal length share a minibatch, so that little is padded",
+        typeConverter=TypeConverters.toBoolean,
     )
     handleInvalid: Param[str] = Param(
         Params._dummy(),
@@ -223,11 +244,11 @@ class DataParams(InputOutputParams, LabelParams, HasWeightCol, ValidationParams)
         self._set(weightCol=value)
         return self
 
-    def getColumnShapes(self) -> dict[str, list[int]] | None:
+    def getColumnShapes(self) -> dict[str, list[int | None]] | None:
         """Gets the value of columnShapes or its default value."""
         return self.getOrDefault(self.columnShapes)
 
-    def setColumnShapes(self, value: dict[str, list[int]] | None) -> Self:
+    def setColumnShapes(self, value: dict[str, list[int | None]] | None) -> Self:
         """Sets the value of columnShapes."""
         self._set(columnShapes=value)
         return self
@@ -248,6 +269,33 @@ class DataParams(InputOutputParams, LabelParams, HasWeightCol, ValidationParams)
     def setImageCols(self, value: list[str] | None) -> Self:
         """Sets the value of imageCols."""
         self._set(imageCols=value)
+        return self
+
+    def getPadCols(self) -> dict[str, float] | None:
+        """Gets the value of padCols or its default value."""
+        return self.getOrDefault(self.padCols)
+
+    def setPadCols(self, value: dict[str, float] | None) -> Self:
+        """Sets the value of padCols."""
+        self._set(padCols=value)
+        return self
+
+    def getPadInputs(self) -> dict[str, SequenceInput] | None:
+        """Gets the value of padInputs or its default value."""
+        return self.getOrDefault(self.padInputs)
+
+    def setPadInputs(self, value: dict[str, SequenceInput] | None) -> Self:
+        """Sets the value of padInputs."""
+        self._set(padInputs=value)
+        return self
+
+    def getGroupByLength(self) -> bool:
+        """Gets the value of groupByLength or its default value."""
+        return self.getOrDefault(self.groupByLength)
+
+    def setGroupByLength(self, value: bool) -> Self:
+        """Sets the value of groupByLength."""
+        self._set(groupByLength=value)
         return self
 
     def getHandleInvalid(self) -> str:

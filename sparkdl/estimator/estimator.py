@@ -26,7 +26,13 @@ from sparkdl.estimator.preflight import Preflight, UnbalancedError
 from sparkdl.estimator.progress import ProgressBar
 from sparkdl.estimator.settings import settings_of
 from sparkdl.feed.columns import BatchTransform
-from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder, SchedulerBuilder
+from sparkdl.protocols import (
+    LossFunction,
+    ModelBuilder,
+    OptimizerBuilder,
+    SchedulerBuilder,
+    SequenceInput,
+)
 from sparkdl.report import TrainingSummary
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.slot_queue import in_turn
@@ -235,11 +241,18 @@ class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
             row's side follows from its content (features, labels, weight) and ``seed``, so that it
             is the same in every fit; rows of the same content are on the same side.
         columnShapes: the shape of one row by column, for nested arrays, matrices, binary columns
-            and images ([channels, height, width]).
+            and images ([channels, height, width]). The length of padded rows is None.
         columnDtypes: the tensor's dtype by column, for example ``{"x": "bfloat16"}``; of a binary
             column also the dtype of its bytes.
         imageCols: binary columns that hold encoded images (BMP, GIF, JPEG, PNG or WebP, of several
             frames the first); decoded to uint8 with Pillow.
+        padCols: columns of arrays of unequal length, by each the number with which shorter rows
+            are padded to the longest of their minibatch, for example ``{"tokens": 0}``.
+        padInputs: what the model is given behind its features of those that are padded, by column:
+            ``padding_mask`` (bool, true at padding), ``attention_mask`` (1 at values, 0 at padding)
+            or ``lengths``. None for a padding mask of each; ``{}`` for nothing.
+        groupByLength: whether rows of about equal length share a minibatch: of 50 minibatches the
+            rows are sorted by length, and the minibatches shuffled.
         handleInvalid: ``error`` refuses NaN and infinity among the features, ``keep`` feeds them.
         predictionCol: the column that the fitted model adds.
         outputCols: the columns that it adds instead, if the model returns several outputs: by the
@@ -334,9 +347,12 @@ class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
         weightCol: str | None = None,
         validationIndicatorCol: str | None = None,
         validationFraction: float | None = None,
-        columnShapes: dict[str, list[int]] | None = None,
+        columnShapes: dict[str, list[int | None]] | None = None,
         columnDtypes: dict[str, str] | None = None,
         imageCols: list[str] | None = None,
+        padCols: dict[str, float] | None = None,
+        padInputs: dict[str, SequenceInput] | None = None,
+        groupByLength: bool = False,
         handleInvalid: str = "error",
         predictionCol: str = "prediction",
         outputCols: dict[str, str | int] | None = None,

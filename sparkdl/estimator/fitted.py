@@ -249,7 +249,10 @@ class FittedModel(
         specs = [
             replace(
                 column.spec(
-                    trained.dtype, trained.row_shape or None, image=trained.encoding == "image"
+                    trained.dtype,
+                    trained.row_shape or None,
+                    image=trained.encoding == "image",
+                    padding=trained.padding,
                 ),
                 name=trained.name,
             )

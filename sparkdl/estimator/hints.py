@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from sparkdl.feed.facts import ColumnFacts
+from sparkdl.feed.ragged import sequence_names
 from sparkdl.losses import ModelLoss
 from sparkdl.protocols import Batch, ColumnSpec
 from sparkdl.replica import Replica
@@ -81,7 +82,7 @@ def which_param_helps(
         features: what it was given.
         facts: what is known of each, and perhaps of further columns.
     """
-    flat = [spec.name for spec in features if len(spec.row_shape) == 1]
+    flat = [s.name for s in features if len(s.row_shape) == 1 and s.padding is None]
     if flat and _OF_SHAPE.search(str(error)):
         return (
             f". Rows of '{flat[0]}' are flat; to give them a shape, as images have it: "
@@ -96,3 +97,19 @@ def which_param_helps(
         masks = ", ".join(f"'{name}': 'bool'" for name in zero_or_one)
         return f". Booleans are fed as int64; to have masks of them: columnDtypes={{{masks}}}"
     return ""
+
+
+def what_padding_adds(error: Exception, features: Sequence[ColumnSpec]) -> str:
+    """What a model is given of padded features that it may not take; of other errors nothing.
+
+    Args:
+        error: what the model raised.
+        features: what it was given.
+    """
+    added = sequence_names(features)
+    if not added or not isinstance(error, (TypeError, AttributeError)):
+        return ""
+    return (
+        f". The last of them, {', '.join(added)}, say where rows are padded: padInputs chooses "
+        "what, and padInputs={} leaves it out"
+    )

@@ -35,6 +35,13 @@ def label_tensors(
             f"({', '.join(each.name for each in trained)}), but {len(columns)} are named: "
             f"{', '.join(each.name for each in columns)}. Set labelCol, or labelCols"
         )
+    padded = [known.name for known in trained if known.padding is not None]
+    if padded:
+        raise ConfigError(
+            f"the model was trained with padded labels ('{padded[0]}'), by which rows are neither "
+            "measured nor scored: what their padding counts for, only the loss knows. Compute it "
+            "from the columns that transform adds"
+        )
     if trained:
         return [
             column.spec(known.dtype, known.row_shape or None, image=known.encoding == "image")

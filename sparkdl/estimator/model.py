@@ -12,6 +12,13 @@ from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.head import head_of
 from sparkdl.estimator.output_params import OutputParams
 from sparkdl.estimator.pretrained import Example, named_features, output_widths, specs_of
+from sparkdl.protocols import SequenceInput
+from sparkdl.spark.rows.column_overrides import (
+    ColumnOverrides,
+    pad_inputs,
+    paddings,
+    require_distinct,
+)
 
 
 class TorchModel(FittedModel, OutputParams):
@@ -40,6 +47,8 @@ class TorchModel(FittedModel, OutputParams):
         *,
         loss: Any = None,
         imageCols: Sequence[str] = (),
+        padCols: dict[str, float] | None = None,
+        padInputs: dict[str, SequenceInput] | None = None,
         **params: Any,
     ) -> TorchModel:
         """Make a model of a module that was trained elsewhere, to predict with it.
@@ -53,6 +62,10 @@ class TorchModel(FittedModel, OutputParams):
             loss: what it was trained with. If that is one of torch's for classes, ``outputType``
                 can be 'class' or 'probability'; ``scoreCol`` needs it.
             imageCols: the binary columns of encoded images, of which the example has the pixels.
+            padCols: columns of arrays of unequal length, by each the number that shorter rows are
+                padded with; the example has rows of one length.
+            padInputs: what the module is given behind its features of those that are padded, as
+                ``TorchEstimator`` takes it; the example does not have them.
             params: of the model, for example ``featuresCols``, ``featuresAsKwargs``,
                 ``outputCols`` or ``predictionCol``.
 
@@ -78,10 +91,15 @@ class TorchModel(FittedModel, OutputParams):
                 "takes them"
             )
         features = named_features(example, taking.feature_columns())
-        taking._features = tuple(specs_of(features, imageCols))
+        declared = ColumnOverrides(None, None, None, paddings(padCols), pad_inputs(padInputs))
+        declared.require_known(list(features))
+        taking._features = tuple(specs_of(features, imageCols, declared))
+        if taking.features_by_name():
+            require_distinct(taking._features)
         taking._widths = output_widths(
             module,
             features,
+            taking._features,
             by_name=taking.features_by_name(),
             as_kwargs=taking.getFeaturesAsKwargs(),
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, ModelError
 from sparkdl.estimator.head import Head, output_function
 from sparkdl.outputs import OutputKey, Widths
 from sparkdl.spark.inference.predictor import OutputColumn
@@ -50,3 +50,26 @@ def predicted_columns(
         )
         columns.append(OutputColumn(name, key, function, wide))
     return columns
+
+
+def require_any_length(widths: Widths, shorter: Widths, keys: Sequence[OutputKey | None]) -> None:
+    """Check that outputs which become columns are as wide whatever the length of padded rows.
+
+    Args:
+        widths: of the model's outputs for rows of one length.
+        shorter: for shorter rows.
+        keys: of the outputs.
+
+    Raises:
+        ModelError: one is not.
+    """
+    for key in keys:
+        if key in widths and widths[key] != shorter.get(key):
+            name = "" if key is None else f" as its output {key!r}"
+            raise ModelError(
+                f"the model returns {widths[key]} numbers a row{name} where it returns "
+                f"{shorter.get(key)} for shorter rows: as many as the longest row of a minibatch "
+                "has items. A column of predictions holds one number a row, or as many in each: "
+                "return a mean over the items, or what belongs to one, or choose another output "
+                "with outputCols"
+            )

@@ -19,7 +19,15 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import head_of
 from sparkdl.estimator.metric_inputs import MetricInputs
 from sparkdl.estimator.params import EstimatorParams
-from sparkdl.estimator.probe import PREDICTED_ROWS, LazyModelError, build, probe, require_single_row
+from sparkdl.estimator.predictions import require_any_length
+from sparkdl.estimator.probe import (
+    PREDICTED_ROWS,
+    LazyModelError,
+    build,
+    probe,
+    require_single_row,
+    widths_of_shorter_rows,
+)
 from sparkdl.estimator.rehearsal import require_schedule, require_steady_state, require_steps
 from sparkdl.estimator.schema import fed_columns
 from sparkdl.estimator.shipping import require_picklable
@@ -131,6 +139,7 @@ class Preflight:
                 reshuffle_every=params.getReshuffleEvery(),
                 transform=params.getBatchTransform(),
                 resident_bytes=in_bytes(params.getMemoryBudget()),
+                group_by_length=params.getGroupByLength(),
             ),
             tls=encrypts_connections(spark, params.getTls()),
         )
@@ -318,6 +327,8 @@ class Preflight:
             metrics=self.job.metrics,
         )
         self._has_stepped = True
+        keys = list(self._params.output_keys().values())
+        shorter = widths_of_shorter_rows(self._replica, schema, facts.columns)
         # With gradients and optimizer state it is several times the center, for the whole fit.
         if facts.complete:
             self._check_last_minibatch(schema, facts)
@@ -326,9 +337,11 @@ class Preflight:
         else:
             self._replica.optimizer.zero_grad()
             self._replica.rebuild_optimizer()
-        for key in self._params.output_keys().values():
+        for key in keys:
             pick(outputs, key, len(PREDICTED_ROWS))
         widths = widths_of(outputs, len(PREDICTED_ROWS))
+        if shorter is not None:
+            require_any_length(widths, shorter, keys)
         self._params.predicted_columns(self.head, widths)
         self.checked = Checked(schema.features, widths, schema.labels)
 
@@ -458,7 +471,13 @@ def _build_whole(
         len(value) if spec.row_shape == (UNKNOWN,) and value is not None else None
         for spec, value in zip(fed.schema.columns, values, strict=True)
     ]
-    whole = Initialized(builder, fed.schema.of_lengths(lengths), as_kwargs)
+    items = (
+        len(value)
+        for spec, value in zip(fed.schema.columns, values, strict=True)
+        if spec.padding is not None and value is not None
+    )
+    schema = fed.schema.of_lengths(lengths)
+    whole = Initialized(builder, schema, as_kwargs, max(items, default=1) or 1)
     return whole, built(whole)
 
 

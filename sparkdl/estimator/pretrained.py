@@ -9,10 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from sparkdl.errors import ConfigError, ModelError
+from sparkdl.estimator.predictions import require_any_length
+from sparkdl.feed.columns import input_names, model_inputs
+from sparkdl.feed.ragged import Ragged
 from sparkdl.outputs import Widths, described, widths_of
-from sparkdl.protocols import ColumnSpec, Features
+from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.randomness import borrowed_random_numbers
 from sparkdl.replica import forward
+from sparkdl.spark.rows.column_overrides import ColumnOverrides
 
 _ROWS = 5
 """As many as few models have layers or classes, so that an output that is not one value a row
@@ -61,15 +65,18 @@ def named_features(example: Example, names: Sequence[str]) -> dict[str, Tensor]:
     return found
 
 
-def specs_of(features: Mapping[str, Tensor], images: Sequence[str]) -> list[ColumnSpec]:
+def specs_of(
+    features: Mapping[str, Tensor], images: Sequence[str], declared: ColumnOverrides
+) -> list[ColumnSpec]:
     """The tensors that the columns become.
 
     Args:
         features: of the example, by column.
         images: the columns of encoded images.
+        declared: which columns are padded, and how.
 
     Raises:
-        ConfigError: an image column is none of the features.
+        ConfigError: an image column is none of the features, or a padded one cannot be.
     """
     unknown = sorted(set(images) - set(features))
     if unknown:
@@ -77,21 +84,38 @@ def specs_of(features: Mapping[str, Tensor], images: Sequence[str]) -> list[Colu
             f"imageCols names '{unknown[0]}', which is no feature: {', '.join(features)}"
         )
     return [
-        ColumnSpec(
-            name, tensor.dtype, tuple(tensor.shape[1:]), "image" if name in images else "numbers"
-        )
+        _spec_of(name, tensor, name in images, declared.padding(name))
         for name, tensor in features.items()
     ]
 
 
+def _spec_of(name: str, tensor: Tensor, image: bool, padding: Padding | None) -> ColumnSpec:
+    shape = tuple(tensor.shape[1:])
+    if padding is None:
+        return ColumnSpec(name, tensor.dtype, shape, "image" if image else "numbers")
+    if image or len(shape) not in (1, 2) or shape[0] < 2:
+        raise ConfigError(
+            f"padCols pads rows of numbers or of items, and the example has '{name}' of "
+            f"{described(tensor)}: give it rows of two items or more, shape (rows, items) or "
+            "(rows, items, width)"
+        )
+    return ColumnSpec(name, tensor.dtype, (UNKNOWN, *shape[1:]), padding=padding)
+
+
 def output_widths(
-    module: nn.Module, features: Mapping[str, Tensor], *, by_name: bool, as_kwargs: bool
+    module: nn.Module,
+    features: Mapping[str, Tensor],
+    specs: Sequence[ColumnSpec],
+    *,
+    by_name: bool,
+    as_kwargs: bool,
 ) -> Widths:
     """Run a module on an example to learn what it returns; it is left as it was.
 
     Args:
         module: any, on the CPU.
         features: the example, by column.
+        specs: what the columns become.
         by_name: whether it takes its features by name.
         as_kwargs: whether as keyword arguments instead of one dict.
 
@@ -106,20 +130,46 @@ def output_widths(
             "executors, which may have no such device: give module.cpu(). predictDevice says where "
             "it predicts"
         )
-    picked = {name: tensor[torch.arange(_ROWS) % len(tensor)] for name, tensor in features.items()}
-    given: Features = picked if by_name else tuple(picked.values())
+    rows = torch.arange(_ROWS)
+    columns = {name: tensor[rows % len(tensor)] for name, tensor in features.items()}
     modes = {each: each.training for each in module.modules()}
     try:
-        with borrowed_random_numbers(), torch.no_grad():
-            returned: Any = forward(module.eval(), given, as_kwargs=as_kwargs)
-    except Exception as error:  # a user's forward may raise anything
-        shown = ", ".join(f"'{name}' {described(each)}" for name, each in picked.items())
-        raise ModelError(
-            f"the module fails on the example ({shown}): {type(error).__name__}: {error}"
-        ) from error
+        module.eval()
+        widths = _widths(module, columns, specs, 0, by_name, as_kwargs)
+        if any(spec.padding is not None for spec in specs):
+            shorter = _widths(module, columns, specs, 1, by_name, as_kwargs)
+            require_any_length(widths, shorter, list(widths))
     finally:
         for each, training in modes.items():
             each.training = training
+    return widths
+
+
+def _widths(
+    module: nn.Module,
+    columns: Mapping[str, Tensor],
+    specs: Sequence[ColumnSpec],
+    less: int,
+    by_name: bool,
+    as_kwargs: bool,
+) -> Widths:
+    """What a module returns for rows that are so much shorter where they are to be padded."""
+    rows = [
+        tensor if spec.padding is None else _ragged(tensor[:, : tensor.shape[1] - less])
+        for tensor, spec in zip(columns.values(), specs, strict=True)
+    ]
+    given = model_inputs(rows, specs, by_name=by_name)
+    try:
+        with borrowed_random_numbers(), torch.no_grad():
+            returned: Any = forward(module, given, as_kwargs=as_kwargs)
+    except Exception as error:  # a user's forward may raise anything
+        named = zip(
+            input_names(specs), given.values() if isinstance(given, dict) else given, strict=True
+        )
+        shown = ", ".join(f"'{name}' {described(each)}" for name, each in named)
+        raise ModelError(
+            f"the module fails on the example ({shown}): {type(error).__name__}: {error}"
+        ) from error
     widths = widths_of(returned, _ROWS)
     if not widths:
         raise ModelError(
@@ -127,3 +177,8 @@ def output_widths(
             "or several, a row. Wrap it in a module that returns such tensors"
         )
     return widths
+
+
+def _ragged(rows: Tensor) -> Ragged:
+    """Rows of equal length as those that may be of any."""
+    return Ragged(rows.flatten(0, 1), torch.full((len(rows),), rows.shape[1]))

@@ -6,8 +6,10 @@ a label out of range, a wrong width or a loss that wants another dtype all show 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -16,15 +18,22 @@ from torch import Tensor, nn
 from sparkdl.driver import build_replica
 from sparkdl.errors import DataError, ModelError
 from sparkdl.estimator.head import Head
-from sparkdl.estimator.hints import SHOW_ZEROS, how_called, how_to_build, which_param_helps
+from sparkdl.estimator.hints import (
+    SHOW_ZEROS,
+    how_called,
+    how_to_build,
+    what_padding_adds,
+    which_param_helps,
+)
 from sparkdl.estimator.params import SEVERAL_OPTIMIZERS
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import ColumnFacts
+from sparkdl.feed.ragged import Column, equal_rows, picked
 from sparkdl.initial import has_lazy_parameters
 from sparkdl.losses import ModelLoss
 from sparkdl.metrics.metrics import Metrics, rehearse
 from sparkdl.optimizers import NamedParameters, build_optimizer
-from sparkdl.outputs import described, pick
+from sparkdl.outputs import Widths, described, pick, widths_of
 from sparkdl.protocols import (
     Batch,
     ColumnSpec,
@@ -153,7 +162,8 @@ def probe(
     with borrowed_random_numbers():
         with torch.set_grad_enabled(steps):
             outputs, loss = _try_out(replica, batch, schema, facts, head)
-        predicted = schema.batch([column[[*PREDICTED_ROWS]] for column in columns], last=True)
+        rows = torch.tensor(PREDICTED_ROWS)
+        predicted = schema.batch([picked(column, rows) for column in columns], last=True)
         predictions = _predict(replica, predicted, schema, facts)
         if metrics is not None:
             rehearse(metrics, predictions, predicted.targets)
@@ -166,6 +176,41 @@ def probe(
                 both = _both(outputs, batch)
                 _fail(f"the backward pass or the optimizer's step fails after {both}", error)
     return predictions
+
+
+def widths_of_shorter_rows(
+    replica: Replica, schema: FeedSchema, facts: Sequence[ColumnFacts]
+) -> Widths | None:
+    """How wide the outputs are for rows that are shorter by one than the longest of the data.
+
+    Args:
+        replica: from ``build``.
+        schema: the tensors that it will be fed.
+        facts: what is known of each of its columns.
+
+    Returns:
+        For ``PREDICTED_ROWS``; None if no features are padded.
+
+    Raises:
+        ModelError: the model fails on them.
+    """
+    if all(spec.padding is None for spec in schema.features):
+        return None
+    rows = torch.tensor(PREDICTED_ROWS)
+    shorter = [_shorter(facts, spec) for facts, spec in zip(facts, schema.columns, strict=True)]
+    columns = [picked(column, rows) for column in map(_extremes, shorter, schema.stored)]
+    batch = schema.batch(columns, last=True)
+    with borrowed_random_numbers():
+        outputs = _predict(replica, batch, schema, shorter)
+    return widths_of(outputs, len(PREDICTED_ROWS))
+
+
+def _shorter(facts: ColumnFacts, spec: ColumnSpec) -> ColumnFacts:
+    if spec.padding is None:
+        return facts
+    width, longest = math.prod(spec.item_shape), facts.longest or 0
+    items = max(1, longest - width) if longest > width else 2 * width
+    return replace(facts, shortest=items, longest=items)
 
 
 def require_single_row(
@@ -271,8 +316,11 @@ def _outputs(
         _fail(
             f"the model fails{mode} on a batch with features of {given}",
             error,
-            which_param_helps(error, schema.features, facts)
-            or how_called(replica, batch, error, with_labels=with_labels),
+            (
+                which_param_helps(error, schema.features, facts)
+                or how_called(replica, batch, error, with_labels=with_labels)
+            )
+            + what_padding_adds(error, schema.features),
         )
 
 
@@ -346,13 +394,17 @@ def _where(facts: ColumnFacts) -> str:
     return f"{facts.where('smallest')}, {facts.where('largest')}"
 
 
-def _extremes(facts: ColumnFacts, spec: ColumnSpec) -> Tensor:
-    """Two rows: the column's smallest and largest value, 0 and 1 where those are not known."""
+def _extremes(facts: ColumnFacts, spec: ColumnSpec) -> Column:
+    """Two rows: the column's smallest and largest value, 0 and 1 where those are not known.
+
+    If the column is to be padded, they are as long as its shortest and its longest row.
+    """
     low = 0.0 if facts.smallest is None else facts.smallest
     high = 1.0 if facts.largest is None else facts.largest
     exact = torch.float64 if spec.dtype.is_floating_point else spec.dtype
-    rows = torch.tensor([low, high], dtype=exact).to(spec.dtype)
-    return rows.view(2, *[1 for _ in spec.row_shape]).repeat(1, *spec.row_shape)
+    width = math.prod(spec.item_shape) if spec.padding is not None else 1
+    items = (facts.shortest or 0) // width, max(1, (facts.longest or 0) // width)
+    return equal_rows(spec, torch.tensor([low, high], dtype=exact), items)
 
 
 def _shapes(tensors: Features | Targets) -> str:

@@ -9,12 +9,16 @@ import torch
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.errors import DataError
+from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.data_params import DataParams
 from sparkdl.estimator.head import Head
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.protocols import LossFunction
-from sparkdl.spark.rows.column_overrides import ColumnOverrides
+from sparkdl.spark.rows.column_overrides import (
+    GROUPS_WITHOUT_PADDING,
+    ColumnOverrides,
+    require_distinct,
+)
 from sparkdl.spark.rows.columns import InputColumn, input_column
 from sparkdl.spark.rows.held_out import held_out_fraction
 
@@ -68,10 +72,15 @@ def fed_columns(
         for name in params.label_columns()
     ]
     declared = ColumnOverrides(
-        params.getColumnShapes(), params.getColumnDtypes(), params.getImageCols()
+        params.getColumnShapes(),
+        params.getColumnDtypes(),
+        params.getImageCols(),
+        params.getPadCols(),
+        params.getPadInputs(),
     )
     label_specs = tuple(
-        declared.spec(column, _target_dtype(column, loss, head, fractions)) for column in labels
+        declared.spec(column, _target_dtype(column, loss, head, fractions), label=True)
+        for column in labels
     )
     weight = _scalar(frame, params.optional_column("weightCol"), "weightCol")
     held_out = params.held_out_by()
@@ -89,11 +98,33 @@ def fed_columns(
         by_name=params.features_by_name(),
     )
     declared.require_known([c.name for c in (*features, *labels)])
+    _require_paddable(params, schema)
     optional = [column for column in (weight, indicator) if column is not None]
     columns = (*features, *labels, *optional)
     for column, spec in zip(columns, schema.columns, strict=True):
         logger.info("column '%s' (%s) becomes %s", column.name, column.type_name, spec.dtype)
     return FedColumns(schema, columns)
+
+
+def _require_paddable(params: DataParams, schema: FeedSchema) -> None:
+    """Refuse what does not go with padded columns, or not without."""
+    if schema.by_name:
+        require_distinct(schema.features)
+    named = set(params.getPadInputs() or ()) - {spec.name for spec in schema.features}
+    if named:
+        raise ConfigError(
+            f"padInputs speaks of the label column '{min(named)}', of which a model is given "
+            "nothing: name a column of features, or leave it out"
+        )
+    padded = [spec.name for spec in schema.labels if spec.padding is not None]
+    if padded and schema.weight is not None:
+        raise ConfigError(
+            f"weightCol does not go with the padded label column '{padded[0]}': the loss of a row "
+            "would be the mean over its padding too. Leave one of the two out, or weigh rows in a "
+            "loss of your own"
+        )
+    if params.getGroupByLength() and not params.getPadCols():
+        raise ConfigError(GROUPS_WITHOUT_PADDING)
 
 
 def _scalar(frame: DataFrame, name: str | None, param: str) -> InputColumn | None:

@@ -7,6 +7,7 @@ the store afterwards (``block_order``), which is where a worker goes on that was
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import COUNTS, ColumnFacts, ShardFacts
 from sparkdl.feed.fingerprint import fingerprint
+from sparkdl.feed.lengths import bytes_of_rows, lengths_in
+from sparkdl.feed.ragged import Column, joined
 from sparkdl.feed.reading import Reading
 from sparkdl.feed.shuffle import generator
 from sparkdl.feed.store import PartitionStore
@@ -40,12 +43,32 @@ def block_rows(batch_size: int, row_bytes: int) -> int:
     return batch_size * max(1, BLOCK_BYTES // max(1, batch_size * row_bytes))
 
 
-def block_order(rows: int, block: int, *, seed: int, epoch: int, rank: int) -> Tensor:
-    """The order in which a worker sees its rows when each block is shuffled for itself.
+def block_sizes(rows: int, batch_size: int, row_bytes: int | Tensor) -> list[int]:
+    """Rows of each block of all rows.
 
     Args:
         rows: how many there are.
-        block: of how many rows a block is; the last may have fewer.
+        batch_size: rows a minibatch.
+        row_bytes: bytes of a stored row, or of each row in their order, shape (rows,).
+    """
+    if not isinstance(row_bytes, Tensor):
+        size = block_rows(batch_size, row_bytes)
+        return [min(size, rows - first) for first in range(0, rows, size)]
+    reached = row_bytes.cumsum(0)[batch_size - 1 :: batch_size].contiguous()
+    stops, so_far = [0], 0
+    while stops[-1] < rows:
+        # Of so many minibatches that they reach the size, however the rows behind them may be.
+        last = int(torch.searchsorted(reached, so_far + BLOCK_BYTES))
+        stops.append(min(rows, batch_size * (last + 1)))
+        so_far = int(reached[last]) if last < len(reached) else 0
+    return [stop - start for start, stop in itertools.pairwise(stops)]
+
+
+def block_order(sizes: Sequence[int], *, seed: int, epoch: int, rank: int) -> Tensor:
+    """The order in which a worker sees its rows when each block is shuffled for itself.
+
+    Args:
+        sizes: rows of each block.
         seed: the job's seed.
         epoch: counted from 1.
         rank: the worker's rank.
@@ -54,8 +77,11 @@ def block_order(rows: int, block: int, *, seed: int, epoch: int, rank: int) -> T
         Shape (rows,), int64, a permutation of 0 to rows - 1.
     """
     draws = generator(seed, epoch, rank)
-    starts = range(0, rows, block)
-    orders = [start + torch.randperm(min(block, rows - start), generator=draws) for start in starts]
+    starts = itertools.accumulate(sizes, initial=0)
+    orders = [
+        start + torch.randperm(size, generator=draws)
+        for start, size in zip(starts, sizes, strict=False)
+    ]
     return torch.cat(orders) if orders else torch.arange(0)
 
 
@@ -64,11 +90,11 @@ class Block:
     """Rows that have arrived after each other.
 
     Attributes:
-        columns: one tensor a ``stored`` column of the schema, shape (n, *row_shape).
+        columns: one a ``stored`` column of the schema, of n rows.
         last: whether no block follows from which a minibatch will be trained on.
     """
 
-    columns: list[Tensor]
+    columns: list[Column]
     last: bool
 
 
@@ -89,7 +115,7 @@ class Arrivals:
         self,
         schema: FeedSchema,
         reading: Reading,
-        parts: Iterator[list[Tensor]],
+        parts: Iterator[list[Column]],
         on_rows: OnRows,
         training: PartitionStore,
         *,
@@ -104,7 +130,7 @@ class Arrivals:
         self._training = training
         self._batch_size = batch_size
         self._needed_behind = batch_size if drop_last else 1
-        self._waiting: list[list[Tensor]] = []
+        self._waiting: list[list[Column]] = []
         self._rows_waiting = 0
         self._shown: ShardFacts | None = None
         self._opening: int | None = None
@@ -115,7 +141,7 @@ class Arrivals:
         if self._waiting:
             # Of so many rows whatever the record batches are, which a checkpoint can be told by
             # that is written before the last row is there.
-            opening = [column[: self._block_rows] for column in self._joined()]
+            opening = [column[: self._next_block()] for column in self._joined()]
             self._opening = fingerprint(opening)
         self._shown = self._shard()
         return self._shown
@@ -139,7 +165,7 @@ class Arrivals:
             self._collect()
             self._show(look)
             while self._rows_waiting:
-                size = min(self._block_rows, self._rows_waiting)
+                size = min(self._next_block(), self._rows_waiting)
                 left = self._rows_waiting - size
                 if not self.complete and left < self._needed_behind:
                     break
@@ -150,9 +176,15 @@ class Arrivals:
             if self.complete:
                 return
 
-    @property
-    def _block_rows(self) -> int:
-        return block_rows(self._batch_size, self._training.row_bytes)
+    def _next_block(self) -> int:
+        """Rows of the next block; more than wait if it needs more."""
+        pieces = (bytes_of_rows(self._schema.stored, lengths_in(part)) for part in self._waiting)
+        by_row = [piece for piece in pieces if isinstance(piece, Tensor)]
+        if not by_row:
+            return block_rows(self._batch_size, self._training.row_bytes)
+        # Where the rows do not reach the size of a block, one of them more might.
+        more = torch.cat([*by_row, torch.zeros(self._batch_size, dtype=torch.int64)])
+        return block_sizes(len(more), self._batch_size, more)[0]
 
     def _shard(self) -> ShardFacts:
         return replace(self._reading.shard(complete=self.complete), opening=self._opening)
@@ -162,7 +194,7 @@ class Arrivals:
         while (
             not self.complete
             and self._reading.sound
-            and (not self._waiting or self._rows_waiting < self._block_rows + self._needed_behind)
+            and (not self._waiting or self._rows_waiting < self._next_block() + self._needed_behind)
         ):
             part = next(self._parts, None)
             if part is None:
@@ -182,19 +214,16 @@ class Arrivals:
             self._shown = shard
         assert self._reading.sound, "rows that cannot be tensors were not refused"
 
-    def _take(self, rows: int) -> list[Tensor]:
+    def _take(self, rows: int) -> list[Column]:
         columns = self._joined()
         self._waiting = [[column[rows:] for column in columns]] if len(columns[0]) > rows else []
         self._rows_waiting -= rows
         return [column[:rows] for column in columns]
 
-    def _joined(self) -> list[Tensor]:
-        """The rows that wait, one tensor a column."""
+    def _joined(self) -> list[Column]:
+        """The rows that wait, by column."""
         # What is left of a large part is one piece, and would be copied once for each block of it.
-        return [
-            torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-            for pieces in zip(*self._waiting, strict=True)
-        ]
+        return [joined(pieces) for pieces in zip(*self._waiting, strict=True)]
 
 
 def _is_news(before: Sequence[ColumnFacts], now: Sequence[ColumnFacts], schema: FeedSchema) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from sparkdl.protocols import Batch, ColumnSpec
+from sparkdl.feed.ragged import Column, dense, inputs_of, sequence_names
+from sparkdl.protocols import Batch, ColumnSpec, Features
 
 BatchTransform = Callable[[Batch], Batch]
 """Changes a minibatch before it is trained on, for example augments its images."""
@@ -54,18 +53,40 @@ class FeedSchema:
         single = isinstance(self.label, ColumnSpec)
         return replace(self, features=features, label=labels[0] if single else labels)
 
-    def batch(self, columns: Sequence[Tensor], *, last: bool) -> Batch:
-        """Put the tensors of the ``stored`` columns together as models and losses take them.
+    def batch(self, columns: Sequence[Column], *, last: bool) -> Batch:
+        """Put the ``stored`` columns together as models and losses take them.
 
         Args:
-            columns: one tensor a column, shape (examples, *row_shape).
+            columns: one a column, of as many rows; those of unequal length are padded.
             last: whether no more rows follow in this epoch.
         """
-        features, rest = columns[: len(self.features)], columns[len(self.features) :]
-        named = zip((spec.name for spec in self.features), features, strict=True)
+        features, others = columns[: len(self.features)], columns[len(self.features) :]
+        specs = self.stored[len(self.features) :]
+        rest = [dense(*pair) for pair in zip(others, specs, strict=True)]
         return Batch(
-            dict(named) if self.by_name else tuple(features),
+            model_inputs(features, self.features, by_name=self.by_name),
             rest[0] if isinstance(self.label, ColumnSpec) else tuple(rest[: len(self.label)]),
             last,
             rest[-1] if self.weight else None,
         )
+
+
+def input_names(features: Sequence[ColumnSpec]) -> list[str]:
+    """Names of a model's inputs: the features, then the masks and lengths of padded ones."""
+    return [*(spec.name for spec in features), *sequence_names(features)]
+
+
+def model_inputs(
+    columns: Sequence[Column], features: Sequence[ColumnSpec], *, by_name: bool
+) -> Features:
+    """What a model takes for a minibatch.
+
+    Args:
+        columns: of the features; those of unequal length are padded.
+        features: what they are.
+        by_name: whether it takes them by name, else one after the other.
+    """
+    tensors = inputs_of(columns, features)
+    if not by_name:
+        return tuple(tensors)
+    return dict(zip(input_names(features), tensors, strict=True))

@@ -5,8 +5,9 @@ Rows are handled together wherever that is possible: only encoded images are ope
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,8 @@ from sparkdl.errors import DataError
 from sparkdl.feed.images import decode_images, decode_pixels
 from sparkdl.feed.linalg import MAX_SIZE, decode_matrices, decode_vectors
 from sparkdl.feed.lists import Broken, binary_bytes, broken_where, lists_of, numpy_of
-from sparkdl.protocols import ColumnSpec
+from sparkdl.feed.ragged import Column, Ragged
+from sparkdl.protocols import UNKNOWN, ColumnSpec
 
 GROWING = ("image", "matrix", "vector")
 """Encodings whose rows may become far larger than they arrive."""
@@ -78,8 +80,31 @@ def _decode_present(values: pa.Array, spec: ColumnSpec) -> Decoded:
     return Decoded(lists, np.setdiff1d(np.arange(len(values)), broken.rows), broken)
 
 
-def to_tensor(values: pa.Array, spec: ColumnSpec) -> Tensor:
+def to_column(values: pa.Array, spec: ColumnSpec) -> Column:
     """Convert one decoded column, without a copy where Arrow's memory allows.
+
+    Args:
+        values: a numeric array, or a list array of numerics; n rows.
+        spec: what it becomes.
+
+    Returns:
+        Shape (n, *spec.row_shape), or ragged if it is to be padded; read-only where it views
+        Arrow's memory.
+
+    Raises:
+        DataError: nulls, or arrays of another length than the spec's.
+    """
+    if spec.padding is None:
+        return to_tensor(values, spec)
+    width = math.prod(spec.item_shape)
+    numbers = replace(spec, row_shape=(), encoding="numbers", padding=None)
+    lengths = numpy_of(values.value_lengths()) // width
+    flat = to_tensor(values.flatten(), numbers).view(-1, *spec.item_shape)
+    return Ragged(flat, torch.from_numpy(lengths.astype(np.int64)))
+
+
+def to_tensor(values: pa.Array, spec: ColumnSpec) -> Tensor:
+    """Convert one decoded column of rows of equal shape.
 
     Args:
         values: a numeric array, or a list array of numerics; n rows.
@@ -109,7 +134,7 @@ def to_tensor(values: pa.Array, spec: ColumnSpec) -> Tensor:
     return numbers.to(spec.dtype).view(rows, *spec.row_shape)
 
 
-def tensors_of(columns: Iterable[pa.Array], specs: Iterable[ColumnSpec]) -> list[Tensor]:
+def tensors_of(columns: Iterable[pa.Array], specs: Iterable[ColumnSpec]) -> list[Column]:
     """Decode and convert the columns of one record batch.
 
     Args:
@@ -119,7 +144,7 @@ def tensors_of(columns: Iterable[pa.Array], specs: Iterable[ColumnSpec]) -> list
     Raises:
         DataError: a row cannot become part of a tensor.
     """
-    tensors = []
+    converted = []
     for values, spec in zip(columns, specs, strict=True):
         decoded = decode(values, spec)
         if decoded.broken is not None:
@@ -128,8 +153,10 @@ def tensors_of(columns: Iterable[pa.Array], specs: Iterable[ColumnSpec]) -> list
                 f"column '{spec.name}' has {len(decoded.broken.rows)} rows in a batch of "
                 f"{len(values)} that cannot be decoded: row {row} {reason}"
             )
-        tensors.append(to_tensor(decoded.values, spec))
-    return tensors
+        if spec.padding is not None:
+            _require_numbers(decoded.values, spec)
+        converted.append(to_column(decoded.values, spec))
+    return converted
 
 
 def flatten_nested(values: pa.Array, spec: ColumnSpec) -> tuple[pa.Array, Broken | None]:
@@ -141,18 +168,25 @@ def flatten_nested(values: pa.Array, spec: ColumnSpec) -> tuple[pa.Array, Broken
     """
     inner, parents = values, np.arange(len(values))
     wrong = np.zeros(len(values), dtype=bool)
+    ends = None
     for length in spec.row_shape:
         lengths = numpy_of(inner.value_lengths().fill_null(-1))
-        if (lengths != length).any():
+        if length == UNKNOWN:
+            ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        elif (lengths != length).any():
             wrong[parents[lengths != length]] = True
         if not _nested(inner.type):
             break
         parents = np.repeat(parents, np.maximum(lengths, 0))  # a null list has no elements
         inner = inner.flatten()
-    broken = broken_where(wrong, f"is not an array of shape {spec.row_shape}")
+    shape = str(spec.row_shape).replace(str(UNKNOWN), "any length")
+    broken = broken_where(wrong, f"is not an array of shape {shape}")
     if broken is not None:
         kept: pa.Array = values.filter(pa.array(~wrong))
         return flatten_nested(kept, spec)[0], broken
+    if ends is not None:
+        ends *= math.prod(spec.item_shape)
+        return pa.LargeListArray.from_arrays(pa.array(ends), inner.flatten()), None
     return lists_of(inner.flatten(), len(values)), None
 
 
@@ -177,6 +211,21 @@ def _reinterpret(values: pa.Array, spec: ColumnSpec) -> tuple[pa.Array, Broken |
 
 def _nested(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) and pa.types.is_list(kind.value_type))
+
+
+def _require_numbers(values: pa.Array, spec: ColumnSpec) -> None:
+    """Refuse rows that are null, and arrays that hold a null."""
+    flat = values.flatten()
+    if values.null_count:
+        raise DataError(
+            f"column '{spec.name}' has {values.null_count} null values in a batch of "
+            f"{len(values)} rows. Make empty arrays of them: F.coalesce(col, F.array())"
+        )
+    if flat.null_count:
+        raise DataError(
+            f"column '{spec.name}' has {flat.null_count} null elements inside its arrays. "
+            "Fill them first, for example with F.transform(col, lambda x: F.coalesce(x, F.lit(0)))"
+        )
 
 
 def _flatten_lists(values: pa.Array, spec: ColumnSpec) -> pa.Array:

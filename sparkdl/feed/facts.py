@@ -68,8 +68,15 @@ class ColumnFacts:
     @property
     def sound(self) -> bool:
         """Whether the column can be one tensor."""
-        counted = self.nulls or self.null_elements or self.broken
-        return not counted and self.shortest == self.longest
+        return self._readable and self.shortest == self.longest
+
+    def can_become(self, spec: ColumnSpec) -> bool:
+        """Whether the column can be fed as it is to be, which may be padded."""
+        return self.sound or (self._readable and spec.padding is not None)
+
+    @property
+    def _readable(self) -> bool:
+        return not (self.nulls or self.null_elements or self.broken)
 
     def __add__(self, other: ColumnFacts) -> ColumnFacts:
         extremes: dict[str, Any] = {
@@ -261,11 +268,15 @@ def says_nothing_new(column: Decoded, spec: ColumnSpec, known: ColumnFacts) -> b
         known: of the record batches before.
     """
     values = column.values
-    if column.broken is not None or values.null_count or not len(values) or not known.sound:
+    if column.broken is not None or values.null_count or not len(values):
+        return False
+    if not known.can_become(spec):
         return False
     if spec.is_array:
         lengths = numpy_of(values.value_lengths())
-        if known.longest is None or (lengths != known.longest).any():
+        if known.shortest is None or known.longest is None:
+            return False
+        if lengths.min() < known.shortest or lengths.max() > known.longest:
             return False
         values = values.flatten()
         if values.null_count:
@@ -413,7 +424,7 @@ def check_facts(facts: DataFacts, columns: Sequence[ColumnSpec]) -> None:
             f"{len(columns)}; all must run the same version of sparkdl"
         )
     for found, spec in zip(facts.columns, columns, strict=True):
-        _check_column(found, spec.name, facts.rows)
+        _check_column(found, spec, facts)
         _check_range(found, spec, facts.rows)
     workers = len(facts.shard_rows)
     if facts.rows < workers and facts.complete:
@@ -423,15 +434,18 @@ def check_facts(facts: DataFacts, columns: Sequence[ColumnSpec]) -> None:
         )
 
 
-def _check_column(found: ColumnFacts, name: str, rows: int) -> None:
+def _check_column(found: ColumnFacts, spec: ColumnSpec, facts: DataFacts) -> None:
+    name, rows, padded = spec.name, facts.rows, spec.padding is not None
+
     def first(count: str) -> str:
         where = found.where(count)
         return f" (the first is {where})" if where else ""
 
     if found.nulls:
+        empty = f", or make empty arrays of them: F.coalesce('{name}', F.array())" if padded else ""
         raise DataError(
             f"column '{name}' has {found.nulls} null values in {rows} rows{first('nulls')}. Drop "
-            "or fill them first: df.na.drop(subset=[...]) / df.na.fill({...})"
+            f"or fill them first: df.na.drop(subset=[...]) / df.na.fill({{...}}){empty}"
         )
     if found.null_elements:
         raise DataError(
@@ -445,15 +459,16 @@ def _check_column(found: ColumnFacts, name: str, rows: int) -> None:
             f"{found.where('broken') or 'the first'} {found.reason}. Filter them out first, or "
             "declare what they are with columnShapes and columnDtypes"
         )
-    if found.shortest != found.longest:
+    if found.shortest != found.longest and not padded:
         places = found.where("shortest"), found.where("longest")
         where = f" (for example {places[0]} and {places[1]})" if all(places) else ""
         raise DataError(
             f"column '{name}' holds arrays of {found.shortest} to {found.longest} elements{where}; "
-            "every row must have the same number. Pad or cut them first, or find the odd rows "
-            f"with df.groupBy(F.size('{name}')).count()"
+            "every row must have the same number. Have minibatches padded with padCols="
+            f"{{'{name}': 0}}, cut them to one length first, or find the odd rows with "
+            f"df.groupBy(F.size('{name}')).count()"
         )
-    if found.longest == 0:
+    if found.longest == 0 and (facts.complete or not padded):
         raise DataError(f"column '{name}' holds only empty arrays: there is nothing to feed")
 
 

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from sparkdl.errors import ConfigError
 from sparkdl.feed.allocator import keep_freed_memory
-from sparkdl.feed.arrival import Arrivals, Block, Look, OnRows, block_order, block_rows
+from sparkdl.feed.arrival import Arrivals, Block, Look, OnRows, block_order, block_sizes
 from sparkdl.feed.columns import BatchTransform, FeedSchema
 from sparkdl.feed.device import DeviceChunk, to_device
 from sparkdl.feed.facts import ShardFacts
+from sparkdl.feed.lengths import bytes_of_rows, grouped_by_length, lengths_in
 from sparkdl.feed.prefetch import prefetched
+from sparkdl.feed.ragged import Column, cut, picked
 from sparkdl.feed.reading import Reading
 from sparkdl.feed.shuffle import even_sizes, generator, permutation, stream_seed
 from sparkdl.feed.store import PartitionStore
@@ -30,6 +32,10 @@ CHUNK_BYTES = 4 << 20
 Python's part is nothing, small enough for a core's cache."""
 READ_AHEAD = 8
 """Record batches, of 2 MiB each by default, that may wait while others are trained on."""
+
+GROUP_DRAWS = 1 << 40
+"""What names the stream that puts minibatches of equal lengths in order; no minibatch's number, by
+which the others of an epoch are named."""
 
 RowExchange = Callable[[PartitionStore, Tensor | None, PartitionStore, int], None]
 """(rows, their order, where the received rows go, the epoch that follows); owns the first."""
@@ -50,6 +56,8 @@ class FeedOptions:
         resident_bytes: how much of the store may be mapped at a time; None for no limit.
         stream_first_epoch: whether the first epoch trains on rows while others still arrive, each
             block of them shuffled for itself.
+        group_by_length: whether rows of about equal length share a minibatch, where some columns
+            are padded.
     """
 
     drop_last: bool = False
@@ -59,6 +67,7 @@ class FeedOptions:
     transform: BatchTransform | None = None
     resident_bytes: int | None = None
     stream_first_epoch: bool = False
+    group_by_length: bool = False
 
     def streams(self, epoch: int) -> bool:
         """Whether an epoch, counted from 1, trains on rows as they arrive."""
@@ -265,7 +274,7 @@ class Feed:
             epoch: counted from 1.
             first_step: minibatches that were trained on already, before an interruption.
         """
-        order = self._epoch_order(epoch)[first_step * self._batch_size : self.used_rows]
+        order = self._epoch_order(epoch)[first_step * self._batch_size :]
         batches = self._batches(self._training, order, _sizes(len(order), self._batch_size))
         yield from self._changed(batches, epoch, first_step)
 
@@ -276,8 +285,8 @@ class Feed:
             epoch: counted from 1; its order is that of ``epoch``.
             steps: how many minibatches; more than there are rows leave some of them empty.
         """
-        sizes = (even_sizes(self.rows, step, steps) for step in range(steps))
-        yield from self._batches(self._training, self._epoch_order(epoch), sizes)
+        sizes = [even_sizes(self.rows, step, steps) for step in range(steps)]
+        yield from self._batches(self._training, self._epoch_order(epoch, sizes), sizes)
 
     def settle(self, lengths: Sequence[int | None]) -> None:
         """Learn from other workers how long arrays are; a worker without rows cannot know.
@@ -291,6 +300,8 @@ class Feed:
     def held_out(self) -> Iterator[Batch]:
         """Yield every row to validate with once, always in the same order."""
         order = self._positions(self._held_out)
+        if self._options.group_by_length and len(order):
+            order = order[torch.argsort(self._bytes_of_rows(self._held_out)[order], stable=True)]
         yield from self._batches(self._held_out, order, _sizes(len(order), self._batch_size))
 
     @property
@@ -312,14 +323,39 @@ class Feed:
         order = self._order(store)
         return torch.arange(store.rows) if order is None else order
 
-    def _epoch_order(self, epoch: int) -> Tensor:
-        order = self._order(self._training)
+    def _epoch_order(self, epoch: int, sizes: Sequence[int] | None = None) -> Tensor:
+        """Where the rows of an epoch are in the store, shape (used rows,), int64.
+
+        Args:
+            epoch: counted from 1.
+            sizes: rows of each minibatch; None for those of ``epoch``.
+        """
+        order, blocks = self._order(self._training), [self.rows]
         if self._options.streams(epoch):
-            block = block_rows(self._batch_size, self._training.row_bytes)
-            shuffled = block_order(self.rows, block, seed=self._seed, epoch=1, rank=self._rank)
+            row_bytes = bytes_of_rows(self._training.specs, self._training.lengths())
+            blocks = block_sizes(self.rows, self._batch_size, row_bytes)
+            shuffled = block_order(blocks, seed=self._seed, epoch=1, rank=self._rank)
         else:
             shuffled = permutation(self.rows, seed=self._seed, epoch=epoch, rank=self._rank)
-        return shuffled if order is None else order.index_select(0, shuffled)
+        chosen = (shuffled if order is None else order.index_select(0, shuffled))[: self.used_rows]
+        if not self._options.group_by_length or not len(chosen):
+            return chosen
+        lengths, draws = self._bytes_of_rows(self._training), self._group_draws(epoch)
+        groups = [
+            grouped_by_length(
+                rows, lengths[rows], sizes or list(_sizes(len(rows), self._batch_size)), draws
+            )
+            for rows in torch.split(chosen, _up_to(len(chosen), blocks))
+        ]
+        return torch.cat(groups)
+
+    def _bytes_of_rows(self, store: PartitionStore) -> Tensor:
+        row_bytes = bytes_of_rows(store.specs, store.lengths())
+        assert isinstance(row_bytes, Tensor), "rows of equal length cannot be grouped by it"
+        return row_bytes
+
+    def _group_draws(self, epoch: int) -> torch.Generator:
+        return generator(self._seed, epoch, self._rank, GROUP_DRAWS)
 
     def _batches(
         self, store: PartitionStore, order: Tensor, sizes: Iterable[int]
@@ -343,22 +379,28 @@ class Feed:
 
     def _batches_of(self, blocks: Iterable[Block]) -> Iterator[Batch]:
         """Yield minibatches of blocks of rows, each in an order of its own."""
-        draws = generator(self._seed, 1, self._rank)
+        draws, group_draws = generator(self._seed, 1, self._rank), self._group_draws(1)
         on_gpu = self._device.type == "cuda"
         for block in blocks:
             rows = len(block.columns[0])
             order = torch.randperm(rows, generator=draws)
             if block.last and self._options.drop_last:
                 order = order[: rows - rows % self._batch_size]
-            chosen = [_picked(column, order, pinned=on_gpu) for column in block.columns]
             sizes = list(_sizes(len(order), self._batch_size))
+            if self._options.group_by_length:
+                row_bytes = bytes_of_rows(self._schema.stored, lengths_in(block.columns))
+                assert isinstance(row_bytes, Tensor)
+                order = grouped_by_length(order, row_bytes[order], sizes, group_draws)
+            chosen = [picked(column, order, pinned=on_gpu) for column in block.columns]
             yield from self._cut(to_device(chosen, self._device).ready(), sizes, last=block.last)
 
-    def _cut(self, columns: list[Tensor], sizes: list[int], *, last: bool) -> Iterator[Batch]:
+    def _cut(self, columns: list[Column], sizes: list[int], *, last: bool) -> Iterator[Batch]:
         """Yield minibatches of these sizes; ``last`` says whether the epoch ends with them."""
         if self._schema.weight is not None:
-            columns[-1] = columns[-1] * self._weight_scale
-        cuts = (torch.split(column, sizes) for column in columns)
+            weights = columns[-1]
+            assert isinstance(weights, Tensor)
+            columns[-1] = weights * self._weight_scale
+        cuts = (cut(column, sizes) for column in columns)
         for number, piece in enumerate(zip(*cuts, strict=True), start=1):
             yield self._schema.batch(piece, last=last and number == len(sizes))
 
@@ -386,9 +428,13 @@ class Feed:
         return replace(changed, last=batch.last)
 
 
-def _picked(column: Tensor, rows: Tensor, *, pinned: bool) -> Tensor:
-    out = torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype, pin_memory=pinned)
-    return torch.index_select(column, 0, rows, out=out)
+def _up_to(total: int, sizes: Iterable[int]) -> list[int]:
+    """The first of these sizes, the last one shortened, that add up to a total."""
+    left, kept = total, []
+    for size in sizes:
+        kept.append(min(size, left))
+        left -= kept[-1]
+    return kept
 
 
 def _sizes(rows: int, batch_size: int) -> Iterator[int]:

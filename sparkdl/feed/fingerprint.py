@@ -9,11 +9,13 @@ another day, not for forged ones.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+
+from sparkdl.feed.ragged import Column, Ragged
 
 MODULUS = 1 << 64
 BLOCK_WORDS = 1 << 15
@@ -28,12 +30,12 @@ highest bit, of which a product keeps nothing else: two signs in a row would can
 word, where the next number has its sign."""
 
 
-def fingerprint(columns: Sequence[Tensor], *, may_hold_nan: bool = True) -> int:
+def fingerprint(columns: Sequence[Column], *, may_hold_nan: bool = True) -> int:
     """The sum of the numbers of some rows.
 
     Args:
-        columns: tensors of the same number of rows, shape (n, ...), any dtype; always the same
-            ones in the same order. 0.0 and -0.0 are different values.
+        columns: of the same number of rows, tensors of shape (n, ...) or ragged, any dtype; always
+            the same ones in the same order. 0.0 and -0.0 are different values.
         may_hold_nan: whether to look for NaN, of which there are many: all count as one.
 
     Returns:
@@ -42,6 +44,9 @@ def fingerprint(columns: Sequence[Tensor], *, may_hold_nan: bool = True) -> int:
     rows = len(columns[0])
     total = np.full(rows, 1, np.uint64)
     for index, column in enumerate(columns):
+        if isinstance(column, Ragged):
+            total += _ragged_sums(column, index, may_hold_nan=may_hold_nan)
+            continue
         if may_hold_nan and column.is_floating_point():
             column = column.masked_fill(column.isnan(), torch.nan)
         if column.numel():
@@ -55,6 +60,34 @@ def fingerprint(columns: Sequence[Tensor], *, may_hold_nan: bool = True) -> int:
     total *= np.uint64(0xD6E8FEB86659FD93)
     total ^= total >> _HALF
     return int(total.sum(dtype=np.uint64))
+
+
+def _ragged_sums(column: Ragged, index: int, *, may_hold_nan: bool) -> np.ndarray:
+    """The same of rows of unequal length: each number is a word, and the length is one more.
+
+    Returns:
+        Shape (rows,), uint64.
+    """
+    values, lengths = column.values, column.lengths.numpy()
+    if may_hold_nan and values.is_floating_point():
+        values = values.masked_fill(values.isnan(), torch.nan)
+    counts = lengths * math.prod(values.shape[1:])
+    longest = int(counts.max()) if len(counts) else 0
+    # As many as a power of two, so that few are kept: the first ones are always the same.
+    factors = odd_factors(index, 1 << longest.bit_length())
+    sums: np.ndarray = lengths.astype(np.uint64) * factors[0]
+    if not longest:
+        return sums
+    octets = values.contiguous().view(-1).view(torch.uint8).numpy()
+    words = octets.view(f"u{values.element_size()}").astype(np.uint64)
+    words ^= words >> _ACROSS
+    ends = np.cumsum(counts)
+    within = np.arange(1, ends[-1] + 1)
+    within -= np.repeat(ends - counts, counts)
+    words *= factors[within]
+    filled = counts > 0  # reduceat would give an empty row the next one's first word
+    sums[filled] += np.add.reduceat(words, (ends - counts)[filled])
+    return sums
 
 
 def weighted_sums(raw: np.ndarray, factors: np.ndarray) -> np.ndarray:

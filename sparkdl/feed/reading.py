@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.decode import GROWING, Decoded, decode, decoded_elements, to_tensor
+from sparkdl.feed.decode import GROWING, Decoded, decode, decoded_elements, to_column, to_tensor
 from sparkdl.feed.facts import ColumnFacts, ShardFacts, look_at, says_nothing_new
 from sparkdl.feed.fingerprint import MODULUS, fingerprint
 from sparkdl.feed.packed import ORDER_COLUMN
+from sparkdl.feed.ragged import Column, picked
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import ColumnSpec
 
@@ -51,10 +52,11 @@ class Reading:
 
     @property
     def sound(self) -> bool:
-        """Whether each column can be one tensor, as far as it was read."""
-        return all(column.sound for column in self.facts)
+        """Whether each column can be what it is to become, as far as it was read."""
+        columns = zip(self.facts, self._schema.columns, strict=True)
+        return all(found.can_become(spec) for found, spec in columns)
 
-    def parts(self, source: Iterable[pa.RecordBatch]) -> Iterator[list[Tensor]]:
+    def parts(self, source: Iterable[pa.RecordBatch]) -> Iterator[list[Column]]:
         """Read every row into the stores, looking at it on the way.
 
         Rows that cannot be trained on do not stop the reading, but nothing is stored any more.
@@ -63,8 +65,8 @@ class Reading:
             source: the rows, once; the columns of the schema, then perhaps ``ORDER_COLUMN``.
 
         Yields:
-            The rows to train on, as they arrive: one tensor a ``stored`` column of the schema,
-            shape (n, *row_shape); no tensors where there are none.
+            The rows to train on, as they arrive, by the ``stored`` columns of the schema; no
+            columns where there are none.
         """
         specs = self._schema.columns
         for record_batch in source:
@@ -108,34 +110,41 @@ class Reading:
             for known, column, spec in columns
         )
 
-    def _store(self, decoded: list[Decoded], keys: pa.Array | None) -> list[Tensor]:
+    def _store(self, decoded: list[Decoded], keys: pa.Array | None) -> list[Column]:
         """Append a part's rows; returns those to train on."""
         schema = self._schema.of_lengths([column.longest for column in self.facts])
         specs = schema.columns
-        tensors = [to_tensor(column.values, s) for column, s in zip(decoded, specs, strict=True)]
+        columns = [to_column(column.values, s) for column, s in zip(decoded, specs, strict=True)]
         if keys is not None:
-            tensors.append(to_tensor(keys, ORDER))
+            columns.append(to_tensor(keys, ORDER))
         if schema.validation is None:
-            return self._put(self._training, schema.stored, tensors)
-        held_out = tensors.pop(len(schema.stored)).bool()
-        put = []
+            return self._put(self._training, schema.stored, columns)
+        indicator = columns.pop(len(schema.stored))
+        assert isinstance(indicator, Tensor)
+        held_out = indicator.bool()
+        put: list[Column] = []
         for store, chosen in ((self._held_out, held_out), (self._training, ~held_out)):
             rows = chosen.nonzero()[:, 0]
-            picked = [tensor.index_select(0, rows) for tensor in tensors] if len(rows) else []
-            put = self._put(store, schema.stored, picked) if picked else []
+            chosen_rows = [picked(column, rows) for column in columns] if len(rows) else []
+            put = self._put(store, schema.stored, chosen_rows) if chosen_rows else []
         return put
 
     def _put(
-        self, store: PartitionStore, specs: tuple[ColumnSpec, ...], tensors: list[Tensor]
-    ) -> list[Tensor]:
-        if len(tensors) > len(specs):
-            self.keys[store].append(tensors.pop().clone())
+        self, store: PartitionStore, specs: tuple[ColumnSpec, ...], columns: list[Column]
+    ) -> list[Column]:
+        if len(columns) > len(specs):
+            self.keys[store].append(_copied(columns.pop()))
         if self._schema.weight is not None and store is self._training:
-            self._weights.append(tensors[-1].clone())
-        packed = store.append(specs, tensors)
+            self._weights.append(_copied(columns[-1]))
+        packed = store.append(specs, columns)
         found = fingerprint(packed, may_hold_nan=any(facts.not_finite for facts in self.facts))
         self._fingerprints[store] = (self._fingerprints[store] + found) % MODULUS
-        return tensors
+        return columns
+
+
+def _copied(numbers: Column) -> Tensor:
+    assert isinstance(numbers, Tensor)
+    return numbers.clone()
 
 
 def _parts(record_batch: pa.RecordBatch, specs: tuple[ColumnSpec, ...]) -> Iterator[pa.RecordBatch]:

@@ -2,8 +2,9 @@
 
 Rows are appended as tensors while Spark delivers them and mapped afterwards, so data larger than
 memory works and random rows are one gather from the page cache. A column is one contiguous tensor
-in its final dtype, and numbers of the same dtype lie side by side in one. Each file has one record
-batch: more would leave a column in pieces, and a gather over pieces walks them.
+in its final dtype, and numbers of the same dtype lie side by side in one. Rows of unequal length
+are two files (``sequences.py``). Each file has one record batch: more would leave a column in
+pieces, and a gather over pieces walks them.
 
 The files have no name: they are unlinked when created, so a crash leaves nothing behind.
 """
@@ -16,7 +17,7 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from torch import Tensor
 
 from sparkdl.errors import TrainingError
 from sparkdl.feed.arrow_file import ArrowFrame, stored_values
+from sparkdl.feed.ragged import Column
+from sparkdl.feed.sequences import StoredSequences, specs_of_files
 from sparkdl.protocols import ColumnSpec
 
 PAGE_BYTES = 2 << 20
@@ -43,25 +46,26 @@ class PartitionStore:
         self._directory = directory
         self._resident_bytes = resident_bytes
         self._specs: tuple[ColumnSpec, ...] = ()
-        self._groups: list[_Group] = []
+        self._groups: list[_Stored] = []
         self.rows = 0
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that a row takes."""
-        return sum(group.row_bytes for group in self._groups)
+        """Bytes that a row takes, on average if rows are of unequal length."""
+        return sum(group.row_bytes(self.rows) for group in self._groups)
 
     @property
     def specs(self) -> tuple[ColumnSpec, ...]:
         """What the columns are; none before the first rows."""
         return self._specs
 
-    def append(self, specs: Sequence[ColumnSpec], batch: Sequence[Tensor]) -> list[Tensor]:
+    def append(self, specs: Sequence[ColumnSpec], batch: Sequence[Column]) -> list[Column]:
         """Add rows.
 
         Args:
             specs: what the columns are, the same at every call.
-            batch: one tensor a column, shape (n, *row_shape), in the column's dtype.
+            batch: one a column, in the column's dtype: a tensor of shape (n, *row_shape), or ragged
+                where the column is to be padded.
 
         Returns:
             The same rows as ``take_packed`` gives them.
@@ -95,32 +99,53 @@ class PartitionStore:
             rows: how many there will be.
         """
         self._specs = tuple(specs)
-        self._groups = [_Group(columns, self._directory) for columns in _grouped(specs)]
+        self._groups = [_stored(columns, self._directory) for columns in _grouped(specs)]
         self.rows = rows
 
-    def write(self, packed: Sequence[Tensor], first: int) -> None:
+    def write(self, packed: Sequence[Column], first: int) -> None:
         """Write rows as ``take_packed`` gives them; from several threads at once if they differ.
 
         Args:
-            packed: one tensor a file, shape (n, ...).
+            packed: as ``take_packed`` gives them, n rows.
             first: the position of the first of them.
         """
         for group, values in zip(self._groups, packed, strict=True):
             group.write(values, first)
 
-    def empty_packed(self, rows: int) -> list[Tensor]:
-        """Tensors to receive rows in, as ``take_packed`` gives them."""
-        return [torch.empty((rows, *group.row_shape), dtype=group.dtype) for group in self._groups]
+    def empty_packed(self, rows: int, lengths: Sequence[Tensor] = ()) -> list[Column]:
+        """Room to receive rows in, as ``take_packed`` gives them.
 
-    def slice(self, start: int, stop: int) -> list[Tensor]:
+        Args:
+            rows: how many.
+            lengths: of the rows of each column of unequal lengths, shape (rows,), int64.
+        """
+        known = iter(lengths)
+        return [
+            group.empty(rows, next(known, None) if isinstance(group, StoredSequences) else None)
+            for group in self._groups
+        ]
+
+    def lengths(self, rows: Tensor | None = None) -> list[Tensor]:
+        """How many items rows have.
+
+        Args:
+            rows: which ones, shape (n,), int64; None for all.
+
+        Returns:
+            For each column of unequal lengths, in the order of ``take_packed``, shape (n,), int64.
+        """
+        sequences = (group for group in self._groups if isinstance(group, StoredSequences))
+        return [group.lengths(rows, self.rows, self._pages()) for group in sequences]
+
+    def slice(self, start: int, stop: int) -> list[Column]:
         """Copy rows that follow each other.
 
         Returns:
-            One tensor a column, shape (stop - start, *row_shape); none in a store without columns.
+            As ``take`` does.
         """
         return self.take(torch.arange(start, stop))
 
-    def take(self, rows: Tensor, *, pinned: bool = False) -> list[Tensor]:
+    def take(self, rows: Tensor, *, pinned: bool = False) -> list[Column]:
         """Copy rows in any order.
 
         Args:
@@ -128,17 +153,18 @@ class PartitionStore:
             pinned: whether the copies are to lie in pinned memory, from where a GPU fetches them.
 
         Returns:
-            One tensor a column, shape (n, *row_shape); none in a store without columns.
+            One a column: a tensor of shape (n, *row_shape), or ragged; none in a store without
+            columns.
         """
-        taken: list[Tensor] = [torch.empty(0)] * len(self._specs)
+        taken: list[Column] = [torch.empty(0)] * len(self._specs)
         packed = self.take_packed(rows, pinned=pinned)
         for group, gathered in zip(self._groups, packed, strict=True):
             apart = group.unpack(gathered, pinned=pinned)
-            for column, tensor in zip(group.columns, apart, strict=True):
-                taken[column.index] = tensor
+            for column, values in zip(group.columns, apart, strict=True):
+                taken[column.index] = values
         return taken
 
-    def take_packed(self, rows: Tensor, *, pinned: bool = False) -> list[Tensor]:
+    def take_packed(self, rows: Tensor, *, pinned: bool = False) -> list[Column]:
         """Copy rows in any order, the columns as they lie in the files.
 
         Args:
@@ -146,17 +172,22 @@ class PartitionStore:
             pinned: whether the copies are to lie in pinned memory.
 
         Returns:
-            One tensor a file, shape (n, ...).
+            One tensor a file, shape (n, ...); of a column of unequal lengths its ragged rows.
         """
-        limit, pages = self._resident_bytes, None
-        if limit is not None and self.rows * self.row_bytes > limit:
-            pages = max(1, limit // PAGE_BYTES)
-        packed = []
+        pages = self._pages()
+        packed: list[Column] = []
         for group in self._groups:
             packed.append(group.take(rows, self.rows, pages, pinned=pinned))
             if pages is not None:
                 group.unmap()
         return packed
+
+    def _pages(self) -> int | None:
+        """How many pages may be mapped at a time; None for as many as there are."""
+        limit = self._resident_bytes
+        if limit is None or self.rows * self.row_bytes <= limit:
+            return None
+        return max(1, limit // PAGE_BYTES)
 
     def close(self) -> None:
         """Give the disk space back."""
@@ -165,7 +196,24 @@ class PartitionStore:
         self._groups = []
 
 
-class _Column:
+class _Stored(Protocol):
+    """Columns as they lie in files; rows are tensors, or ragged, as ``pack`` gives them."""
+
+    columns: tuple[StoredColumn, ...]
+
+    def row_bytes(self, rows: int) -> int: ...
+    def empty(self, rows: int, lengths: Any) -> Any: ...
+    def pack(self, columns: Any) -> Any: ...
+    def unpack(self, packed: Any, *, pinned: bool) -> Any: ...
+    def append(self, values: Any) -> None: ...
+    def write(self, values: Any, first: int) -> None: ...
+    def take(self, rows: Tensor, stored: int, pages: int | None, *, pinned: bool) -> Any: ...
+    def flush(self) -> None: ...
+    def unmap(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class StoredColumn:
     """One column's place among the store's columns."""
 
     def __init__(self, index: int, spec: ColumnSpec) -> None:
@@ -173,33 +221,48 @@ class _Column:
         self.spec = spec
 
 
-class _Group:
-    """Columns that lie side by side in one file: one of any shape, or several of numbers."""
+class StoredRows:
+    """Columns that lie side by side in one file: one of any shape, or several of numbers.
 
-    def __init__(self, columns: Sequence[_Column], directory: Path) -> None:
+    Args:
+        columns: all of them.
+        directory: where to put the file.
+    """
+
+    def __init__(self, columns: Sequence[StoredColumn], directory: Path) -> None:
         self.columns = tuple(columns)
         first = columns[0].spec
         self.dtype = first.dtype
         names = ", ".join(column.spec.name for column in columns)
         self.row_shape = first.row_shape if len(columns) == 1 else (len(columns),)
-        self.row_bytes = self.dtype.itemsize * len(columns) * (first.elements or 0)
+        self._row_bytes = self.dtype.itemsize * len(columns) * (first.elements or 0)
         # Rows of nothing are not stored.
-        self._frame = ArrowFrame(names, self.dtype, self.row_shape) if self.row_bytes else None
+        self._frame = ArrowFrame(names, self.dtype, self.row_shape) if self._row_bytes else None
         self._start = self._frame.start if self._frame is not None else 0
         self._directory = directory
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - closed in close()
         self._written = self._start
         self._tail = bytearray()
         """Of the rows that were appended, what is not in the file yet."""
-        self._row_kind = np.dtype((np.void, self.row_bytes))
+        self._row_kind = np.dtype((np.void, self._row_bytes))
         self._mapped: mmap.mmap | None = None
         self._stored_rows: np.ndarray | None = None
 
+    def row_bytes(self, rows: int) -> int:
+        """Bytes that a row takes, whatever their number."""
+        return self._row_bytes
+
+    def empty(self, rows: int, lengths: None) -> Tensor:
+        """Room for rows."""
+        return torch.empty((rows, *self.row_shape), dtype=self.dtype)
+
     def pack(self, columns: Sequence[Tensor]) -> Tensor:
+        """Put columns side by side."""
         # Twice as fast as torch.stack(columns, dim=1).
         return columns[0] if len(columns) == 1 else torch.stack(list(columns)).t().contiguous()
 
     def unpack(self, packed: Tensor, *, pinned: bool) -> list[Tensor]:
+        """Take them apart."""
         if len(self.columns) == 1:
             return [packed]
         shape = (len(self.columns), len(packed))
@@ -236,7 +299,7 @@ class _Group:
         Raises:
             TrainingError: there is no room for them.
         """
-        self._put([_bytes_of(values)], self._start + first * self.row_bytes)
+        self._put([_bytes_of(values)], self._start + first * self._row_bytes)
 
     def _put(self, pieces: list[memoryview], position: int) -> None:
         while pieces:
@@ -273,7 +336,7 @@ class _Group:
             return out
         # Page by page, so that each is mapped once however many of its rows are wanted.
         order = np.argsort(chosen, kind="stable")
-        begins = np.diff(chosen[order] * self.row_bytes // PAGE_BYTES, prepend=-1) > 0
+        begins = np.diff(chosen[order] * self._row_bytes // PAGE_BYTES, prepend=-1) > 0
         for part in np.split(order, np.flatnonzero(begins)[pages::pages]):
             taken[part] = stored_rows[chosen[part]]
             self.unmap()
@@ -290,6 +353,7 @@ class _Group:
             self._mapped.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
+        """Give the disk space back."""
         self._stored_rows = self._mapped = None
         self._file.close()
 
@@ -314,10 +378,19 @@ def _bytes_of(values: Tensor) -> memoryview:
     return values.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _grouped(specs: Sequence[ColumnSpec]) -> list[list[_Column]]:
+def _stored(columns: Sequence[StoredColumn], directory: Path) -> _Stored:
+    column = columns[0]
+    if column.spec.padding is None:
+        return StoredRows(columns, directory)
+    files = (StoredColumn(0, spec) for spec in specs_of_files(column.spec))
+    values, places = (StoredRows([each], directory) for each in files)
+    return StoredSequences(column, values, places)
+
+
+def _grouped(specs: Sequence[ColumnSpec]) -> list[list[StoredColumn]]:
     """Numbers by their dtype, every other column alone."""
-    groups: dict[object, list[_Column]] = {}
+    groups: dict[object, list[StoredColumn]] = {}
     for index, spec in enumerate(specs):
         key = index if spec.row_shape else spec.dtype
-        groups.setdefault(key, []).append(_Column(index, spec))
+        groups.setdefault(key, []).append(StoredColumn(index, spec))
     return list(groups.values())

@@ -15,19 +15,22 @@ import logging
 import math
 import reprlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sparkdl.errors import CollectiveError, DisconnectedError, StoppedError, TrainingError
+from sparkdl.feed.ragged import Column, Ragged
 from sparkdl.feed.shuffle import exchange_plan
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
-from sparkdl.reshuffle.server import Offer, RowServer, chunk_rows
+from sparkdl.reshuffle.server import LENGTHS_AT_ONCE, Offer, RowServer, chunk_sizes
 from sparkdl.transport.connecting import introduced, reach
 from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
 
@@ -216,16 +219,22 @@ class RowExchange:
 
     def _received(
         self, connection: Connection, peer: int, arrivals: _Arrivals
-    ) -> Iterable[list[Tensor]]:
-        left = arrivals.count(peer)
-        while left:
-            chunk = arrivals.empty(left)
-            for values in chunk:
-                if connection.receive_values(values.view(-1)) is not None:
-                    raise TrainingError(f"rank {peer} sent a header in the middle of its rows")
-            left -= len(chunk[0])
+    ) -> Iterable[list[Column]]:
+        def receive(values: Tensor) -> None:
+            if connection.receive_values(values.view(-1)) is not None:
+                raise TrainingError(f"rank {peer} sent a header in the middle of its rows")
             self._heard = time.monotonic()
-            self._on_rows(arrivals.count(peer) - left)
+
+        lengths = arrivals.empty_lengths(peer)
+        for each in lengths:
+            for piece in torch.split(each, LENGTHS_AT_ONCE):
+                receive(piece)
+        arrived = 0
+        for chunk in arrivals.empty_chunks(peer, lengths):
+            for column in chunk:
+                receive(column.values if isinstance(column, Ragged) else column)
+            arrived += len(chunk[0])
+            self._on_rows(arrived)
             yield chunk
 
 
@@ -276,11 +285,39 @@ class _Arrivals:
                 f"{reprlib.repr(known_shapes)}, rank {rank} {reprlib.repr(shapes)}"
             )
 
-    def empty(self, rows: int) -> list[Tensor]:
-        """Tensors for the next rows, of so many that are left."""
-        return self._store.empty_packed(min(rows, chunk_rows(self._store)))
+    def empty_lengths(self, rank: int) -> list[Tensor]:
+        """Tensors for the lengths of the rows of a rank, for each column of unequal ones."""
+        return [
+            torch.empty(self.count(rank), dtype=torch.int64)
+            for spec in self._specs
+            if spec.padding is not None
+        ]
 
-    def put(self, rank: int, chunks: Iterable[list[Tensor]]) -> None:
+    def empty_chunks(self, rank: int, lengths: Sequence[Tensor]) -> Iterator[list[Column]]:
+        """Room for the rows of a rank, chunk by chunk.
+
+        Args:
+            rank: whose rows come.
+            lengths: what it has told as those of ``empty_lengths``.
+
+        Raises:
+            TrainingError: no row has such a length.
+        """
+        padded = [spec for spec in self._specs if spec.padding is not None]
+        for spec, each in zip(padded, lengths, strict=True):
+            item_bytes = math.prod(spec.item_shape) * spec.dtype.itemsize
+            low, high = int(each.min()), int(each.max())
+            if low < 0 or high * item_bytes > MAX_ROW_BYTES:
+                raise TrainingError(
+                    f"rank {rank} tells of rows with {low} to {high} items in column "
+                    f"'{spec.name}', and no worker of this job has such rows"
+                )
+        sizes = chunk_sizes(self.count(rank), self._store.specs, lengths)
+        cuts = zip(*(torch.split(each, sizes) for each in lengths), strict=True)
+        for size, known in zip(sizes, cuts if lengths else repeat(()), strict=False):
+            yield self._store.empty_packed(size, known)
+
+    def put(self, rank: int, chunks: Iterable[list[Column]]) -> None:
         """Write the rows of a rank."""
         first = int(self._ends[rank] - self._counts[rank])
         for chunk in chunks:
@@ -338,10 +375,16 @@ def _fit(shapes: list[Any], specs: Sequence[ColumnSpec]) -> bool:
     return len(shapes) == len(specs) and all(
         isinstance(shape, list)
         and len(shape) == len(spec.row_shape)
-        and all(type(length) is int and length >= 0 for length in shape)
+        and (shape == list(spec.row_shape) if spec.padding is not None else _fits(shape, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    )
+
+
+def _fits(shape: list[Any], spec: ColumnSpec) -> bool:
+    return (
+        all(type(length) is int and length >= 0 for length in shape)
         and math.prod(shape) * spec.dtype.itemsize <= MAX_ROW_BYTES
         and all(
             known in (UNKNOWN, length) for length, known in zip(shape, spec.row_shape, strict=True)
         )
-        for shape, spec in zip(shapes, specs, strict=True)
     )

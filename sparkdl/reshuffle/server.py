@@ -6,6 +6,7 @@ One connection for each fetch; the rows of an exchange are those that the worker
     {"rows_for": rank, "epoch": epoch} ---->  wait until this worker has come to that exchange
                                        <----  {"waiting": true}, now and then
                                        <----  {"rows": how many, "shapes": of a row's columns}
+                                       <----  their lengths, of each column of unequal lengths
                                        <----  their values, chunk by chunk
     {"taken": true}                    ---->
 """
@@ -24,13 +25,18 @@ import torch
 from torch import Tensor
 
 from sparkdl.errors import TrainingError
+from sparkdl.feed.lengths import bytes_of_rows
+from sparkdl.feed.ragged import Column, Ragged
 from sparkdl.feed.shuffle import shares
 from sparkdl.feed.store import PartitionStore
+from sparkdl.protocols import ColumnSpec
 from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.transport.port import Port
 
 CHUNK_BYTES = 4 << 20
 """What is sent at once."""
+LENGTHS_AT_ONCE = CHUNK_BYTES // 8
+"""Lengths of rows that are sent at once."""
 WAITING_S = 1.0
 """Seconds between two signs of life to a worker that waits for rows."""
 
@@ -81,13 +87,18 @@ class Offer:
         """How many rows a rank gets."""
         return self._counts[rank]
 
-    def chunks(self, rank: int) -> Iterator[list[Tensor]]:
+    def chunks(self, rank: int) -> Iterator[list[Column]]:
         """What a rank gets, as ``PartitionStore.take_packed`` gives it, a few MiB at once."""
         if not self._counts[rank]:
             return
         rows = self._rows_of(rank)
-        for chosen in torch.split(rows, chunk_rows(self.store)):
+        sizes = chunk_sizes(len(rows), self.store.specs, self.store.lengths(rows))
+        for chosen in torch.split(rows, sizes):
             yield self.store.take_packed(chosen)
+
+    def lengths(self, rank: int) -> list[Tensor]:
+        """Of the rows that a rank gets in each column of unequal lengths, shape (rows,), int64."""
+        return self.store.lengths(self._rows_of(rank)) if self._counts[rank] else []
 
     def taken(self, rank: int) -> None:
         """Take note that a rank has what it gets."""
@@ -192,8 +203,12 @@ class RowServer:
         if rank not in range(offer.world_size):
             raise TrainingError(f"there is no rank {reprlib.repr(rank)} that could get rows")
         connection.send_header({"rows": offer.count(rank), "shapes": offer.shapes})
+        for lengths in offer.lengths(rank):
+            for piece in torch.split(lengths, LENGTHS_AT_ONCE):
+                connection.send_values(piece)
         for chunk in offer.chunks(rank):
-            for values in chunk:
+            for column in chunk:
+                values = column.values if isinstance(column, Ragged) else column
                 connection.send_values(values.view(-1))
         if "taken" in connection.receive_header():
             offer.taken(rank)
@@ -213,6 +228,19 @@ class RowServer:
         return None
 
 
-def chunk_rows(store: PartitionStore) -> int:
-    """Rows that are sent at once."""
-    return max(1, CHUNK_BYTES // max(1, store.row_bytes))
+def chunk_sizes(rows: int, specs: Sequence[ColumnSpec], lengths: Sequence[Tensor]) -> list[int]:
+    """How many rows are sent at once, the same at both ends.
+
+    Args:
+        rows: all that are sent.
+        specs: what their columns are.
+        lengths: of the rows in each column of unequal lengths, shape (rows,).
+    """
+    row_bytes = bytes_of_rows(specs, lengths)
+    if not isinstance(row_bytes, Tensor):
+        size = max(1, CHUNK_BYTES // max(1, row_bytes))
+        return [min(size, rows - first) for first in range(0, rows, size)]
+    # The rows that begin within the same 4 MiB.
+    begins = (row_bytes.cumsum(0) - row_bytes) // CHUNK_BYTES
+    sizes: list[int] = torch.unique_consecutive(begins, return_counts=True)[1].tolist()
+    return sizes

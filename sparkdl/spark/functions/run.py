@@ -26,6 +26,7 @@ from sparkdl.errors import (
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.facts import NO_ROWS
 from sparkdl.feed.feed import FeedOptions
+from sparkdl.protocols import SequenceInput
 from sparkdl.references import pickled
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of
@@ -55,7 +56,16 @@ from sparkdl.spark.launch.worker_rows import (
     run_on_rows,
 )
 from sparkdl.spark.modules.shipping import ship
-from sparkdl.spark.rows.column_overrides import ColumnOverrides, dtypes, names, shapes
+from sparkdl.spark.rows.column_overrides import (
+    GROUPS_WITHOUT_PADDING,
+    ColumnOverrides,
+    dtypes,
+    names,
+    pad_inputs,
+    paddings,
+    require_distinct,
+    shapes,
+)
 from sparkdl.spark.rows.columns import input_column
 from sparkdl.spark.rows.converters import in_bytes, one_of, optional_whole, whole
 from sparkdl.spark.rows.delivery import SHUFFLES, delivery_of
@@ -88,9 +98,12 @@ def run(
     num_workers: int = 2,
     device: str = "auto",
     df: DataFrame | None = None,
-    columnShapes: dict[str, list[int]] | None = None,
+    columnShapes: dict[str, list[int | None]] | None = None,
     columnDtypes: dict[str, str] | None = None,
     imageCols: list[str] | None = None,
+    padCols: dict[str, float] | None = None,
+    padInputs: dict[str, SequenceInput] | None = None,
+    groupByLength: bool = False,
     shuffleRows: str = "exchange",
     shuffleSeed: int = 0,
     memoryBudget: int | None = None,
@@ -121,6 +134,12 @@ def run(
             matrices, binary columns and images.
         columnDtypes: as the estimator's Param: the tensor's dtype by column.
         imageCols: as the estimator's Param: binary columns that hold encoded images.
+        padCols: as the estimator's Param: columns of arrays of unequal length, by each the number
+            that shorter rows of a minibatch are padded with.
+        padInputs: as the estimator's Param: what else ``batches`` gives of padded columns,
+            ``padding_mask``, ``attention_mask`` or ``lengths``; a padding mask of each by default.
+        groupByLength: as the estimator's Param: whether rows of about equal length share a
+            minibatch.
         shuffleRows: as the estimator's Param: how the rows are spread over the workers,
             ``exchange``, ``spark`` or ``none``. All workers run at once, for which Spark gives each
             task one partition: of other numbers it makes as many by its shuffle.
@@ -155,9 +174,15 @@ def run(
         raise ConfigError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
     call = Call(function_of(train_fn, kwargs, "train_fn"), args, kwargs)
     declared = ColumnOverrides(
-        shapes(columnShapes), dtypes(columnDtypes), names("imageCols")(imageCols)
+        shapes(columnShapes),
+        dtypes(columnDtypes),
+        names("imageCols")(imageCols),
+        paddings(padCols),
+        pad_inputs(padInputs),
     )
-    keeping = _Keeping(shuffleRows, shuffleSeed, memoryBudget, storeIn)
+    if groupByLength and not padCols:
+        raise ConfigError(GROUPS_WITHOUT_PADDING)
+    keeping = _Keeping(shuffleRows, shuffleSeed, memoryBudget, storeIn, groupByLength)
     rows = None if df is None else _rows_of(df, declared, num_workers, device, keeping)
     place = Place(
         network=network_of(spark),
@@ -231,6 +256,7 @@ class _Keeping:
     seed: int
     memory_budget: int | None
     store_in: str
+    group_by_length: bool
 
     def __post_init__(self) -> None:
         one_of("shuffleRows", SHUFFLES)(self.shuffle)
@@ -255,6 +281,7 @@ def _rows_of(
         raise DataError("df has no columns: there is nothing to feed")
     declared.require_known(df.columns)
     specs = tuple(declared.spec(c, c.default_dtype(torch.float32)) for c in columns)
+    require_distinct(specs)
     for column, spec in zip(columns, specs, strict=True):
         logger.info("column '%s' (%s) becomes %s", column.name, column.type_name, spec.dtype)
     ranks = ranks_a_task(df.sparkSession, device)
@@ -275,7 +302,9 @@ def _rows_of(
         schema=FeedSchema(specs, label=(), by_name=True),
         seed=keeping.seed,
         options=FeedOptions(
-            exchange_rows=delivery.exchanged, resident_bytes=in_bytes(keeping.memory_budget)
+            exchange_rows=delivery.exchanged,
+            resident_bytes=in_bytes(keeping.memory_budget),
+            group_by_length=keeping.group_by_length,
         ),
         in_memory=keeps_rows_in_memory(df.sparkSession, keeping.store_in),
     )

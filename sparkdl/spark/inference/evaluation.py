@@ -55,7 +55,7 @@ class Evaluation:
                 features = tensors_of(columns[:count], self.features)
                 labels = self.labels.tensors(columns[count:])
                 most = self.predictor.manner.batch_rows
-                for start, outputs in run.outputs(features):
+                for start, outputs in run.outputs(features, self.features):
                     counted.update(outputs, self.labels.targets(labels, start, most, run.device))
             states = counted.states()
         if rows:

@@ -13,9 +13,12 @@ import torch
 from pyspark import TaskContext
 from torch import Tensor, nn
 
+from sparkdl.feed.columns import model_inputs
 from sparkdl.feed.decode import tensors_of
+from sparkdl.feed.lengths import order_by_length
+from sparkdl.feed.ragged import Column, Ragged, cut, picked
 from sparkdl.outputs import OutputKey, pick
-from sparkdl.protocols import ColumnSpec, Features
+from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import forward
 from sparkdl.spark.cluster.devices import choose_device
 from sparkdl.spark.inference.scores import Score
@@ -118,8 +121,12 @@ class Predictor:
                 count = len(columns) - behind
                 features = tensors_of(columns[:count], specs[:count])
                 labels = [] if score is None else score.labels.tensors(columns[count:])
+                order = order_by_length(features)
+                if order is not None:
+                    features = [picked(column, order) for column in features]
+                    labels = [label[order] for label in labels]
                 pieces = []
-                for start, outputs in run.outputs(features):
+                for start, outputs in run.outputs(features, specs[:count]):
                     rows = min(self.manner.batch_rows, len(features[0]) - start)
                     piece = self._columns(outputs, rows)
                     if score is not None:
@@ -127,7 +134,7 @@ class Predictor:
                         piece.append(score(outputs, targets, rows).cpu())
                     pieces.append(piece)
                 yield [
-                    self._to_arrow([piece[index] for piece in pieces], each.wide)
+                    self._to_arrow([piece[index] for piece in pieces], each.wide, order)
                     for index, each in enumerate(self.outputs)
                 ]
 
@@ -151,8 +158,10 @@ class Predictor:
             picked = [each.float() for each in picked]
         return [each.function(output).cpu() for each, output in zip(predicted, picked, strict=True)]
 
-    def _to_arrow(self, outputs: Sequence[Tensor], wide: bool) -> pa.Array:
+    def _to_arrow(self, outputs: Sequence[Tensor], wide: bool, order: Tensor | None) -> pa.Array:
         whole = torch.cat(list(outputs)) if outputs else torch.empty(0)
+        if order is not None:
+            whole = torch.empty_like(whole).index_copy_(0, order, whole)
         predictions = whole.to(torch.float64 if self.manner.double else torch.float32)
         flat = pa.array(predictions.reshape(-1).numpy())
         if not wide:
@@ -179,22 +188,29 @@ class Running:
     module: nn.Module
     device: str
 
-    def outputs(self, features: Sequence[Tensor]) -> Iterator[tuple[int, Any]]:
+    def outputs(
+        self, features: Sequence[Column], specs: Sequence[ColumnSpec]
+    ) -> Iterator[tuple[int, Any]]:
         """What the model returns for some rows, so many at a time as go through it at once.
 
         Args:
-            features: in the order of the model's arguments, each of shape (rows, ...).
+            features: in the order of the model's arguments, each of as many rows.
+            specs: what they are.
 
         Yields:
             The position of the first row, and what was returned.
         """
-        names, manner = self.predictor.names, self.predictor.manner
-        for start in range(0, len(features[0]), manner.batch_rows):
-            cut = [
-                feature[start : start + manner.batch_rows].to(
-                    self.device, manner.dtype if feature.is_floating_point() else None
-                )
-                for feature in features
-            ]
-            piece: Features = tuple(cut) if names is None else dict(zip(names, cut, strict=True))
-            yield start, forward(self.module, piece, as_kwargs=self.predictor.as_kwargs)
+        predictor, rows = self.predictor, len(features[0])
+        starts = range(0, rows, predictor.manner.batch_rows)
+        sizes = [min(predictor.manner.batch_rows, rows - start) for start in starts]
+        pieces = zip(*(cut(column, sizes) for column in features), strict=True)
+        for start, piece in zip(starts, pieces, strict=True):
+            moved = [self._moved(column) for column in piece]
+            given = model_inputs(moved, specs, by_name=predictor.names is not None)
+            yield start, forward(self.module, given, as_kwargs=predictor.as_kwargs)
+
+    def _moved(self, column: Column) -> Column:
+        values = column.values if isinstance(column, Ragged) else column
+        dtype = self.predictor.manner.dtype if values.is_floating_point() else None
+        moved = values.to(self.device, dtype)
+        return Ragged(moved, column.lengths) if isinstance(column, Ragged) else moved

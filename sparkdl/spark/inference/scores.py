@@ -41,7 +41,8 @@ class Labels:
             replace(spec, dtype=torch.float64) if index else spec
             for spec, index in zip(self.specs, indices, strict=True)
         ]
-        found = tensors_of(columns, wide)
+        # Padded ones were refused before.
+        found = [each for each in tensors_of(columns, wide) if isinstance(each, Tensor)]
         for spec, label, index in zip(self.specs, found, indices, strict=True):
             if index and not bool((label == label.round()).all()):
                 raise DataError(

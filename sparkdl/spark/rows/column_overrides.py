@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from sparkdl.errors import ConfigError
+from sparkdl.feed.ragged import sequence_names
 from sparkdl.outputs import OutputKey, names_output
-from sparkdl.protocols import ColumnSpec
+from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding, SequenceInput
 from sparkdl.spark.rows.columns import InputColumn
 
 DTYPES = (
@@ -25,6 +27,12 @@ DTYPES = (
     "bool",
 )
 """What ``columnDtypes`` knows, by torch's names."""
+
+_SEQUENCE_INPUTS = get_args(SequenceInput)
+
+GROUPS_WITHOUT_PADDING = (
+    "groupByLength sorts rows that are padded, and padCols names no column. Leave it out"
+)
 
 
 def names(param: str) -> Callable[[Any], list[str] | None]:
@@ -45,7 +53,7 @@ def names(param: str) -> Callable[[Any], list[str] | None]:
     return convert
 
 
-def shapes(value: Any) -> dict[str, list[int]] | None:
+def shapes(value: Any) -> dict[str, list[int | None]] | None:
     """Check what was given for ``columnShapes``.
 
     Raises:
@@ -56,13 +64,16 @@ def shapes(value: Any) -> dict[str, list[int]] | None:
 
     def sound(shape: Any) -> bool:
         return isinstance(shape, (list, tuple)) and all(
-            isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in shape
+            (isinstance(size, int) and not isinstance(size, bool) and size > 0)
+            or (size is None and place == 0)
+            for place, size in enumerate(shape)
         )
 
     if not isinstance(value, dict) or not all(map(sound, value.values())):
         raise ConfigError(
             "columnShapes must say for each column the shape of one row in whole numbers > 0, for "
-            f"example {{'image': [3, 32, 32]}}; got {value!r}"
+            f"example {{'image': [3, 32, 32]}}, and None for the length of rows that are padded; "
+            f"got {value!r}"
         )
     return {str(name): list(shape) for name, shape in value.items()}
 
@@ -82,6 +93,46 @@ def dtypes(value: Any) -> dict[str, str] | None:
     return {str(name): str(dtype) for name, dtype in value.items()}
 
 
+def paddings(value: Any) -> dict[str, float] | None:
+    """Check what was given for ``padCols``.
+
+    Raises:
+        ConfigError: it is not a number a column, nor None.
+    """
+    if value is None:
+        return None
+
+    def sound(number: Any) -> bool:
+        return (
+            isinstance(number, (int, float))
+            and not isinstance(number, bool)
+            and math.isfinite(number)
+        )
+
+    if not isinstance(value, dict) or not value or not all(map(sound, value.values())):
+        raise ConfigError(
+            "padCols must say for each column with what number shorter rows are padded, for "
+            f"example {{'tokens': 0}}; got {value!r}"
+        )
+    return {str(name): number for name, number in value.items()}
+
+
+def pad_inputs(value: Any) -> dict[str, SequenceInput] | None:
+    """Check what was given for ``padInputs``.
+
+    Raises:
+        ConfigError: it is not the kind of an input a column, nor None.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not all(kind in _SEQUENCE_INPUTS for kind in value.values()):
+        raise ConfigError(
+            f"padInputs must say for columns of padCols one of {', '.join(_SEQUENCE_INPUTS)}, for "
+            f"example {{'tokens': 'lengths'}}; got {value!r}"
+        )
+    return {str(name): kind for name, kind in value.items()}
+
+
 def outputs(value: Any) -> dict[str, OutputKey] | None:
     """Check what was given for ``outputCols``.
 
@@ -98,6 +149,24 @@ def outputs(value: Any) -> dict[str, OutputKey] | None:
     return {str(name): key for name, key in value.items()}
 
 
+def require_distinct(specs: Sequence[ColumnSpec]) -> None:
+    """Check that a model which takes its features by name is given each name once.
+
+    Args:
+        specs: of the features.
+
+    Raises:
+        ConfigError: a mask or a length has the name of a column.
+    """
+    names = [spec.name for spec in specs]
+    both = sorted(set(names) & set(sequence_names(specs)))
+    if both:
+        raise ConfigError(
+            f"the model would be given '{both[0]}' twice: as a column, and as what padInputs adds "
+            "of a padded one. Leave the column out, or say padInputs={} to add nothing"
+        )
+
+
 class ColumnOverrides:
     """What the user said about columns whose types do not say it.
 
@@ -105,24 +174,57 @@ class ColumnOverrides:
         shapes: one row's shape by column.
         dtypes: the tensor's dtype by column.
         images: binary columns that hold encoded images.
+        paddings: with what rows of unequal length are padded by column.
+        inputs: what a model is given besides padded rows by column; None for a padding mask of
+            each of its features.
+
+    Raises:
+        ConfigError: ``inputs`` speaks of a column that is not padded.
     """
 
     def __init__(
         self,
-        shapes: Mapping[str, Sequence[int]] | None,
+        shapes: Mapping[str, Sequence[int | None]] | None,
         dtypes: Mapping[str, str] | None,
         images: Sequence[str] | None,
+        paddings: Mapping[str, float] | None = None,
+        inputs: Mapping[str, SequenceInput] | None = None,
     ) -> None:
-        self._shapes = shapes or {}
+        self._shapes = {
+            name: [UNKNOWN if size is None else size for size in shape]
+            for name, shape in (shapes or {}).items()
+        }
         self._dtypes = dtypes or {}
         self._images = images or []
+        self._paddings = paddings or {}
+        self._inputs = inputs
+        unpadded = sorted(set(inputs or ()) - set(self._paddings))
+        if unpadded:
+            raise ConfigError(
+                f"padInputs speaks of '{unpadded[0]}', which padCols does not name: only of padded "
+                "columns there are masks and lengths"
+            )
 
-    def spec(self, column: InputColumn, default: torch.dtype) -> ColumnSpec:
+    def padding(self, name: str, *, label: bool = False) -> Padding | None:
+        """How a column is padded; None if it is not.
+
+        Args:
+            name: of the column.
+            label: whether it is one, which a model is not given, nor a mask of it.
+        """
+        if name not in self._paddings:
+            return None
+        inputs = self._inputs
+        kind: SequenceInput | None = "padding_mask" if inputs is None else inputs.get(name)
+        return Padding(self._paddings[name], None if label else kind)
+
+    def spec(self, column: InputColumn, default: torch.dtype, *, label: bool = False) -> ColumnSpec:
         """The tensor that a column becomes.
 
         Args:
             column: of the user's DataFrame.
             default: its dtype if none was declared.
+            label: whether it is one.
 
         Raises:
             ConfigError: what was declared does not fit the column, or is missing.
@@ -140,7 +242,8 @@ class ColumnOverrides:
                 f"['{name}'] if they are encoded images"
             )
         dtype = getattr(torch, self._dtypes[name]) if name in self._dtypes else default
-        return column.spec(dtype, self._shapes.get(name), image=image)
+        padding = self.padding(name, label=label)
+        return column.spec(dtype, self._shapes.get(name), image=image, padding=padding)
 
     def require_known(self, names: Sequence[str]) -> None:
         """Refuse what was declared of other columns.
@@ -155,6 +258,7 @@ class ColumnOverrides:
             ("columnShapes", self._shapes),
             ("columnDtypes", self._dtypes),
             ("imageCols", self._images),
+            ("padCols", self._paddings),
         ):
             unknown = sorted(set(declared) - set(names))
             if unknown:

@@ -13,7 +13,8 @@ from pyspark.sql import types as T
 
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.feed.images import MODES
-from sparkdl.protocols import UNKNOWN, ColumnSpec, Encoding
+from sparkdl.feed.ranges import limits
+from sparkdl.protocols import UNKNOWN, ColumnSpec, Encoding, Padding
 
 _INTEGRAL = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.BooleanType)
 _FRACTIONAL = (T.FloatType, T.DoubleType)
@@ -60,19 +61,35 @@ class InputColumn:
         return self.tensor_dtype(fractions)
 
     def spec(
-        self, dtype: torch.dtype, shape: Sequence[int] | None = None, *, image: bool = False
+        self,
+        dtype: torch.dtype,
+        shape: Sequence[int] | None = None,
+        *,
+        image: bool = False,
+        padding: Padding | None = None,
     ) -> ColumnSpec:
         """The tensor that the column becomes.
 
         Args:
             dtype: its element type.
-            shape: one row's shape, if it was declared.
+            shape: one row's shape, if it was declared; UNKNOWN for the length of padded rows.
             image: whether binary rows are encoded images.
+            padding: how rows of unequal length are padded; None if all have one shape.
 
         Raises:
-            ConfigError: the declared shape is missing or impossible.
+            ConfigError: the declared shape is missing or impossible, or the column cannot be
+                padded.
         """
         encoding = "image" if image else self.encoding
+        if padding is not None:
+            return ColumnSpec(
+                self.name, dtype, self._padded_shape(dtype, shape, padding), encoding, padding
+            )
+        if shape is not None and UNKNOWN in shape:
+            raise ConfigError(
+                f"columnShapes leaves the length of column '{self.name}' open: say with "
+                f"padCols={{'{self.name}': 0}} what shorter rows are padded with"
+            )
         if shape is None:
             if self.dimensions not in (0, 1) or image:
                 raise ConfigError(
@@ -92,9 +109,46 @@ class InputColumn:
             )
         return ColumnSpec(self.name, dtype, tuple(shape), encoding)
 
+    def _padded_shape(
+        self, dtype: torch.dtype, shape: Sequence[int] | None, padding: Padding
+    ) -> tuple[int, ...]:
+        """The shape of a row whose length is open."""
+        name, given = self.name, f"'{self.name}' ({self.type_name})"
+        if self.encoding not in ("numbers", "vector") or self.dimensions not in (1, 2):
+            raise ConfigError(
+                f"padCols names column {given}, which has no length to pad: it is for arrays of "
+                "numbers, arrays of arrays of one width, and vectors"
+            )
+        low, high = limits(dtype)
+        whole = dtype.is_floating_point or padding.value == int(padding.value)
+        if not (low <= padding.value <= high and whole):
+            raise ConfigError(
+                f"padCols pads column {given} with {padding.value:g}, which its tensor of "
+                f"{str(dtype).removeprefix('torch.')} cannot hold"
+            )
+        if shape is None and self.dimensions == 1:
+            return (UNKNOWN,)
+        if (
+            shape is None
+            or len(shape) != self.dimensions
+            or shape[0] != UNKNOWN
+            or UNKNOWN in shape[1:]
+        ):
+            open_shape = ", ".join(["None", *["..."] * (self.dimensions - 1)])
+            raise ConfigError(
+                f"column {given} is padded, and of its rows only the length may be open: "
+                f"columnShapes={{'{name}': [{open_shape}]}}"
+                + ("" if shape is None else f"; it is {_declared(shape)}")
+            )
+        return tuple(shape)
+
     def expression(self) -> Column:
         """The column as workers receive it."""
         return quoted(self.name)
+
+
+def _declared(shape: Sequence[int]) -> list[int | None]:
+    return [None if size == UNKNOWN else size for size in shape]
 
 
 def _example(encoding: Encoding, dimensions: int | None) -> str:
