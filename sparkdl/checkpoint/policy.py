@@ -17,6 +17,10 @@ SHOWN_CHARACTERS = 300
 """Of one value in it."""
 
 
+class OtherTrainingError(ConfigError):
+    """A checkpoint is of another training than the one that wants to go on from it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPolicy:
     """What the user asks of checkpoints.
@@ -52,7 +56,7 @@ def require_same(
         advice: what else may be the reason, a sentence or more.
 
     Raises:
-        ConfigError: they differ; the message says in what, a line each.
+        OtherTrainingError: they differ; the message says in what, a line each.
         CheckpointError: the checkpoint does not say what it is of.
     """
     unknown = [key for key in present if key not in saved]
@@ -80,14 +84,14 @@ def refuse(directory: str, found: Sequence[str], advice: str = "") -> None:
         advice: what else may be the reason, a sentence or more.
 
     Raises:
-        ConfigError: there is a difference.
+        OtherTrainingError: there is a difference.
     """
     if not found:
         return
     lines = "".join(f"\n  {line}" for line in found[:SHOWN])
     if len(found) > SHOWN:
         lines += f"\n  and {len(found) - SHOWN} more"
-    raise ConfigError(
+    raise OtherTrainingError(
         f"{directory} is a checkpoint of another training:{lines}\nTrain as then to go on from it "
         "or to have its model again. For a training of its own give another checkpointPath, or "
         f"start anew in this one with resume='never'.{advice and f' {advice}'}"

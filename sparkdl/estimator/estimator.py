@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.callbacks import Callback, WorkerCallback
+from sparkdl.checkpoint.policy import OtherTrainingError
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.driver import run
 from sparkdl.errors import ConfigError
@@ -146,19 +147,27 @@ class BaseEstimator(
             in_turn(spark, workers.num_tasks, gpu_profile(spark, workers.device)),
             ProgressBar(self.getEpochs(), visible=self.getProgress()) as progress,
         ):
-            model = self._try_as_it_is(ready, progress)
-            if model is None:
-                ready.read_first()
-                model = self._train(ready, progress)
+            model = self._train_or_read_first(ready, progress)
         return self._copyValues(model)
 
-    def _try_as_it_is(self, ready: Preflight, progress: ProgressBar) -> M | None:
+    def _train_or_read_first(self, ready: Preflight, progress: ProgressBar) -> M:
+        """Train; if the first epoch cannot be streamed after all, with all rows read before it."""
+        refused = None
         try:
             return self._train(ready, progress)
         except UnbalancedError as found:
-            # Left before the second attempt, whose errors would carry this one along.
             logger.info("training starts anew: %s", found)
-            return None
+        except OtherTrainingError as error:
+            if not ready.job.feed.stream_first_epoch:
+                raise
+            # What was too unequal to be streamed was read first, and its checkpoint says so.
+            refused = error
+        # Behind the handlers, for errors of a second attempt would carry the first along.
+        ready.read_first()
+        try:
+            return self._train(ready, progress)
+        except OtherTrainingError as error:
+            raise (refused or error) from None
 
     def _train(self, ready: Preflight, progress: ProgressBar) -> M:
         spark = ready.workers.frame.sparkSession

@@ -19,7 +19,7 @@ from pyspark.sql import DataFrame, SparkSession
 from torch import Tensor, nn
 
 from sparkdl import ParameterAveraging
-from sparkdl.errors import DataError
+from sparkdl.errors import ConfigError, DataError
 from sparkdl.feed.arrival import block_rows
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -176,20 +176,20 @@ def test_files_that_are_too_unequal_are_spread_before_anybody_trains(
     caplog: pytest.LogCaptureFixture,
     spreads: str,
 ) -> None:
-    """One worker would have two whole files, the other five rows of one."""
+    """One worker would have two whole files, the other five rows of one; also when it goes on."""
     kept = ids_of(*SHARES[0][:2]) + ids_of(SHARES[1][0])[:5]
     parts = [ids_of(SHARES[0][0]), ids_of(SHARES[0][1]), kept[-5:]]
     wanted = " or ".join(f"id between {part[0]} and {part[-1]}" for part in parts)
     rows = read(spark, files).where(wanted)
+    asked = {
+        "featuresCols": ["features", "id"],
+        "strategy": ParameterAveraging(5),
+        "shuffleRows": spreads,
+        "checkpointPath": str(tmp_path / "checkpoints"),
+    }
+    model = RowIds(str(tmp_path / "ids"))
     with caplog.at_level(logging.INFO, "sparkdl"):
-        fit(
-            rows,
-            RowIds(str(tmp_path / "ids")),
-            featuresCols=["features", "id"],
-            epochs=1,
-            strategy=ParameterAveraging(5),
-            shuffleRows=spreads,
-        )
+        fit(rows, model, epochs=1, **asked)
     assert "training starts anew: one task has 5 rows" in caplog.text
     trained = [0, 0]
     for line in lines(tmp_path / "ids"):
@@ -197,6 +197,10 @@ def test_files_that_are_too_unequal_are_spread_before_anybody_trains(
         trained[rank] += len(ids)
     assert sum(trained) == len(kept)
     assert max(trained) - min(trained) <= 1
+    longer = fit(rows, model, epochs=2, **asked)
+    assert [epoch.examples for epoch in longer.history] == [len(kept)] * 2
+    with pytest.raises(ConfigError, match="batch size: was"):
+        fit(rows, model, epochs=2, batchSize=3, **asked)
 
 
 def test_rows_that_have_to_be_shuffled_are_read_first_with_a_warning(
