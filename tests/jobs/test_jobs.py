@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,16 @@ from job_case import ROWS, configuration, make_table, write_configuration
 from pyspark.ml import PipelineModel
 from pyspark.sql import SparkSession
 
-from sparkdl.errors import DataError, ModelError, SetupError, WorkerLostError
+from sparkdl.checkpoint import lease
+from sparkdl.errors import ConfigError, DataError, ModelError, SetupError, WorkerLostError
 from sparkdl.jobs import command
 from sparkdl.jobs.evaluate import main as evaluate
 from sparkdl.jobs.exits import Exit, exit_of
+from sparkdl.jobs.output import Output, Place, Run
+from sparkdl.jobs.places import locate
 from sparkdl.jobs.predict import main as predict
 from sparkdl.jobs.train import main as train
+from sparkdl.spark.storage.hadoop_files import open_hadoop
 
 
 @pytest.fixture
@@ -81,6 +85,72 @@ def test_a_table_is_learnt_from_evaluated_and_predicted_by_one_configuration(
     assert trained["metrics"] == {"network": evaluated["metrics"]}
     made = {"model", "evaluation", "predictions", "table", "xcom", "job.yaml"}
     assert {path.name for path in tmp_path.iterdir()} == made
+
+
+@pytest.mark.parametrize("renames", [True, False])
+def test_hadoops_file_systems_publish_with_renames_or_a_marker(
+    tmp_path: Path, spark: SparkSession, renames: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "EXPIRES_S", 0.1)
+    files, root = open_hadoop(f"file://{tmp_path}/a/out")
+    place = Place(files=files, path=root, renames=renames)
+    made = [
+        make_output(place, Run(job="train", run_id=run_id, configuration="c"))
+        for run_id in ("a", "b", "b")
+    ]
+    assert made == [True, True, False]
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["out"]
+    assert json.loads((tmp_path / "a" / "out" / "_result.json").read_text())["run_id"] == "b"
+    assert (tmp_path / "a" / "out" / "deep" / "file").read_text() == "b"
+    assert locate(f"file://{tmp_path}/a/out/").path == f"{tmp_path}/a/out"
+    with pytest.raises(ConfigError, match="root of a file system"):
+        locate("file:///")
+    with pytest.raises(ConfigError, match="'nosuch://x/y' cannot be reached"):
+        locate("nosuch://x/y")
+
+
+def make_output(place: Place, run: Run) -> bool:
+    """Whether there was something to make."""
+    output = Output(place, run)
+    with output.claimed() as done:
+        if done is None:
+            place.files.create_dir(f"{output.staged}/deep", recursive=True)
+            with place.files.open_output_stream(f"{output.staged}/deep/file") as file:
+                file.write(str(run.run_id).encode())
+            output.commit({"status": "complete"})
+    return done is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("shared_session")
+def test_a_failure_has_its_code_and_says_why_in_the_result_file(
+    tmp_path: Path, case: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "result.json"
+
+    def fails(job: Callable[[list[str]], int], *arguments: str) -> tuple[int, str]:
+        config = ["--config", write_configuration(tmp_path, case["said"])]
+        code = job([*config, "--result_file", str(file), "--run_id", "7", *arguments])
+        said = json.loads(file.read_text())
+        assert (said["status"], said["exit_code"]) == ("failed", code)
+        assert said["error"]["message"] in caplog.text
+        return code, said["error"]["message"]
+
+    code, why = fails(predict)
+    assert (code, "there is no model" in why) == (2, True)
+    code, why = fails(train, "--source.init_args.path", str(tmp_path / "nowhere"))
+    assert (code, "nowhere" in why) == (3, True)
+    code, why = fails(train, "--rows.train", "no_such_column > 1")
+    assert (code, "no_such_column" in why) == (3, True)
+    code, why = fails(train, "--estimator.labelCol", "x")
+    assert (code, "'x'" in why) == (3, True)
+    code, why = fails(train, "--estimator.model.init_args.in_features", "4")
+    assert (code, "estimator" not in why) == (4, True)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "thesis.tex").write_text("precious")
+    code, why = fails(train)
+    assert (code, "no job has made it" in why) == (2, True)
+    assert (tmp_path / "model" / "thesis.tex").exists()
 
 
 @pytest.mark.parametrize(
