@@ -53,6 +53,7 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_wheel_trains_in_an_environment_of_its_own(tmp_path: Path) -> None:
     run(sys.executable, "-m", "build", "--outdir", tmp_path, ROOT, cwd=tmp_path)

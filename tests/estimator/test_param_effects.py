@@ -138,6 +138,12 @@ OF_PREDICTING: dict[str, Any] = {
 }
 ELSEWHERE = {
     "imageCols": "estimator/test_from_module.py::test_encoded_images_are_decoded_as_in_training",
+    "groupByLength": "estimator/test_sequence_columns.py::"
+    "test_a_fit_on_executors_is_gradient_descent_on_rows_that_nobody_padded",
+    "padCols": "estimator/test_sequence_columns.py::"
+    "test_a_fit_on_executors_is_gradient_descent_on_rows_that_nobody_padded",
+    "padInputs": "estimator/test_sequence_columns.py::"
+    "test_a_pretrained_module_takes_hugging_faces_names",
     "progress": "estimator/test_progress.py::test_a_fit_without_progress_prints_nothing",
     "scoreCol": "estimator/predictors/test_predictors.py::"
     "test_a_regressor_passes_its_evaluator_and_is_saved",

@@ -67,6 +67,7 @@ def what_happens(case: Case, rows: DataFrame, trace: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_what_the_page_says_happens(

@@ -67,7 +67,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_at_random_moments_and_started_again_it_leaves_one_right_model(
     folder: Path, seed: int
