@@ -28,6 +28,7 @@ from toys import (
 
 from sparkdl.averager import Averager, AveragerAddress, AveragerClient
 from sparkdl.averager.run_events import RunEvent as Event
+from sparkdl.averager.run_events import WorkerTimes
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts, ShardFacts
@@ -86,14 +87,16 @@ def test_rounds_come_every_period_and_once_for_the_tail(batches: list[int], peri
     assert [row.rounds for row in outcome.history] == [rounds, rounds]
 
 
-def test_events_are_the_facts_then_windows_and_one_summary_an_epoch_which_is_the_history() -> None:
+def test_events_are_the_facts_then_windows_times_and_a_summary_an_epoch_which_is_the_history() -> (
+    None
+):
     events: list[Event] = []
     outcome = run_world(
         make_job(mlp(), epochs=3), classification([8, 4]).shards(), on_event=events.append
     )
     assert isinstance(events[0], DataFacts)
     assert events[0].shard_rows == (8, 4)
-    assert all(isinstance(e, WindowReport | EpochSummary) for e in events[1:])
+    assert all(isinstance(e, WindowReport | EpochSummary | WorkerTimes) for e in events[1:])
     assert [e for e in events if isinstance(e, EpochSummary)] == outcome.history
     assert [row.epoch for row in outcome.history] == [1, 2, 3]
     assert all(row.examples == 12 for row in outcome.history)
