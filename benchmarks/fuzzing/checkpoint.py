@@ -47,7 +47,9 @@ MANIFEST_ODD = [
 REPORT = WindowReport(
     rank=0, epoch=2, step=5, examples=2, loss_sum=0.5, last=False, step_of_epoch=1
 )
-SUMMARY = EpochSummary(epoch=1, loss=0.5, examples=3, rounds=2, seconds=1.5)
+SUMMARY = EpochSummary(
+    epoch=1, loss=0.5, examples=3, rounds=2, seconds=1.5, metrics={"f1": [0.5, {"a": 1.0}]}
+)
 PROGRESS = Progress(
     epoch=2,
     rounds=1,
@@ -55,12 +57,14 @@ PROGRESS = Progress(
     reports=(REPORT,),
     history=(SUMMARY,),
 )
+_NUMBERS = (int, float, bool)
 _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "bool": (bool,),
     "float": (float, int),
     "int | None": (int, type(None)),
     "float | None": (float, int, type(None)),
+    "Mapping[str, MetricValue]": (dict,),
 }
 """What a field of these may be, by the words of its annotation."""
 WORKERS, EPOCHS = 2, 5
@@ -125,6 +129,8 @@ class _Stored(Target):
                 value = getattr(each, field.name)
                 if not isinstance(value, _KINDS[str(field.type)]):
                     raise Fault(f"{field.name} of a {type(each).__name__} is {type(value)}")
+        if not all(_holds_numbers(each.metrics) for each in told.history):
+            raise Fault("a metric has come to something else than numbers")
 
     def _put(self, files: dict[str, bytes]) -> None:
         shutil.rmtree(self._path)
@@ -255,3 +261,9 @@ def _mutated_archive(draw: random.Random, octets: bytes, changes: int) -> bytes:
                 member = mutated_bytes(draw, member, changes)
             after.writestr(name, member)
     return made.getvalue()
+
+
+def _holds_numbers(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_holds_numbers, value.values()))
+    return all(map(_holds_numbers, value)) if isinstance(value, list) else type(value) in _NUMBERS
