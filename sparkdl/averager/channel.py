@@ -116,6 +116,8 @@ class Channel:
         if self._conversation is not None and not self._running:
             self._conversation.close()
         self._conversation = None
+        # A message of which some has arrived belongs to nobody, nor does its memory belong to it.
+        self._rest, self._header, self._left = memoryview(b""), None, b""
 
     def redirect(self, into: memoryview) -> None:
         """Receive the values that are on their way elsewhere: their place is needed."""
@@ -228,6 +230,8 @@ class Channel:
 
     def _room(self) -> list[memoryview]:
         """Where to receive what comes next: values where they belong, all else into the staging."""
+        if self._conversation is None:
+            return [self._staging]
         if len(self._rest) >= IN_PLACE_BYTES:
             return [self._rest]
         if self._rest:
@@ -238,6 +242,8 @@ class Channel:
 
     def _place(self, count: int) -> None:
         """Take note of so many bytes that were received into that room."""
+        if self._conversation is None:
+            return
         if self._rest:
             in_place = min(count, len(self._rest))
             self._rest = self._rest[in_place:]

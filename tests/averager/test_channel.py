@@ -389,6 +389,30 @@ class TestTheEnd:
         receive_all(channel)
         assert heard == ["cleaned up"]
 
+    @pytest.mark.parametrize("kind", ["header", "values"])
+    @pytest.mark.parametrize("staging", [4, 64])
+    def test_the_rest_of_a_message_is_thrown_away_once_the_conversation_has_ended(
+        self, kind: str, staging: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(channel_module, "IN_PLACE_BYTES", 8)
+        octets = header_message({"n": 1}) if kind == "header" else values(b"x" * 20)
+        for cut in range(1, len(octets)):
+            place = bytearray(20)
+
+            def conversation(place: bytearray = place) -> Conversation:
+                yield HEADER if kind == "header" else memoryview(place)
+                raise AssertionError("it has ended")
+
+            channel, wire = channel_over(octets[:cut], staging=staging)
+            channel.begin(conversation())
+            receive_all(channel)
+            channel.end_conversation()
+            before = bytes(place)
+            wire.arriving.extend([octets[cut:], octets])
+            receive_all(channel)
+            assert bytes(place) == before
+            assert not wire.arriving
+
     def test_closing_forgets_what_was_to_be_sent(self) -> None:
         channel, wire = channel_over()
         channel.send_header({})
