@@ -194,6 +194,7 @@ def test_the_learning_rate_goes_on_behind_the_end_of_an_epoch(tmp_path: Path, ev
     stop=st.sampled_from([die_after, save_and_stop]),
     every_rounds=st.sampled_from([None, 1, 2]),
 )
+@pytest.mark.slow
 def test_at_whatever_commit_it_was_interrupted(
     tmp_path_factory: pytest.TempPathFactory, windows: int, stop: Any, every_rounds: int | None
 ) -> None:

@@ -19,12 +19,12 @@ from sparkdl.strategies import Strategy
     "strategy",
     [
         ParameterAveraging(),
-        GradientAllReduce(commit_every=2),
+        pytest.param(GradientAllReduce(commit_every=2), marks=pytest.mark.slow, id="all-reduce"),
         pytest.param(
             ParameterAveraging(2, aggregation="executors"), marks=pytest.mark.slow, id="executors"
         ),
     ],
-    ids=["alone", "all-reduce", None],
+    ids=["alone", None, None],
 )
 def test_a_worker_that_is_killed_is_started_again_and_no_row_is_lost(
     spark: SparkSession, tmp_path: Path, strategy: Strategy, executor: bool

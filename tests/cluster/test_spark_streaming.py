@@ -154,6 +154,7 @@ class SaysWhenItTrains(nn.Module):
         return self.layer(features)
 
 
+@pytest.mark.slow
 def test_a_class_that_the_model_does_not_have_is_named_with_its_row_when_it_arrives(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -169,6 +170,7 @@ def test_a_class_that_the_model_does_not_have_is_named_with_its_row_when_it_arri
 
 
 @pytest.mark.parametrize("spreads", ["exchange", "spark"])
+@pytest.mark.slow
 def test_files_that_are_too_unequal_are_spread_before_anybody_trains(
     spark: SparkSession,
     files: Path,

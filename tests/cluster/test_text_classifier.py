@@ -105,6 +105,7 @@ def test_a_text_classifier_learns_what_not_means(spark: SparkSession) -> None:
     assert right > 0.9 * 400
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_is_given_padded_rows_and_their_lengths(spark: SparkSession) -> None:
     count, vocabulary = 61, [*FILLERS, "not", "good", "bad"]
     rows = texts(count, 3)

@@ -33,6 +33,7 @@ def accuracy(space: dict[str, Any]) -> float:
 
 
 @pytest.mark.usefixtures("spark")  # which create_session then finds
+@pytest.mark.slow
 def test_the_readme_trains_a_model_and_runs_a_function(
     tmp_path: Path,
 ) -> None:
@@ -48,6 +49,7 @@ def test_the_readme_trains_a_model_and_runs_a_function(
 
 
 @pytest.mark.usefixtures("spark")
+@pytest.mark.slow
 def test_the_quick_start_works_from_top_to_bottom(
     tmp_path: Path,
 ) -> None:

@@ -105,6 +105,7 @@ def test_half_precision_rounds_as_the_module_in_half_precision_does(
     assert np.array_equal(found, torch.from_numpy(found).to(dtype).double())
 
 
+@pytest.mark.slow
 def test_several_outputs_of_several_columns_in_transform_and_in_sql(
     rows: DataFrame, spark: SparkSession
 ) -> None:
@@ -156,6 +157,7 @@ def test_a_function_called_with_columns_that_the_model_does_not_take_says_so(
         rows.select(model.udf()("features", "tokens")).collect()
 
 
+@pytest.mark.slow
 def test_encoded_images_are_decoded_as_in_training(spark: SparkSession) -> None:
     pixels = np.arange(3 * 4 * 4, dtype=np.uint8).reshape(3, 4, 4)
     encoded = io.BytesIO()

@@ -212,6 +212,7 @@ def test_a_pickled_pipeline_model_loads_inside_trusted_pickles_only(
     assert predictions(loaded, columns(rows)) == predictions(model, columns(rows))
 
 
+@pytest.mark.slow
 def test_a_saved_pipeline_is_loaded_and_fits_the_same_model(
     rows: DataFrame, tmp_path: Path
 ) -> None:

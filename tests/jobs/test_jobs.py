@@ -46,6 +46,7 @@ def case(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("shared_session")
+@pytest.mark.slow
 def test_a_table_is_learnt_from_evaluated_and_predicted_by_one_configuration(
     tmp_path: Path, case: dict[str, Any], capfd: pytest.CaptureFixture[str], spark: SparkSession
 ) -> None:

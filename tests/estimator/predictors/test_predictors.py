@@ -64,6 +64,7 @@ def named(rows: DataFrame) -> DataFrame:
     return rows.withColumn("label", F.array(*map(F.lit, NAMES.tolist()))[F.col("label")])
 
 
+@pytest.mark.slow
 def test_texts_are_classes_and_the_columns_are_those_of_pyspark(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -110,6 +111,7 @@ def test_texts_are_classes_and_the_columns_are_those_of_pyspark(
         loaded.transform(taken)
 
 
+@pytest.mark.slow
 def test_numbers_are_classes_by_their_labels_and_evaluators_compare_those(
     spark: SparkSession,
 ) -> None:
@@ -132,6 +134,7 @@ def test_numbers_are_classes_by_their_labels_and_evaluators_compare_those(
         classifier.setLabels([10.5, 20.0, 31.0]).fit(rows)
 
 
+@pytest.mark.slow
 def test_a_pipeline_keeps_string_indexer_s_labels_and_is_saved_without_a_pickle(
     spark: SparkSession, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("[rank 0] ")]
 
 
+@pytest.mark.slow
 def test_a_module_beside_a_script_that_was_edited_is_new_in_the_next_run(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,7 @@ def estimator(model: Any, **changes: Any) -> TorchEstimator:
 
 
 @pytest.mark.usefixtures("elsewhere")
+@pytest.mark.slow
 def test_a_model_and_its_loss_are_found_by_fit_and_the_edited_model_by_transform(
     spark: SparkSession, project: Path, tmp_path: Path
 ) -> None:
@@ -143,6 +144,7 @@ def test_each_fit_runs_the_code_that_the_driver_has_and_leaves_nothing_of_it(
 
 
 @pytest.mark.usefixtures("elsewhere")
+@pytest.mark.slow
 def test_a_function_has_its_module_its_data_and_its_classes(
     spark: SparkSession, project: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -78,6 +78,7 @@ def test_what_is_not_there_is_said_to_be_missing(view: str) -> None:
         files.delete_file(f"{root}/nothing")
 
 
+@pytest.mark.slow
 def test_a_fit_goes_on_from_there(spark: SparkSession, view: str) -> None:
     rows = frame(spark)
     settings = {"checkpointPath": f"{view}/fit", "seed": 5}
