@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from sparkdl.errors import ModelError, TrainingError
@@ -61,6 +60,8 @@ def pack_states(metrics: Mapping[str, Any]) -> bytes:
     Raises:
         ModelError: one keeps what is no tensor.
     """
+    from safetensors.torch import save  # a bare GPU machine that measures nothing may lack it
+
     tensors = {}
     for index, (name, metric) in enumerate(metrics.items()):
         for path, part in parts_of(metric):
@@ -107,6 +108,8 @@ def read_states(octets: bytes, metrics: Sequence[Any]) -> list[MetricStates]:
     Raises:
         TrainingError: they are not of these metrics.
     """
+    from safetensors.torch import load
+
     try:
         tensors = load(octets)
     except Exception as error:  # safetensors, of any kind
