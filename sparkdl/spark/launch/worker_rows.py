@@ -107,7 +107,8 @@ def _with_order(workers: Workers, seed: int) -> DataFrame:
     columns = {f"c{index}": column for index, column in enumerate(workers.columns)}
     stable = has_stable_order(workers.frame)
     shuffled = workers.delivery.way is Way.SHUFFLED
-    names = {name: column.name for name, column in columns.items()}
+    # Others, like a fraction that is held out, are of no DataFrame.
+    names = {name: column.name for name, column in columns.items() if type(column) is InputColumn}
     in_files = columns_in_files(workers.frame, names) if stable and not shuffled else {}
     chosen = [c.expression().alias(name) for name, c in columns.items() if name not in in_files]
     if in_files:
