@@ -263,6 +263,9 @@ class Coordinator:
         self._ready[rank] = member
         if self._started:
             self._knocking.add(rank)
+            if self.round.is_open and event.row_server is not None and self.round.awaits_anyone:
+                # One of those may have to fetch rows of this rank before it can contribute.
+                self._decided.append(do.StartOver(self.round.start_over()))
             if not self.round.is_open:
                 self._admit()
             self._commit_if_complete()

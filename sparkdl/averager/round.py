@@ -159,6 +159,11 @@ class Round:
         return {rank: window for rank, window in self.entered.items() if rank != first}
 
     @property
+    def awaits_anyone(self) -> bool:
+        """Whether someone of the group has not begun to contribute."""
+        return bool(self._awaited)
+
+    @property
     def is_complete(self) -> bool:
         """Whether everyone of the group has contributed."""
         return self.is_open and not self._missing

@@ -118,8 +118,10 @@ class Run:
         self.members[rank] = Member(rank, host or f"host-{rank}", attempt, task, frozen)
         return self.tell(on.Joined(self.members[rank]))
 
-    def read(self, rank: int, found: ShardFacts | None = None) -> list[Decision]:
-        return self.tell(on.RowsFound(self.members[rank], found or shard()))
+    def read(
+        self, rank: int, found: ShardFacts | None = None, row_server: object = None
+    ) -> list[Decision]:
+        return self.tell(on.RowsFound(self.members[rank], found or shard(), row_server))
 
     def start(self) -> list[Decision]:
         """What the driver does once it has looked at the rows."""
@@ -158,10 +160,10 @@ class Run:
     def lose(self, rank: int) -> list[Decision]:
         return self.tell(on.Lost(self.members[rank], "was killed"))
 
-    def come_back(self, rank: int, attempt: int = 1) -> list[Decision]:
+    def come_back(self, rank: int, attempt: int = 1, row_server: object = None) -> list[Decision]:
         """Join again and read the rows; the decisions are those of the latter."""
         self.join(rank, attempt, "elsewhere")
-        return self.read(rank)
+        return self.read(rank, row_server=row_server)
 
     def positions(self) -> list[int]:
         """Steps that are committed, by rank."""

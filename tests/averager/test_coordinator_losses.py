@@ -137,6 +137,26 @@ class TestComingBack:
         assert decisions[-1] == do.Welcome(run.members[0])
         assert run.coordinator.round.readers == {0, 1, 2}
 
+    def test_a_round_starts_over_for_one_whose_rows_another_may_have_to_fetch(self) -> None:
+        run = started(3)
+        run.lose(0)
+        run.contribute(1)
+        server = ["elsewhere", 4711]
+        decisions = run.come_back(0, row_server=server)
+        assert decisions == [do.StartOver((run.members[1],)), do.Welcome(run.members[0])]
+        run.take(0)
+        assert only(do.Commit, run.round(0, 1, 2)) == [commit(run, 1, 1, 1)]
+
+    def test_a_round_in_which_all_contribute_ends_before_one_comes_back_who_serves_rows(
+        self,
+    ) -> None:
+        run = started(3)
+        run.lose(0)
+        run.contribute(1)
+        run.close(2)
+        assert run.come_back(0, row_server=["elsewhere", 4711]) == []
+        assert run.add(2)[-1] == do.Welcome(run.members[0])
+
     def test_in_a_round_that_starts_over_it_takes_part_at_once(self) -> None:
         run = started(3)
         run.lose(0)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,19 +58,19 @@ def dying(folder: Path, moment: str) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = Dies(folder, moment)
         if moment == "before":
-            _call_before(RowExchange, "__call__", model.die)
+            _call_before(RowExchange, "__call__", lambda *_: model.die())
         if moment == "in":
-            _call_before(RowExchange, "_answer", model.die)
+            _call_before(RowExchange, "_answer", lambda *_: model.die())
         return model
 
     return build
 
 
-def _call_before(kind: type, name: str, deed: Callable[[], None]) -> None:
+def _call_before(kind: type, name: str, deed: Callable[..., None]) -> None:
     method = getattr(kind, name)
 
     def called(self: Any, *args: Any) -> Any:
-        deed()
+        deed(self, *args)
         return method(self, *args)
 
     # In a rank's process, which nobody else uses.
@@ -91,6 +92,35 @@ def test_a_worker_that_is_killed_comes_back_to_the_same_rows(tmp_path: Path, mom
         outcome = run_world(job, shards, ranks_as="processes")
     assert Path(tmp_path, "died").exists()
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    assert relative_difference(outcome.module, replay(job, shards, commits)) < 1e-6
+
+
+def test_a_worker_that_is_killed_is_back_in_time_for_one_that_still_fetches_its_rows(
+    tmp_path: Path,
+) -> None:
+    """Rank 0 has contributed to a round meanwhile, which rank 2 cannot take part in before."""
+    died = tmp_path / "died"
+
+    def build() -> nn.Module:
+        model = Dies(tmp_path, "after")
+        model.passes = 4
+
+        def until_it_is_gone(self: RowExchange, peer: int, *args: Any) -> None:
+            if multiprocessing.current_process().name == "rank 2" and peer == 1:
+                deadline = time.monotonic() + 20
+                while not died.exists() and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                time.sleep(1)  # rank 0 contributes
+
+        _call_before(RowExchange, "_fetch", until_it_is_gone)
+        return model
+
+    shards = classification([40, 12, 21]).shards()
+    job = make_job(build, strategy=ParameterAveraging(2), epochs=2, max_failures=1, feed=EXCHANGED)
+    with recorded_commits() as commits:
+        outcome = run_world(job, shards, ranks_as="processes")
+    assert died.exists()
+    assert [row.examples for row in outcome.history] == [73] * 2
     assert relative_difference(outcome.module, replay(job, shards, commits)) < 1e-6
 
 

@@ -240,8 +240,8 @@ class Averager:
             case ("gone",):
                 self.tell(on.Lost(member, "ended its connection"))
                 self._close(member)
-            case ("shard", rank, held_out):
-                self.tell(on.RowsFound(member, ShardFacts(10 + rank, (), held_out)))
+            case ("shard", rank, held_out, row_server):
+                self.tell(on.RowsFound(member, ShardFacts(10 + rank, (), held_out), row_server))
             case ("window", report):
                 conversation.pauses = bool(report.weight)
                 conversation.received = 0

@@ -54,6 +54,8 @@ class Plan:
             be lost.
         validates: whether workers validate after each epoch, and begin the next one when they know
             what all have found.
+        exchanges_rows: whether workers fetch rows from each other, who may then have to be back
+            before others can contribute.
         resubmissions: how often all workers are started anew when the run has failed by a loss.
         window_s: seconds that a window takes, on average.
         delay_s: the longest that a message is under way, in seconds.
@@ -70,6 +72,7 @@ class Plan:
     min_workers: int = 1
     gathers: bool = False
     validates: bool = False
+    exchanges_rows: bool = False
     resubmissions: int = 0
     window_s: float = 1.0
     delay_s: float = 0.5
@@ -107,4 +110,5 @@ def random_plan(seed: int) -> Plan:
         delay_s=draw.choice((0.01, 0.5, 2.0)),
         faults=faults,
         validates=draw.random() < 0.3,
+        exchanges_rows=draw.random() < 0.3,
     )

@@ -164,7 +164,8 @@ class Worker:
         link.to_worker = lambda message: self._soon(0.0, lambda: self._hear(message, life))
         self._connect(link)
         link.up(("join", self.rank, self.attempt))
-        shard = ("shard", self.rank, int(self._plan.validates))
+        row_server = self.rank if self._plan.exchanges_rows else None
+        shard = ("shard", self.rank, int(self._plan.validates), row_server)
         self._soon(self._draw.random(), lambda: link.up(shard))
 
     def _hear(self, message: Message, life: int) -> None:
