@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.export import ExportedProgram
 
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.head import head_of
 from sparkdl.estimator.output_params import OutputParams
 from sparkdl.estimator.pretrained import Example, named_features, output_widths, specs_of
+from sparkdl.exported import as_module
 from sparkdl.protocols import SequenceInput
 from sparkdl.spark.rows.column_overrides import (
     ColumnOverrides,
@@ -42,7 +44,7 @@ class TorchModel(FittedModel, OutputParams):
     @classmethod
     def from_module(
         cls,
-        module: nn.Module,
+        module: nn.Module | ExportedProgram,
         example: Example,
         *,
         loss: Any = None,
@@ -55,7 +57,8 @@ class TorchModel(FittedModel, OutputParams):
 
         Args:
             module: any, on the CPU; it is not changed. It is pickled when the model is saved, if
-                it is not built of torch's own layers.
+                it is not built of torch's own layers. A program of ``torch.export`` needs none of
+                the code that it was written in; dimension 0 of its tensors has to be dynamic.
             example: what the module takes for one row or more, each tensor of shape (rows, ...): a
                 tensor, one an argument, or a dict by the names of the columns. Columns will have
                 to have its shapes a row, and become tensors of its dtypes.
@@ -73,6 +76,7 @@ class TorchModel(FittedModel, OutputParams):
             ConfigError: the example or a Param does not fit the module.
             ModelError: the module fails on the example.
         """
+        module = as_module(module)
         taking = cls(
             module, (), builder=module, head=head_of(loss), widths={}, history=[], loss=loss
         )

@@ -134,7 +134,7 @@ def output_widths(
     columns = {name: tensor[rows % len(tensor)] for name, tensor in features.items()}
     modes = {each: each.training for each in module.modules()}
     try:
-        module.eval()
+        _to_evaluation(module)
         widths = _widths(module, columns, specs, 0, by_name, as_kwargs)
         if any(spec.padding is not None for spec in specs):
             shorter = _widths(module, columns, specs, 1, by_name, as_kwargs)
@@ -143,6 +143,16 @@ def output_widths(
         for each, training in modes.items():
             each.training = training
     return widths
+
+
+def _to_evaluation(module: nn.Module) -> None:
+    try:
+        module.eval()
+    except NotImplementedError as error:
+        raise ModelError(
+            f"the module cannot be put into evaluation mode: {error} Of what torch.export has "
+            "made, give the program itself, not its module()"
+        ) from error
 
 
 def _widths(

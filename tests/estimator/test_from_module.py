@@ -184,6 +184,23 @@ class Brightness(nn.Module):
         return pixels / 255
 
 
+def test_an_exported_program_predicts_and_is_saved_as_the_module_it_was_made_of(
+    rows: DataFrame, tmp_path: Path
+) -> None:
+    module = classifier().eval()
+    shapes = ({0: torch.export.Dim("rows")},)
+    program = torch.export.export(module, (torch.zeros(2, WIDTH),), dynamic_shapes=shapes)
+    with pytest.raises(ModelError, match=r"give the program itself, not its module\(\)"):
+        TorchModel.from_module(program.module(), torch.zeros(1, WIDTH))
+    model = TorchModel.from_module(program, torch.zeros(1, WIDTH))
+    with torch.no_grad():
+        expected = module(torch.from_numpy(FEATURES))
+    assert np.allclose(values(model.transform(rows)), expected, atol=1e-6)
+    model.save(str(tmp_path / "model"))
+    loaded = TorchModel.load(str(tmp_path / "model"), trust=True)
+    assert np.allclose(values(loaded.transform(rows)), expected, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("example", "params", "message"),
     [
