@@ -92,7 +92,11 @@ def shard_path(folder: Path, rank: int) -> Path:
 
 def read_rows(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Reads one file: float32 features of shape (rows, 784), int64 labels of shape (rows,)."""
-    table = pq.read_table(path)
+    return tensors(pq.read_table(path))
+
+
+def tensors(table: pa.Table) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns features and labels of rows, as ``read_rows`` does."""
     values = table["features"].combine_chunks().flatten().to_numpy()
     features = torch.from_numpy(values.reshape(-1, PIXELS).copy())
     return features, torch.from_numpy(table["label"].to_numpy().copy())

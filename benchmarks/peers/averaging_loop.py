@@ -2,11 +2,13 @@
 
 The driver broadcasts parameters and momentum, every partition trains ``period`` batches and
 returns the result, treeReduce adds them up. It is the best case of such a loop: tensors, model
-and optimizer stay in the Python workers between rounds, and the iterator is drained, without
-which Spark would start new Python processes for every round.
+and optimizer stay in the Python workers between the rounds of a fit, and the iterator is drained,
+without which Spark would start new Python processes for every round. Rows do not come through
+Spark: each worker reads the file that was written for it.
 """
 
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,18 +20,18 @@ from pyspark import Broadcast
 from pyspark.sql import SparkSession
 from torch import nn
 
-_replicas: dict[tuple[Path, int], "_Replica"] = {}
-"""What this Python worker keeps between rounds, by data set and partition."""
+_replicas: dict[int, tuple[str, "_Replica"]] = {}
+"""What this Python worker keeps between rounds, by partition, and of which fit it is."""
 
 
 class _Replica:
     """Model, optimizer and the tensors of one partition."""
 
-    def __init__(self, folder: Path, partition: int) -> None:
+    def __init__(self, folder: Path, partition: int, learning_rate: float) -> None:
         torch.set_num_threads(1)
         self.features, self.labels = digits.read_rows(digits.shard_path(folder, partition))
         self.model = digits.build_mlp()
-        self.optimizer = digits.make_optimizer(self.model.parameters())
+        self.optimizer = digits.make_optimizer(self.model.parameters(), lr=learning_rate)
         self.momentum = [torch.zeros_like(parameter) for parameter in self.model.parameters()]
         for parameter, momentum in zip(self.model.parameters(), self.momentum, strict=True):
             self.optimizer.state[parameter]["momentum_buffer"] = momentum
@@ -45,8 +47,8 @@ class _Replica:
         parameters = nn.utils.parameters_to_vector(self.model.parameters()).detach()
         return torch.cat([parameters, nn.utils.parameters_to_vector(self.momentum)]).numpy()
 
-    def batches(self, epoch: int, first: int, count: int) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(epoch)
+    def batches(self, seed: int, first: int, count: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(self.features), generator=generator)
         return list(torch.split(order, digits.BATCH_SIZE)[first : first + count])
 
@@ -56,19 +58,22 @@ def _window(
     rows: Iterator[Any],
     *,
     folder: Path,
+    fit_id: str,
+    learning_rate: float,
     center: "Broadcast[np.ndarray]",
-    epoch: int,
+    seed: int,
     first: int,
     period: int,
 ) -> Iterator[tuple[np.ndarray, int]]:
     for _ in rows:
         pass
-    replica = _replicas.get((folder, partition))
-    if replica is None:
-        replica = _replicas.setdefault((folder, partition), _Replica(folder, partition))
+    kept_by, replica = _replicas.get(partition, (None, None))
+    if replica is None or kept_by != fit_id:
+        replica = _Replica(folder, partition, learning_rate)
+        _replicas[partition] = fit_id, replica
     replica.load(center.value)
     examples = 0
-    for batch in replica.batches(epoch, first, period):
+    for batch in replica.batches(seed, first, period):
         features, labels = replica.features[batch], replica.labels[batch]
         digits.train_step(replica.model, replica.optimizer, features, labels)
         examples += len(batch)
@@ -79,7 +84,16 @@ def _add(left: tuple[np.ndarray, int], right: tuple[np.ndarray, int]) -> tuple[n
     return left[0] + right[0], left[1] + right[1]
 
 
-def fit(spark: SparkSession, folder: Path, *, epochs: int, period: int) -> nn.Module:
+def fit(
+    spark: SparkSession,
+    folder: Path,
+    *,
+    epochs: int,
+    period: int,
+    learning_rate: float = digits.LEARNING_RATE,
+    seed: int = 7,
+    on_epoch: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
     """Trains the MLP, averaging parameters and momentum every ``period`` batches.
 
     Args:
@@ -87,31 +101,39 @@ def fit(spark: SparkSession, folder: Path, *, epochs: int, period: int) -> nn.Mo
         folder: data set written by ``digits.write``.
         epochs: passes over the data.
         period: local batches between two rounds.
+        learning_rate: of SGD.
+        seed: of the initial parameters and the order of the rows.
+        on_epoch: called with the averaged model after each epoch.
 
     Returns:
         The trained model.
     """
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     model = digits.build_mlp()
     parameters = nn.utils.parameters_to_vector(model.parameters()).detach()
     center = torch.cat([parameters, torch.zeros_like(parameters)]).numpy()
     context = spark.sparkContext
     slots = context.parallelize(range(digits.WORKERS), digits.WORKERS)
     steps = -(-digits.TRAIN_ROWS // digits.WORKERS // digits.BATCH_SIZE)
+    fit_id = uuid.uuid4().hex
     for epoch in range(epochs):
         for first in range(0, steps, period):
             broadcast = context.broadcast(center)
             window = partial(
                 _window,
                 folder=folder,
+                fit_id=fit_id,
+                learning_rate=learning_rate,
                 center=broadcast,
-                epoch=epoch,
+                seed=seed * 1_000 + epoch,
                 first=first,
                 period=period,
             )
             total, examples = slots.mapPartitionsWithIndex(window).treeReduce(_add)
             center = total / np.float32(examples)
             broadcast.unpersist()
-    parameters, _ = torch.from_numpy(center).chunk(2)
-    nn.utils.vector_to_parameters(parameters, model.parameters())
+        parameters, _ = torch.from_numpy(center).chunk(2)
+        nn.utils.vector_to_parameters(parameters, model.parameters())
+        if on_epoch is not None:
+            on_epoch(model)
     return model

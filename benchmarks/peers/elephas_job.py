@@ -17,7 +17,7 @@ os.environ["KERAS_BACKEND"] = "torch"  # before Keras is imported, here and in t
 import digits
 import keras  # type: ignore[import-not-found]
 import numpy as np
-from elephas.spark_model import SparkModel  # type: ignore[import-not-found]
+from elephas import spark_model  # type: ignore[import-not-found]
 from elephas.utils.rdd_utils import to_simple_rdd  # type: ignore[import-not-found]
 from pyspark import RDD
 from pyspark.sql import SparkSession
@@ -34,7 +34,7 @@ def session() -> SparkSession:
     )
 
 
-def build_model() -> keras.Model:
+def build_model(learning_rate: float = digits.LEARNING_RATE) -> keras.Model:
     """Returns the compiled MLP 784-256-128-10."""
     model = keras.Sequential(
         [
@@ -44,18 +44,28 @@ def build_model() -> keras.Model:
             keras.layers.Dense(10, activation="softmax"),
         ]
     )
-    optimizer = keras.optimizers.SGD(digits.LEARNING_RATE, momentum=digits.MOMENTUM)
+    optimizer = keras.optimizers.SGD(learning_rate, momentum=digits.MOMENTUM)
     model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy")
     return model
 
 
-def fit(rows: RDD[Any], epochs: int) -> keras.Model:
+def read(spark: SparkSession, folder: Path) -> RDD[Any]:
+    """Returns the training rows as elephas wants them."""
+    shards = [digits.read_rows(digits.shard_path(folder, rank)) for rank in range(digits.WORKERS)]
+    features = np.concatenate([features.numpy() for features, _ in shards])
+    labels = np.concatenate([labels.numpy() for _, labels in shards])
+    return to_simple_rdd(spark.sparkContext, features, labels)
+
+
+def fit(
+    rows: RDD[Any], epochs: int, *, learning_rate: float = digits.LEARNING_RATE, seed: int = 7
+) -> keras.Model:
     """Trains in both executors; returns the averaged model."""
-    keras.utils.set_random_seed(7)
-    spark_model = SparkModel(build_model())
+    keras.utils.set_random_seed(seed)
+    distributed = spark_model.SparkModel(build_model(learning_rate))
     options = {"epochs": epochs, "batch_size": digits.BATCH_SIZE, "verbose": 0}
-    spark_model.fit(rows, validation_split=0.0, **options)
-    return spark_model.master_network
+    distributed.fit(rows, validation_split=0.0, **options)
+    return distributed.master_network
 
 
 def accuracy(model: keras.Model, folder: Path) -> float:
@@ -68,10 +78,7 @@ def accuracy(model: keras.Model, folder: Path) -> float:
 def main(folder: Path) -> None:
     """Fits twice in one fresh session and prints what it measured."""
     spark = session()
-    shards = [digits.read_rows(digits.shard_path(folder, rank)) for rank in range(digits.WORKERS)]
-    features = np.concatenate([features.numpy() for features, _ in shards])
-    labels = np.concatenate([labels.numpy() for _, labels in shards])
-    rows = to_simple_rdd(spark.sparkContext, features, labels)
+    rows = read(spark, folder)
     measured = []
     for _ in range(2):
         called = time.time()
