@@ -8,6 +8,7 @@ on a light page and on a dark one.
 import argparse
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ LOOKS: dict[str, tuple[str, str, str]] = {
 """Name, colour and stroke; who is not named, such as ours in another session, is not drawn."""
 PANELS = {"First fit of a session": slice(1), "Later fits": slice(1, None)}
 LOWEST = 0.7
+FIGURE_SPACE = "\u2007"
+"""As wide as a digit."""
 
 Runs = Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]
 
@@ -68,19 +71,19 @@ def draw(runs: Runs, wanted: float, path: Path) -> None:
 
 def _panel(axes: Axes, title: str, fits: Mapping[str, Sequence[Any]], wanted: float) -> None:
     """One kind of fit: all curves faintly, and the median one, with its crossing, in full."""
-    order = dict.fromkeys(fits, math.inf)
+    order = {}
     for name, curves in fits.items():
         _, colour, stroke = LOOKS[name]
         ranked = sorted(curves, key=lambda curve: _seconds(curve, wanted))
         middle = ranked[(len(ranked) - 1) // 2]
-        order[name] = _seconds(middle, wanted)
+        there = crossing(middle, wanted)
+        order[name] = statistics.median(_seconds(curve, wanted) for curve in curves)
         for curve in curves:
             width, opacity = (2.2, 1.0) if curve is middle else (0.9, 0.3)
             seconds, accuracies = zip(*curve, strict=True)
             axes.plot(seconds, accuracies, stroke, color=colour, linewidth=width, alpha=opacity)
-        if math.isfinite(order[name]):
-            accuracy = next(reached for seconds, reached in middle if seconds == order[name])
-            axes.plot(order[name], accuracy, "o", color=colour, markersize=6.5)
+        if there is not None:
+            axes.plot(there, dict(middle)[there], "o", color=colour, markersize=6.5)
     axes.axhline(wanted, color=INK, linewidth=0.9, linestyle=(0, (2, 3)))
     axes.set_xscale("log")
     axes.set_ylim(LOWEST, 0.99)
@@ -98,8 +101,8 @@ def _panel(axes: Axes, title: str, fits: Mapping[str, Sequence[Any]], wanted: fl
     for name in sorted(order, key=order.__getitem__):
         label, colour, stroke = LOOKS[name]
         lines.append(Line2D([], [], color=colour, linestyle=stroke, linewidth=2.2))
-        reached = math.isfinite(order[name])
-        labels.append(f"{order[name]:.1f} s   {label}" if reached else f"not reached   {label}")
+        reached = f"{order[name]:.1f} s" if math.isfinite(order[name]) else "never"
+        labels.append(f"{reached.rjust(6, FIGURE_SPACE)}   {label}")
     axes.legend(
         lines,
         labels,
