@@ -4,7 +4,8 @@ As accuracy_session.py: ``elephas_curves.py DATA PLAN``. In its synchronous mode
 the replicas' changes once an epoch, by a Spark job each, and the driver takes a snapshot of each
 average. In its asynchronous mode one job trains all epochs; each replica asks the driver for the
 parameters before an epoch, and sends what it has changed after it. There the first replica takes
-what it gets. Reading the file and building the RDD of numpy rows that it wants come before the clock.
+what it gets. Reading the file and building the RDD of numpy rows that it wants come before the
+clock starts.
 """
 
 import json
