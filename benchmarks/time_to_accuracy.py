@@ -37,14 +37,14 @@ from accuracy_curves import crossing
 
 WANTED = 0.95
 TARGET = 0.35
-EPOCHS = 12
+EPOCHS = 10
 """Of every fit; most are there after five to eight."""
 LATER_FITS = 2
 OURS = ("sparkdl", "sparkdl_plain_session", "sparkdl_all_reduce")
 SPARK_PEERS = ("torch_distributor", "elephas", "averaging_loop", "averaging_frame")
 ALONE = "one_process"
 CONTENDERS = (*OURS, *SPARK_PEERS, ALONE)
-SEARCH_TIMEOUT_SECONDS = 3_600.0
+SESSION_TIMEOUT_SECONDS = 3_600.0
 
 RATES = [0.05, 0.1, 0.15]
 GRIDS: dict[str, dict[str, list[Any]]] = {
@@ -121,7 +121,7 @@ def session_of(name: str, folder: Path, elephas_environment: Path) -> Session:
         child = harness.run_child(
             [*command, folder, json.dumps(plan)],
             environment=prepared.environment_of(name, folder / "cache", Path(command[0])),
-            timeout=SEARCH_TIMEOUT_SECONDS,
+            timeout=SESSION_TIMEOUT_SECONDS,
         )
         return list(child["fits"])
 
