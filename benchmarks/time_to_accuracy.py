@@ -169,9 +169,9 @@ def search(sessions: dict[str, Session], repeats: int) -> None:
             taken = [
                 seconds for (tried, _), seconds in zip(fits, done, strict=True) if tried == point
             ]
-            found.append((statistics.median(taken), point))
+            found.append((statistics.median(taken), statistics.mean(taken), point))
             harness.show(f"  {name} {point}", taken, digits=2)
-        print(f'"{name}": {min(found, key=lambda each: each[0])[1]},', flush=True)
+        print(f'"{name}": {min(found, key=lambda each: each[:2])[2]},', flush=True)
 
 
 def report(runs: dict[str, list[Fits]]) -> None:
