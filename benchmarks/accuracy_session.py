@@ -86,8 +86,9 @@ def fit_torch_distributor(
     from pyspark.ml.torch.distributor import TorchDistributor
 
     distributor = TorchDistributor(digits.WORKERS, local_mode=False, use_gpu=False)
-    train = partial(ddp.train, on_epoch=partial(take_module, snapshots), **settings)
-    if distributor.run(train, data, epochs) is None:  # its way to say that a process failed
+    taking = partial(take_module, snapshots)
+    result: Any = distributor.run(ddp.train, data, epochs, on_epoch=taking, **settings)
+    if result is None:  # its way to say that a process failed
         raise RuntimeError("TorchDistributor returned nothing: the training failed")
 
 
