@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +58,11 @@ def read(spark: SparkSession, folder: Path) -> RDD[Any]:
 
 
 def fit(
-    rows: RDD[Any],
-    epochs: int,
-    *,
-    learning_rate: float = digits.LEARNING_RATE,
-    seed: int = 7,
-    distribute: Callable[[keras.Model], Any] = spark_model.SparkModel,
+    rows: RDD[Any], epochs: int, *, learning_rate: float = digits.LEARNING_RATE, seed: int = 7
 ) -> keras.Model:
-    """Trains in both executors, by one of elephas' faces; returns the model that they agree on."""
+    """Trains in both executors; returns the averaged model."""
     keras.utils.set_random_seed(seed)
-    distributed = distribute(build_model(learning_rate))
+    distributed = spark_model.SparkModel(build_model(learning_rate))
     options = {"epochs": epochs, "batch_size": digits.BATCH_SIZE, "verbose": 0}
     distributed.fit(rows, validation_split=0.0, **options)
     return distributed.master_network
