@@ -149,9 +149,9 @@ class Timed(RoundPolicy):
         """As the other; not counted, for it is asked once a round."""
         return self._policy.group(rank, active)
 
-    def is_enough(self, entered: int, group: int) -> bool:
+    def is_enough(self, entered: int, late: int, group: int) -> bool:
         """As the other."""
-        return self._policy.is_enough(entered, group)
+        return self._policy.is_enough(entered, late, group)
 
     def goes_on(self, rank: int, active: Set[int]) -> bool:
         """As the other."""

@@ -99,11 +99,17 @@ class Center:
             ),
             0,
         )
+        self._comes_as_change = [wire_format.sends_changes(segment) for segment in layout]
         # Where the mean is what has changed, or the update says how; others become the mean.
         self._moves = [
-            segment.averaged and (wire_format.sends_changes or self._update.updates(segment))
-            for segment in layout
+            segment.averaged and (as_change or self._update.updates(segment))
+            for segment, as_change in zip(layout, self._comes_as_change, strict=True)
         ]
+        self._scales = all(
+            as_change
+            for segment, as_change in zip(layout, self._comes_as_change, strict=True)
+            if segment.averaged
+        )
         self._spare = [torch.empty_like(segment) for segment in center]
         self._copy: dict[str, Tensor] = {}
         # The outcome of the last round as it travels, chunk by chunk; and, of segments that travel
@@ -132,7 +138,7 @@ class Center:
         Args:
             staleness: how often the center was updated since its worker has received it.
         """
-        return self._update.scale(staleness) if self._wire_format.sends_changes else 1.0
+        return self._update.scale(staleness) if self._scales else 1.0
 
     def open_sum(self, ranks: Sequence[int]) -> Accumulator:
         """Begin a sum, in the order of ``ranks``; one that was not committed is forgotten."""
@@ -185,7 +191,7 @@ class Center:
     def _move(self, chunk: Chunk, contributions: Contributions) -> None:
         """Add a change to the center while both are in the cache."""
         center, change = chunk.of(self.values), chunk.of(self._spare)
-        if not self._wire_format.sends_changes:
+        if not self._comes_as_change[chunk.segment]:
             change.sub_(center)
         if self._update.updates(self.layout[chunk.segment]):
             kept = {

@@ -57,8 +57,8 @@ class CenterUpdate(ABC):
     def scale(self, staleness: int) -> float:
         """By what a change is multiplied, > 0, before the mean with others is formed.
 
-        The weights of that mean stay what they are. Not asked where workers send values, not
-        changes.
+        The weights of that mean stay what they are. Not asked where workers send values of any
+        segment, not changes.
 
         Args:
             staleness: how often the center was updated since the worker has received it.

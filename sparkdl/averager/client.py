@@ -105,7 +105,9 @@ class AveragerClient:
         self._tells_times = clock is not None
         self._under_way: OverlappedRound | None = None
         self._wire_format = wire_format
-        self._base: list[Tensor] = []
+        self._base: list[Tensor | None] = []
+        # Of each segment of the replica's state; the optimizer's come behind those of the model.
+        self._kinds: list[str] = []
         self._chunk_bytes = 0
         self._own_state = own_state
         self._kept_state = kept_state
@@ -203,6 +205,7 @@ class AveragerClient:
             to be read first, and ``start`` to be called again.
         """
         state = list(segments)
+        self._kinds = [segment.kind for segment in layout]
         self._extend_base(state, layout)
         if self._tells_times:
             self._compare_clocks()
@@ -351,9 +354,16 @@ class AveragerClient:
 
     def _state(self, segments: Sequence[Tensor]) -> tuple[list[Tensor], Layout]:
         state = list(segments)
-        layout = tuple(Segment("state", tensor.dtype, tensor.numel()) for tensor in state)
+        layout = self._layout_of(state)
         self._extend_base(state, layout)
         return state, layout
+
+    def _layout_of(self, state: list[Tensor]) -> Layout:
+        more = len(state) - len(self._kinds)
+        return tuple(
+            Segment(kind, tensor.dtype, tensor.numel())
+            for kind, tensor in zip(self._kinds + ["optimizer"] * more, state, strict=True)
+        )
 
     def _next_chunks(self, layout: Layout) -> list[Chunk]:
         """How the part is cut of which the next round is, or the one that is under way."""
@@ -362,7 +372,7 @@ class AveragerClient:
     def hand_over(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in a round whose outcome is known; see ``protocols.CenterExchange``."""
         state = list(segments)
-        layout = tuple(Segment("state", tensor.dtype, tensor.numel()) for tensor in state)
+        layout = self._layout_of(state)
         with self._clock.phase(EXCHANGE):
             self._contribute(state, layout, plan_chunks(layout, self._chunk_bytes), window, False)
             with self._clock.phase(WAIT):
@@ -495,7 +505,7 @@ class AveragerClient:
     def _receive_center(self, state: list[Tensor], layout: Layout, chunks: list[Chunk]) -> None:
         for chunk in chunks:
             target, base = chunk.of(state), self._base_of(chunk)
-            center = self._receive(AsDtype(layout[chunk.segment].center_dtype), target)
+            center = self._receive(AsDtype(layout[chunk.segment].center_dtype), target, base)
             if center is not target:
                 target.copy_(center)
             if base is not None:
@@ -504,7 +514,7 @@ class AveragerClient:
     def _receive_reply(self, state: list[Tensor], layout: Layout, chunks: list[Chunk]) -> None:
         for chunk in chunks:
             segment, target, base = layout[chunk.segment], chunk.of(state), self._base_of(chunk)
-            reply = self._receive(self._wire_format.reply(segment), target)
+            reply = self._receive(self._wire_format.reply(segment), target, base)
             if reply is not target:
                 self._wire_format.decode(reply, target, base, segment)
 
@@ -536,12 +546,14 @@ class AveragerClient:
 
     def _extend_base(self, state: list[Tensor], layout: Layout) -> None:
         """Start the last center at zero, as the averager does, for state that was not there yet."""
-        if self._wire_format.sends_changes:
-            for tensor, segment in list(zip(state, layout, strict=True))[len(self._base) :]:
-                self._base.append(torch.zeros_like(tensor, dtype=segment.center_dtype))
+        for tensor, segment in list(zip(state, layout, strict=True))[len(self._base) :]:
+            changes = self._wire_format.sends_changes(segment)
+            zeros = torch.zeros_like(tensor, dtype=segment.center_dtype) if changes else None
+            self._base.append(zeros)
 
     def _base_of(self, chunk: Chunk) -> Tensor | None:
-        return chunk.of(self._base) if self._base else None
+        base = self._base[chunk.segment] if self._base else None
+        return None if base is None else base[chunk.start : chunk.stop]
 
     def _packed(
         self, chunk: Chunk, state: list[Tensor], segment: Segment, window: WindowReport
@@ -553,14 +565,10 @@ class AveragerClient:
         encoded = self._wire_format.encode(values, self._base_of(chunk), segment)
         return self._wire_format.contribution(segment).pack(encoded)
 
-    def _receive(self, packing: Packing, target: Tensor) -> Tensor:
+    def _receive(self, packing: Packing, target: Tensor, base: Tensor | None) -> Tensor:
         """Receive what ``target`` is to become: in place if it can be, else beside it."""
         room = target
-        if (
-            self._wire_format.sends_changes
-            or packing != AsDtype(target.dtype)
-            or target.device.type != "cpu"
-        ):
+        if base is not None or packing != AsDtype(target.dtype) or target.device.type != "cpu":
             size = packing.numel(len(target)) * packing.dtype.itemsize
             if size > len(self._scratch):
                 self._scratch = torch.empty(size, dtype=torch.uint8)

@@ -344,6 +344,7 @@ class Coordinator:
         what = f"contributed a window of epoch {report.epoch}"
         self._conduct.require_everyone(member, what, self._done)
         self._conduct.require_turn(event)
+        self.round.policy.closed(report, self._now)
         self.round.hold(event)
 
     def _enter_held(self) -> None:
@@ -413,6 +414,7 @@ class Coordinator:
         readers = self.round.readers
         readers.discard(event.member.rank)
         self.members.begin_window(event.member.rank, self._now)
+        self.round.policy.began(event.member.rank, self._now)
         if not readers:
             self.members.pass_turn(self._now)
 

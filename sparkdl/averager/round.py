@@ -8,6 +8,7 @@
                 when each of them has contributed
     entered     contributing, or done with it
     complete    done with it
+    late        left out of a round since they were sent a center, which others have changed since
     at_barrier  done with a window, and waiting for the center until the policy lets them go on
     newcomers   let in, and not yet let contribute by the policy
     through     waiting for the epoch's final center, after a last window
@@ -57,6 +58,7 @@ class Round:
         self.group: set[int] = set()
         self.entered: dict[int, WindowClosed] = {}
         self.complete: set[int] = set()
+        self.late: set[int] = set()
         self.at_barrier: dict[int, WindowClosed] = {}
         self.newcomers: set[int] = set()
         self.through: dict[int, WindowClosed] = {}
@@ -66,6 +68,9 @@ class Round:
         # every contribution.
         self._missing: set[int] = set()
         self._awaited: set[int] = set()
+        # Who has entered late, and who is left out of this round.
+        self._entered_late: set[int] = set()
+        self._left_out: set[int] = set()
         self.queue: deque[WindowClosed] = deque()
         # About whom the policy has to be asked, of those who wait for it.
         self._to_ask: list[int] = []
@@ -87,8 +92,8 @@ class Round:
         takes_part = rank in self._missing
         for ranks in (self.readers, self.newcomers, self.admitted, self.active, self.group):
             ranks.discard(rank)
-        self._missing.discard(rank)
-        self._awaited.discard(rank)
+        for ranks in (self._missing, self._awaited, self._entered_late, self._left_out, self.late):
+            ranks.discard(rank)
         self.held.pop(rank, None)
         self.at_barrier.pop(rank, None)
         self.through.pop(rank, None)
@@ -133,18 +138,23 @@ class Round:
         if is_first:
             self.group = set(self.policy.group(rank, self.active))
             self._missing, self._awaited = set(self.group), set(self.group)
+            self.policy.opened(self.group, self.late)
         self.entered[rank] = window
         self._awaited.discard(rank)
+        if rank in self.late:
+            self.late.discard(rank)
+            self._entered_late.add(rank)
         return is_first
 
     def leave_out(self) -> list[int]:
         """Go on without those who have not begun, if that is enough; returns who they are."""
-        group = len(self.group)
-        if not self.policy.is_enough(group - len(self._awaited), group):
+        group, late = len(self.group), len(self._entered_late)
+        if not self.policy.is_enough(group - len(self._awaited), late, group):
             return []
         left, self._awaited = self._awaited, set()
         self.group -= left
         self._missing -= left
+        self._left_out |= left
         return sorted(left)
 
     def finish(self, rank: int) -> None:
@@ -171,6 +181,7 @@ class Round:
     def start_over(self) -> tuple[Member, ...]:
         """Forget the sum; returns who has to contribute once more."""
         again = tuple(window.member for window in self.entered.values())
+        self.late |= self._entered_late
         self._begin_next()
         return tuple(member for member in again if not member.gone)
 
@@ -191,6 +202,7 @@ class Round:
             elif not window.member.gone:
                 self.at_barrier[rank] = window
                 self._to_ask.append(rank)
+        self.late |= self._left_out
         self._begin_next()
         self._to_ask += self.policy.committed((w.report for w in windows), self.active)
         return windows
@@ -226,3 +238,4 @@ class Round:
     def _begin_next(self) -> None:
         self.entered, self.complete, self.is_open = {}, set(), False
         self.group, self._missing, self._awaited = set(), set(), set()
+        self._entered_late, self._left_out = set(), set()

@@ -16,7 +16,8 @@ from sparkdl.events import WindowReport
 class RoundPolicy(ABC):
     """Who is waited for; an object a run, asked as things happen.
 
-    What it answers must not cost more with more workers, but for ``group``, once a round.
+    What it answers must not cost more with more workers, but for ``group``, ``opened`` and
+    ``committed``, once a round.
     """
 
     in_step: bool = False
@@ -24,6 +25,22 @@ class RoundPolicy(ABC):
 
     def begin(self, positions: Sequence[Position]) -> None:  # noqa: B027 - not all have to know
         """Take note of where the ranks stand when the run begins, or begins again."""
+
+    def began(self, rank: int, now: float) -> None:  # noqa: B027 - as above
+        """Take note that a rank has what it needs to train.
+
+        Args:
+            rank: whose window begins.
+            now: when, in seconds.
+        """
+
+    def closed(self, window: WindowReport, now: float) -> None:  # noqa: B027 - as above
+        """Take note that a rank has trained a window; once more, if its round starts over.
+
+        Args:
+            window: its report.
+            now: when the averager heard of it, in seconds.
+        """
 
     @abstractmethod
     def group(self, rank: int, active: Set[int]) -> Collection[int]:
@@ -34,13 +51,23 @@ class RoundPolicy(ABC):
             active: who is there and has not ended its epoch.
         """
 
-    def is_enough(self, entered: int, group: int) -> bool:
+    def opened(self, group: Set[int], late: Set[int]) -> None:  # noqa: B027 - as above
+        """Take note of a round that begins; again, if it starts over.
+
+        Args:
+            group: whose contributions it is of.
+            late: who was left out of a round since it was sent a center; they may be of the group.
+        """
+
+    def is_enough(self, entered: int, late: int, group: int) -> bool:
         """Whether the round does without those of its group who have not begun to contribute.
 
-        They contribute to the next, what they have trained from the center before.
+        They contribute to the next, what they have trained from the center before. Not asked where
+        every round has everyone.
 
         Args:
             entered: how many have begun.
+            late: how many of these were left out of a round before.
             group: how many could.
         """
         return entered == group

@@ -26,11 +26,14 @@ class WireFormat(Protocol):
     """
 
     name: str
-    sends_changes: bool
-    """Whether workers send how their values differ from the center that they received last, of
-    which they then keep a copy, the base."""
     replies_changes: bool
     """Whether they are sent how the center has moved, not the center: all have to move together."""
+
+    def sends_changes(self, segment: Segment) -> bool:
+        """Whether workers send how its values differ from the center that they received last.
+
+        They then keep a copy of that, the base.
+        """
 
     def contribution(self, segment: Segment) -> Packing:
         """In which bits workers send what ``encode`` returns."""
@@ -49,7 +52,11 @@ class FullPrecision:
     """Every value travels in the replica's own dtype."""
 
     name = "float32"
-    sends_changes = replies_changes = False
+    replies_changes = False
+
+    def sends_changes(self, segment: Segment) -> bool:
+        """Never."""
+        return False
 
     def contribution(self, segment: Segment) -> Packing:
         """The replica's own."""
@@ -74,8 +81,11 @@ class Changes:
     """
 
     name = "changes"
-    sends_changes = True
     replies_changes = False
+
+    def sends_changes(self, segment: Segment) -> bool:
+        """Of all but integers."""
+        return segment.averaged
 
     def contribution(self, segment: Segment) -> Packing:
         """The center's."""
@@ -94,13 +104,42 @@ class Changes:
             base.copy_(reply)
 
 
+class ParameterChanges(Changes):
+    """Changes of parameters, and everything else as it is; the center down.
+
+    For rounds with contributions that began with an older center than others. The mean of values is
+    what buffers and the optimizer's state become: a stale variance is still one, where a stale
+    change of it could make the center's negative.
+    """
+
+    name = "parameter_changes"
+
+    def sends_changes(self, segment: Segment) -> bool:
+        """Of parameters."""
+        return segment.averaged and segment.kind == "parameters"
+
+    def contribution(self, segment: Segment) -> Packing:
+        """The center's for changes, the replica's own for the rest."""
+        return AsDtype(segment.center_dtype if self.sends_changes(segment) else segment.dtype)
+
+    reply = contribution
+
+    def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
+        """The change, or the values."""
+        return super().encode(values, base, segment) if self.sends_changes(segment) else values
+
+
 class RoundedChanges:
     """Changes since the last center travel rounded, up and down; integer segments as they are."""
 
     name: str
-    sends_changes = replies_changes = True
+    replies_changes = True
     up: Packing
     down: Packing
+
+    def sends_changes(self, segment: Segment) -> bool:
+        """Of all but integers."""
+        return segment.averaged
 
     def contribution(self, segment: Segment) -> Packing:
         """Rounded if it is averaged."""
@@ -155,7 +194,11 @@ class SparseChanges:
     """
 
     name = "sparse"
-    sends_changes = replies_changes = True
+    replies_changes = True
+
+    def sends_changes(self, segment: Segment) -> bool:
+        """Of all but integers."""
+        return segment.averaged
 
     def contribution(self, segment: Segment) -> Packing:
         """By how many are not zero, if it is averaged."""

@@ -9,6 +9,7 @@ from sparkdl.averager.wire_format import (
     Float4Changes,
     Float8Changes,
     FullPrecision,
+    ParameterChanges,
     SparseChanges,
     WireFormat,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "OuterSGD",
     "Packing",
     "ParameterAveraging",
+    "ParameterChanges",
     "ReplaceByMean",
     "RoundPolicy",
     "Run",

@@ -189,7 +189,7 @@ class FirstToCome(All):
     def __init__(self, n: int) -> None:
         self._n = n
 
-    def is_enough(self, entered: int, group: int) -> bool:
+    def is_enough(self, entered: int, late: int, group: int) -> bool:
         """With so many, or all that are there."""
         return entered >= min(self._n, group)
 

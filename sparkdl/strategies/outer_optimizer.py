@@ -41,10 +41,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from sparkdl.averager.center_update import CenterUpdate, Contributions
-from sparkdl.averager.wire_format import NARROW_FORMATS, WireFormat
+from sparkdl.averager.round_policy import RoundPolicy
+from sparkdl.averager.wire_format import NARROW_FORMATS, ParameterChanges, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
 from sparkdl.strategies.base import Needs, Run, Strategy
+from sparkdl.strategies.cutoff import Cutoff, cutoff_policy, require_cutoff
 from sparkdl.strategies.streaming import Stream
 
 INNER_STATES = ("keep", "average", "reset")
@@ -159,10 +161,12 @@ class OuterOptimizer(Strategy["Stream | None"]):
         merge: how much of its own a worker keeps of a fragment when it takes the center's, in
             [0, 1); the paper's alpha, 0.5 in its experiments with overlap. 0 takes the center's,
             and drops what was trained while the round was under way.
+        cutoff: whom rounds do without, as in ``ParameterAveraging``: ``none`` waits for everyone, a
+            number for all but so many. The others take part in the next outer step.
 
     Raises:
         ConfigError: an argument is out of range, or fragments, overlap or merge are given with
-            another ``inner_state`` than ``keep``.
+            another ``inner_state`` than ``keep``, or with a cut-off.
     """
 
     period: int | Periods = 500
@@ -172,6 +176,7 @@ class OuterOptimizer(Strategy["Stream | None"]):
     fragments: int = 1
     overlap: int = 0
     merge: float = 0.0
+    cutoff: Cutoff = "none"
 
     def __post_init__(self) -> None:
         if not _is_whole(self.period) and not _are_periods(self.period):
@@ -202,6 +207,13 @@ class OuterOptimizer(Strategy["Stream | None"]):
                 "workers wait; with fragments, overlap or merge each keeps the state of its own "
                 "optimizer: set inner_state='keep'"
             )
+        require_cutoff(
+            self.cutoff,
+            {
+                f"wire_dtype={self.wire_dtype!r}": self.wire_dtype != "float32",
+                "fragments, overlap or merge": self._streams,
+            },
+        )
 
     def _require_rounds_apart(self) -> None:
         if not _is_whole(self.fragments):
@@ -229,8 +241,13 @@ class OuterOptimizer(Strategy["Stream | None"]):
 
     @property
     def wire_format(self) -> WireFormat:
-        """By the name of ``wire_dtype``."""
-        return NARROW_FORMATS[self.wire_dtype]()
+        """By the name of ``wire_dtype``; changes, where some may be of an older center."""
+        return NARROW_FORMATS[self.wire_dtype]() if self.cutoff == "none" else ParameterChanges()
+
+    @property
+    def round_policy(self) -> RoundPolicy:
+        """By the cut-off."""
+        return cutoff_policy(self.cutoff)
 
     @property
     def center_update(self) -> CenterUpdate:

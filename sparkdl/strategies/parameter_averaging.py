@@ -12,6 +12,11 @@ the driver nothing but needs all workers to run at once, or on each host first (
     w_h  <-  sum_(r on h) n_r * w_r / n_h    center  <-  sum_h n_h * w_h / sum_h n_h
 
 With p = 1 and plain SGD this is synchronous SGD on the union of the workers' batches.
+
+With a cut-off (``cutoff``) a round is of those who are fast enough, and of those who were too slow
+for the round before; with c_r the center with which worker r began,
+
+    center  <-  center + sum_r n_r * (w_r - c_r) / sum_r n_r
 """
 
 from __future__ import annotations
@@ -22,10 +27,12 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from sparkdl.averager.wire_format import WIRE_FORMATS, WireFormat
+from sparkdl.averager.round_policy import RoundPolicy
+from sparkdl.averager.wire_format import WIRE_FORMATS, ParameterChanges, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
 from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
+from sparkdl.strategies.cutoff import Cutoff, cutoff_policy, require_cutoff
 from sparkdl.strategies.worker_group import WorkerGroup
 
 
@@ -49,9 +56,15 @@ class ParameterAveraging(Strategy["Aggregation"]):
             workers on few hosts. It needs all workers at once too.
         commit_every: with ``executors``, steps after which the driver takes a copy between, rounded
             up to whole periods; so the most that are repeated after the loss of a worker.
+        cutoff: whom rounds in the driver do without. ``none`` waits for everyone, and gives the
+            same bits each time. A number k of backup workers waits for all but the k slowest of
+            each round (Chen et al. 2016 took 4 of 100), whose contributions are part of the next.
+            Take it where now this worker is slow and then that one. One that always is sets the
+            length of an epoch all the same, for every row is trained on; nor is there much to
+            gain with few workers, of which each is a large part of a round.
 
     Raises:
-        ConfigError: an argument is out of range.
+        ConfigError: an argument is out of range, or some do not go together.
     """
 
     period: int = 5
@@ -59,6 +72,7 @@ class ParameterAveraging(Strategy["Aggregation"]):
     wire_dtype: Literal["float32", "bfloat16"] = "float32"
     aggregation: Literal["driver", "executors", "hierarchical"] = "driver"
     commit_every: int | None = None
+    cutoff: Cutoff = "none"
 
     def __post_init__(self) -> None:
         if isinstance(self.period, bool) or not isinstance(self.period, int) or self.period < 1:
@@ -86,11 +100,23 @@ class ParameterAveraging(Strategy["Aggregation"]):
                 f"wire_dtype={self.wire_dtype!r} is for aggregation='driver'; among executors "
                 "values travel in the replica's own precision"
             )
+        require_cutoff(
+            self.cutoff,
+            {
+                f"aggregation={self.aggregation!r}": self.aggregation != "driver",
+                f"wire_dtype={self.wire_dtype!r}": self.wire_dtype != "float32",
+            },
+        )
 
     @property
     def wire_format(self) -> WireFormat:
-        """By the name of ``wire_dtype``."""
-        return WIRE_FORMATS[self.wire_dtype]()
+        """By the name of ``wire_dtype``; changes, where some may be of an older center."""
+        return WIRE_FORMATS[self.wire_dtype]() if self.cutoff == "none" else ParameterChanges()
+
+    @property
+    def round_policy(self) -> RoundPolicy:
+        """By the cut-off."""
+        return cutoff_policy(self.cutoff)
 
     @property
     def needs(self) -> Needs:

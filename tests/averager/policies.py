@@ -17,5 +17,5 @@ class AllButStragglers(All):
     def __init__(self, spared: int = 1) -> None:
         self._spared = spared
 
-    def is_enough(self, entered: int, group: int) -> bool:
+    def is_enough(self, entered: int, late: int, group: int) -> bool:
         return entered >= group - self._spared

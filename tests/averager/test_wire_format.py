@@ -100,5 +100,5 @@ def test_bfloat16_does_not_lose_small_changes_of_large_values() -> None:
 def test_replies_arrive_on_the_cpu_also_for_replicas_on_a_gpu(wire_format: WireFormat) -> None:
     base, values = torch.ones(4, device="cuda"), torch.ones(4, device="cuda")
     reply = torch.full((4,), 2.0).to(wire_format.wire_dtype(FLOATS))
-    wire_format.decode(reply, values, base if wire_format.sends_changes else None, FLOATS)
+    wire_format.decode(reply, values, base if wire_format.sends_changes(FLOATS) else None, FLOATS)
     assert values.tolist() == [3.0 if wire_format.replies_changes else 2.0] * 4

@@ -1,0 +1,47 @@
+"""``cutoff``: which workers synchronous rounds through the driver do without.
+
+With k backup workers (Chen et al. 2016, "Revisiting Distributed Synchronous SGD") a round of R
+workers is over when R - k have contributed who began with its center. There the others' gradients
+are thrown away, which loses nothing where each worker draws from all rows. Here every worker has
+rows of its own, and each is to be trained on once an epoch: a late contribution is part of the next
+round, as the change that it is of the center that it began with. How late, is its staleness.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from sparkdl.averager.cutoff import BackupWorkers
+from sparkdl.averager.round_policy import All, RoundPolicy
+from sparkdl.errors import ConfigError
+
+Cutoff = Literal["none"] | int
+"""``none``, or how many workers are not waited for."""
+
+
+def require_cutoff(cutoff: object, others: dict[str, bool]) -> None:
+    """Check the argument.
+
+    Args:
+        cutoff: as given.
+        others: what else was given that needs everyone in every round, and whether it was.
+
+    Raises:
+        ConfigError: it is no cut-off, or one beside what needs everyone.
+    """
+    if cutoff != "none" and (type(cutoff) is not int or cutoff < 1):
+        raise ConfigError(
+            "cutoff must be 'none' or a whole number >= 1 of workers that are not waited for, got "
+            f"{cutoff!r}"
+        )
+    needing = [name for name, given in others.items() if given]
+    if cutoff != "none" and needing:
+        raise ConfigError(
+            f"with {needing[0]} every worker has to take part in every round, and with "
+            f"cutoff={cutoff!r} some do not: set cutoff='none', or do without {needing[0]}"
+        )
+
+
+def cutoff_policy(cutoff: Cutoff) -> RoundPolicy:
+    """Who is waited for in a run."""
+    return BackupWorkers(cutoff) if isinstance(cutoff, int) else All()

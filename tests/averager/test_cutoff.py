@@ -1,0 +1,245 @@
+"""Rounds that are cut off: when they are over, who is late, and what becomes of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from decisions import Every, Run, commit, only, report, started
+
+from sparkdl.averager import decisions as do
+from sparkdl.averager import events as on
+from sparkdl.averager.center_update import Contributions
+from sparkdl.averager.coordinator import Coordinator
+from sparkdl.averager.cutoff import BackupWorkers
+from sparkdl.averager.round_policy import All, RoundPolicy
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.testing.simulation import Outcome, Plan, Violation, random_plan, simulate
+
+
+def left_out(decisions: list[do.Decision]) -> list[int]:
+    return [skip.rank for skip in only(do.Skip, decisions)]
+
+
+def committed(decisions: list[do.Decision]) -> list[tuple[int, int]]:
+    """Who is part of the center now, and how stale."""
+    told = [d.event for d in only(do.Report, decisions) if isinstance(d.event, WindowReport)]
+    return [(window.rank, window.staleness) for window in told]
+
+
+def finish(run: Run, *ranks: int, **window: Any) -> list[do.Decision]:
+    """Contributions, and everybody who is sent a center takes it."""
+    decisions = [each for rank in ranks for each in run.contribute(rank, **window)]
+    for reply in only(do.Reply, decisions):
+        decisions += run.take(reply.member.rank)
+    return decisions
+
+
+class TestOneBackupWorker:
+    """Three workers, of which one is not waited for."""
+
+    def run(self, **options: Any) -> Run:
+        return started(3, policy=BackupWorkers(1), **options)
+
+    def test_a_round_is_over_when_two_have_contributed(self) -> None:
+        run = self.run()
+        assert left_out(run.contribute(2)) == []
+        decisions = run.contribute(0)
+        assert left_out(decisions) == [1]
+        assert committed(decisions) == [(0, 0), (2, 0)]
+        assert [reply.member.rank for reply in only(do.Reply, decisions)] == [2, 0]
+
+    def test_who_comes_while_the_two_still_send_is_late_too(self) -> None:
+        run = self.run()
+        run.close(0)
+        run.close(1)
+        assert run.close(2) == []
+        run.add(0)
+        assert committed(run.add(1)) == [(0, 0), (1, 0)]
+
+    def test_a_late_contribution_is_part_of_the_next_round_with_its_rows(self) -> None:
+        run = self.run()
+        finish(run, 0, 1)
+        assert run.close(2, examples=7) == [
+            do.OpenSum((0, 1, 2)),
+            do.Receive(run.members[2], 7, staleness=1),
+        ]
+        run.add(2)
+        decisions = run.contribute(0, step=2) + run.contribute(1, step=2)
+        assert only(do.Commit, decisions) == [do.Commit(Contributions((1, 1, 7), 3, 1))]
+        assert run.positions() == [2, 2, 1]
+
+    def test_a_late_contribution_does_not_stand_for_one_that_is_due(self) -> None:
+        run = self.run()
+        finish(run, 0, 1)
+        run.contribute(2)
+        assert left_out(run.contribute(0, step=2)) == []
+        assert committed(run.contribute(1, step=2)) == [(0, 0), (1, 0), (2, 1)]
+
+    def test_who_is_late_is_not_waited_for_and_counts_whenever_it_comes(self) -> None:
+        run = self.run()
+        for step in (1, 2, 3):
+            assert committed(finish(run, 0, 1, step=step)) == [(0, 0), (1, 0)]
+        run.contribute(2)
+        assert committed(finish(run, 0, 1, step=4)) == [(0, 0), (1, 0), (2, 3)]
+
+    def test_who_was_late_begins_with_the_center_of_its_round_and_is_late_no_more(self) -> None:
+        run = self.run()
+        finish(run, 0, 1)
+        run.contribute(2)
+        finish(run, 0, 1, step=2)
+        run.take(2)
+        run.contribute(2, step=2)
+        assert committed(finish(run, 0, step=3)) == [(0, 0), (2, 0)]
+
+    def test_all_who_are_there_are_waited_for_but_one(self) -> None:
+        run = self.run(max_failures=1)
+        run.contribute(0)
+        decisions = run.lose(1)
+        assert left_out(decisions) == [1, 2]
+        assert committed(decisions) == [(0, 0)]
+
+    def test_who_was_lost_while_it_was_late_begins_anew_and_is_not_late(self) -> None:
+        run = self.run(max_failures=1)
+        finish(run, 0, 1)
+        run.lose(2)
+        run.come_back(2)
+        run.take(2)
+        run.contribute(2)
+        assert committed(finish(run, 0, step=2)) == [(0, 0), (2, 0)]
+
+    def test_a_round_that_starts_over_has_left_nobody_out(self) -> None:
+        run = self.run(max_failures=1)
+        run.close(0)
+        assert left_out(run.close(1)) == [2]
+        assert only(do.StartOver, run.lose(1)) == [do.StartOver((run.members[0],))]
+        # Rank 2 stands for one that is due: it has the center of the round that was begun.
+        run.close(2)
+        assert committed(run.add(2)) == [(2, 0)]
+
+    def test_who_has_entered_late_is_late_also_when_the_round_starts_over(self) -> None:
+        run = self.run(max_failures=1)
+        finish(run, 0, 1)
+        run.contribute(2)
+        run.close(0, step=2)
+        assert run.coordinator.round.late == set()
+        run.lose(0)
+        assert run.coordinator.round.late == {2}
+        run.close(2)
+        assert left_out(run.add(2)) == []
+        assert committed(run.contribute(1, step=2)) == [(1, 0), (2, 1)]
+
+    def test_the_last_of_an_epoch_contributes_alone(self) -> None:
+        run = self.run()
+        finish(run, 0, 1, last=True)
+        decisions = run.contribute(2, last=True)
+        assert committed(decisions) == [(2, 1)]
+        assert {reply.final for reply in only(do.Reply, decisions)} == {True}
+        (summary,) = [
+            e.event for e in decisions if isinstance(getattr(e, "event", 0), EpochSummary)
+        ]
+        assert (summary.mean_staleness, summary.max_staleness) == (1 / 3, 1)
+
+    def test_a_checkpoint_has_the_own_states_of_those_of_its_commit(self) -> None:
+        run = self.run(checkpoints=Every(1))
+        decisions = [*run.contribute(0), *run.contribute(1)]
+        asked = {reply.member.rank for reply in only(do.Reply, decisions) if reply.own_state}
+        assert asked == run.coordinator.checkpoints.awaited == {0, 1}
+
+
+def test_one_contribution_is_waited_for_in_any_case() -> None:
+    run = started(3, policy=BackupWorkers(99))
+    decisions = run.contribute(1)
+    assert only(do.Commit, decisions) == [commit(run, 1)]
+    assert left_out(decisions) == [0, 2]
+
+
+def test_policies_are_told_when_windows_begin_and_end() -> None:
+    class Listens(All):
+        def __init__(self) -> None:
+            self.heard: list[tuple[str, int, float]] = []
+
+        def began(self, rank: int, now: float) -> None:
+            self.heard.append(("began", rank, now))
+
+        def closed(self, window: WindowReport, now: float) -> None:
+            self.heard.append(("closed", window.rank, now))
+
+    policy = Listens()
+    run = started(1, policy=policy)
+    run.now += 3
+    run.contribute(0)
+    run.now += 1
+    run.take(0)
+    assert policy.heard == [("began", 0, 1000), ("closed", 0, 1003), ("began", 0, 1004)]
+
+
+def calls_a_window(world_size: int, policy: RoundPolicy) -> float:
+    """Calls of functions for a contribution, as the mean over some rounds."""
+    run = started(world_size, policy=policy)
+    counted = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    windows = 0
+    for step in (1, 2, 3):
+        for rank in range(world_size // 2):
+            sys.setprofile(count)
+            try:
+                decisions = run.contribute(rank, step=step)
+            finally:
+                sys.setprofile(None)
+            windows += 1
+            for reply in only(do.Reply, decisions):
+                run.take(reply.member.rank)
+    return counted / windows
+
+
+def test_what_a_contribution_costs_does_not_grow_with_the_workers() -> None:
+    costs = [calls_a_window(workers, BackupWorkers(workers // 2)) for workers in (20, 1000)]
+    assert costs[1] < 1.25 * costs[0]
+
+
+# In many schedules.
+
+
+class Counts(Coordinator):
+    """Looks at each commit: who began with its center, how many should have, who is late."""
+
+    least: int = 0
+    stale: int = 0
+    most_late: int = 0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.opened: int = 0
+
+    def _commit(self) -> None:
+        this, before = self.round, len(self._decided)
+        group = len(this.active)
+        super()._commit()
+        fresh = [stale for _, stale in committed(self._decided[before:]) if not stale]
+        # Who weighs nothing is not stale.
+        missing = group - len(fresh)
+        Counts.least = max(Counts.least, missing)
+        Counts.stale += sum(stale > 0 for _, stale in committed(self._decided[before:]))
+        Counts.most_late = max(Counts.most_late, len(this.late))
+
+
+def longer(seed: int) -> Plan:
+    """A plan with epochs of up to nine windows."""
+    plan = random_plan(seed)
+    return replace(plan, windows=tuple(3 * count for count in plan.windows))
+
+
+def outcomes(policy: Any, seeds: Sequence[int], kind: Any = Coordinator) -> list[Outcome]:
+    def coordinator(*arguments: Any, **options: Any) -> Coordinator:
+        made: Coordinator = kind(*arguments, policy=policy(), **options)
+        return made
+
+    return [simulate(longer(seed), coordinator) for seed in seeds]
