@@ -8,16 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from decisions import Every, Run, commit, only, report, started
+from decisions import Every, Run, commit, only, started
+from policies import AllButStragglers
 
 from sparkdl.averager import decisions as do
-from sparkdl.averager import events as on
 from sparkdl.averager.center_update import Contributions
 from sparkdl.averager.coordinator import Coordinator
 from sparkdl.averager.cutoff import BackupWorkers
 from sparkdl.averager.round_policy import All, RoundPolicy
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.testing.simulation import Outcome, Plan, Violation, random_plan, simulate
+from sparkdl.testing.simulation import Outcome, Plan, random_plan, simulate
 
 
 def left_out(decisions: list[do.Decision]) -> list[int]:
@@ -50,7 +50,7 @@ class TestOneBackupWorker:
         decisions = run.contribute(0)
         assert left_out(decisions) == [1]
         assert committed(decisions) == [(0, 0), (2, 0)]
-        assert [reply.member.rank for reply in only(do.Reply, decisions)] == [2, 0]
+        assert [reply.member.rank for reply in only(do.Reply, decisions)] == [0, 2]
 
     def test_who_comes_while_the_two_still_send_is_late_too(self) -> None:
         run = self.run()
@@ -208,27 +208,22 @@ def test_what_a_contribution_costs_does_not_grow_with_the_workers() -> None:
 # In many schedules.
 
 
-class Counts(Coordinator):
-    """Looks at each commit: who began with its center, how many should have, who is late."""
+class Watched(Coordinator):
+    """Looks at each commit: how many were left out of it, and how many who were not are stale."""
 
-    least: int = 0
-    stale: int = 0
-    most_late: int = 0
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.opened: int = 0
+    most_left_out = 0
+    most_due = 0
+    stale = 0
 
     def _commit(self) -> None:
-        this, before = self.round, len(self._decided)
-        group = len(this.active)
+        present, before = set(self.round.active), dict(self._sent)
+        updates, began = self._updates, len(self._decided)
         super()._commit()
-        fresh = [stale for _, stale in committed(self._decided[before:]) if not stale]
-        # Who weighs nothing is not stale.
-        missing = group - len(fresh)
-        Counts.least = max(Counts.least, missing)
-        Counts.stale += sum(stale > 0 for _, stale in committed(self._decided[before:]))
-        Counts.most_late = max(Counts.most_late, len(this.late))
+        ranks = {rank for rank, _ in committed(self._decided[began:])}
+        fresh = {rank for rank in ranks if before[rank] == updates}
+        Watched.most_left_out = max(Watched.most_left_out, len(present - ranks))
+        Watched.most_due = max(Watched.most_due, len(present) - len(fresh))
+        Watched.stale += len(ranks - fresh)
 
 
 def longer(seed: int) -> Plan:
@@ -243,3 +238,22 @@ def outcomes(policy: Any, seeds: Sequence[int], kind: Any = Coordinator) -> list
         return made
 
     return [simulate(longer(seed), coordinator) for seed in seeds]
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("spared", [1, 2])
+def test_in_every_schedule_all_but_so_many_are_in_a_round_and_not_stale(spared: int) -> None:
+    Watched.most_left_out = Watched.most_due = Watched.stale = 0
+    ended = outcomes(lambda: BackupWorkers(spared), range(150), Watched)
+    assert sum(outcome.failure is None for outcome in ended) > 100
+    assert sum(outcome.losses for outcome in ended) > 35
+    assert sum(outcome.checkpoints for outcome in ended) > 100
+    assert (Watched.most_left_out, Watched.most_due) == (spared, spared)
+    assert Watched.stale > 100
+
+
+@pytest.mark.usefixtures("quiet")
+def test_the_simulation_sees_late_contributions_that_stand_for_others() -> None:
+    Watched.most_due = 0
+    outcomes(AllButStragglers, range(100), Watched)
+    assert Watched.most_due > 1
