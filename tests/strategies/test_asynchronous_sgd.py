@@ -14,10 +14,10 @@ import pytest
 import torch
 from misbehaving import KillsOnce, die_after
 from recorded import recorded_decisions
+from replayed import ByHand
 from simulated import Oracle, simulated
-from torch import Tensor, nn
+from torch import nn
 from toys import (
-    batches_by_hand,
     classification,
     make_job,
     mlp,
@@ -65,60 +65,8 @@ def same_bits(first: Outcome, second: Outcome) -> bool:
     return all(torch.equal(mine, other) for mine, other in pairs)
 
 
-class ByHand:
-    """What was decided, done in plain torch: each window from the center that its rank was sent."""
-
-    def __init__(self, strategy: AsynchronousSGD) -> None:
-        self.strategy = strategy
-        self.module = mlp().train()
-        self.center = [p.detach().clone() for p in self.module.parameters()]
-        self.updates = 0
-        self.sent: dict[int, tuple[list[Tensor], int]] = {}
-        self.steps = dict.fromkeys(range(len(SIZES)), 0)
-        self.round: list[WindowReport] = []
-
-    def follow(self, decisions: list[do.Decision]) -> nn.Module:
-        for decision in decisions:
-            if isinstance(decision, do.Report) and isinstance(decision.event, WindowReport):
-                self.round.append(decision.event)
-                continue
-            self.update()
-            if isinstance(decision, (do.Welcome, do.Reply)):
-                copies = [values.clone() for values in self.center]
-                self.sent[decision.member.rank] = copies, self.updates
-        self.put(self.center)
-        return self.module
-
-    def put(self, values: list[Tensor]) -> None:
-        with torch.no_grad():
-            for parameter, value in zip(self.module.parameters(), values, strict=True):
-                parameter.copy_(value)
-
-    def update(self) -> None:
-        windows, self.round = self.round, []
-        moves = [torch.zeros_like(values) for values in self.center]
-        total = sum(window.examples for window in windows)
-        for window in windows:
-            began, since = self.sent[window.rank]
-            self.put(began)
-            self.train(window)
-            stale = 1 + self.updates - since if self.strategy.scale_by_staleness else 1
-            for move, start, mine in zip(moves, began, self.module.parameters(), strict=True):
-                share = window.examples / total if total else 0
-                move += (mine.detach() - start) * (share * self.strategy.rate / stale)
-        for values, move in zip(self.center, moves, strict=True):
-            values += move
-        self.updates += bool(total)
-
-    def train(self, window: WindowReport) -> None:
-        optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
-        plan = batches_by_hand(DATA, window.rank, window.epoch, 4)
-        for features, targets in plan[self.steps[window.rank] : window.step_of_epoch]:
-            optimizer.zero_grad()
-            outputs = self.module(torch.from_numpy(features))
-            nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
-            optimizer.step()
-        self.steps[window.rank] = 0 if window.last else window.step_of_epoch
+def by_hand(strategy: AsynchronousSGD) -> ByHand:
+    return ByHand(DATA, strategy.rate, scale_by_staleness=strategy.scale_by_staleness)
 
 
 @pytest.mark.parametrize("scale_by_staleness", [True, False], ids=["scaled", "unscaled"])
@@ -127,7 +75,7 @@ def test_the_center_is_what_the_decisions_say(barrier: Any, scale_by_staleness: 
     strategy = replace(STRATEGY, barrier=barrier, scale_by_staleness=scale_by_staleness)
     with recorded_decisions() as decisions:
         outcome = run_world(job(strategy=strategy), DATA.shards())
-    assert relative_error(outcome.module, ByHand(strategy).follow(decisions)) < 1e-9
+    assert relative_error(outcome.module, by_hand(strategy).follow(decisions)) < 1e-9
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
     assert outcome.history[-1].loss < outcome.history[0].loss
 
@@ -168,7 +116,7 @@ def test_a_killed_worker_comes_back_and_no_row_is_lost_or_counted_twice(tmp_path
     assert len(os.listdir(tmp_path)) > 12
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
     trained = outcome.module.get_submodule("net")
-    assert relative_error(trained, ByHand(strategy).follow(decisions)) < 1e-9
+    assert relative_error(trained, by_hand(strategy).follow(decisions)) < 1e-9
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         ),
         (AsynchronousSGD(period=2), ROUNDS * WORKERS, ROUNDS * WORKERS),
         (AsynchronousSGD(period=2, barrier=Softsync(3)), ROUNDS * WORKERS, ROUNDS * WORKERS),
+        (ParameterAveraging(period=2, cutoff=1), ROUNDS * WORKERS, ROUNDS * WORKERS),
         (OuterOptimizer(period=2), ROUNDS * WORKERS, ROUNDS * WORKERS),
         (OuterOptimizer(((1, 1), (2, 4))), 4 * WORKERS, 4 * WORKERS),
         (GradientAllReduce(), 1, 0),
