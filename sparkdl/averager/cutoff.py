@@ -8,7 +8,14 @@ not stand for one that is due: most of a round is never stale because a few were
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence, Set
+
+import numpy as np
+
+from sparkdl.averager.progress import Position
 from sparkdl.averager.round_policy import All
+from sparkdl.averager.run_times import Numbers, RunTimes, best_cutoff
+from sparkdl.events import WindowReport
 
 
 class BackupWorkers(All):
@@ -28,3 +35,67 @@ class BackupWorkers(All):
     def is_enough(self, entered: int, late: int, group: int) -> bool:
         """With all but so many, of those who began with the round's center."""
         return entered - late >= max(1, group - self._spared)
+
+
+class PredictedCutoff(BackupWorkers):
+    """As many are waited for as make the most contributions a second, as is predicted each round.
+
+    Once a round, when its first contribution comes, this takes as long as there are workers to draw
+    for: a few milliseconds for hundreds. Until enough times are known, everyone is waited for.
+
+    Args:
+        seed: of what is drawn.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(0)
+        self._seed = seed
+
+    def begin(self, positions: Sequence[Position]) -> None:
+        """Nothing is known yet: workers may be others than before."""
+        workers = len(positions)
+        self._times = RunTimes(workers, self._seed)
+        self._round = 0
+        self._began, self._closed = np.zeros(workers), np.full(workers, np.nan)
+        self._began_in = [0] * workers
+        self._now = self._over = np.inf
+
+    def began(self, rank: int, now: float) -> None:
+        """Its time counts from here."""
+        self._began[rank], self._closed[rank] = now, np.nan
+        self._began_in[rank] = self._round
+
+    def closed(self, window: WindowReport, now: float) -> None:
+        """Remember its time; the last of an epoch may have fewer steps."""
+        self._now, rank = now, window.rank
+        if not np.isnan(self._closed[rank]):
+            return  # it sends again what it has trained before
+        self._closed[rank] = now
+        if not window.last:
+            self._times.note(rank, self._began_in[rank], now - self._began[rank])
+
+    def opened(self, group: Set[int], late: Set[int]) -> None:
+        """Decide how many are waited for."""
+        due = sorted(group - late)
+        self._spared = len(group) - self._cutoff(due, sorted(group & late)) if due else 0
+
+    def _cutoff(self, due: list[int], late: list[int]) -> int:
+        self._times.fit()
+        if not self._times.knows(due + late):
+            return len(due)
+        begins = self._began[due].min()
+        times = self._draw(due + late) - begins
+        between_s = max(begins - self._over, 0.0)
+        return best_cutoff(times[:, : len(due)], times[:, len(due) :], between_s)
+
+    def _draw(self, ranks: list[int]) -> Numbers:
+        """When contributions come, or have come."""
+        began, closed = self._began[ranks], self._closed[ranks]
+        drawn = began + self._times.draw(ranks, self._now - began)
+        return np.where(np.isnan(closed), drawn, closed)
+
+    def committed(self, windows: Iterable[WindowReport], active: Set[int]) -> Iterable[int]:
+        """The round was over when the last of them had come."""
+        self._round += 1
+        self._over = max((self._closed[window.rank] for window in windows), default=np.inf)
+        return ()

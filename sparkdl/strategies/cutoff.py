@@ -5,18 +5,22 @@ workers is over when R - k have contributed who began with its center. There the
 are thrown away, which loses nothing where each worker draws from all rows. Here every worker has
 rows of its own, and each is to be trained on once an epoch: a late contribution is part of the next
 round, as the change that it is of the center that it began with. How late, is its staleness.
+
+``predicted`` chooses k anew in each round, after Teng & Wood 2018, "High Throughput Synchronous
+Distributed Stochastic Gradient Descent": from a model of how long workers take
+(``averager.run_times``), as many are waited for as make the most contributions a second.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from sparkdl.averager.cutoff import BackupWorkers
+from sparkdl.averager.cutoff import BackupWorkers, PredictedCutoff
 from sparkdl.averager.round_policy import All, RoundPolicy
 from sparkdl.errors import ConfigError
 
-Cutoff = Literal["none"] | int
-"""``none``, or how many workers are not waited for."""
+Cutoff = Literal["none", "predicted"] | int
+"""``none``, ``predicted``, or how many workers are not waited for."""
 
 
 def require_cutoff(cutoff: object, others: dict[str, bool]) -> None:
@@ -29,10 +33,10 @@ def require_cutoff(cutoff: object, others: dict[str, bool]) -> None:
     Raises:
         ConfigError: it is no cut-off, or one beside what needs everyone.
     """
-    if cutoff != "none" and (type(cutoff) is not int or cutoff < 1):
+    if cutoff not in ("none", "predicted") and (type(cutoff) is not int or cutoff < 1):
         raise ConfigError(
-            "cutoff must be 'none' or a whole number >= 1 of workers that are not waited for, got "
-            f"{cutoff!r}"
+            "cutoff must be 'none', 'predicted' or a whole number >= 1 of workers that are not "
+            f"waited for, got {cutoff!r}"
         )
     needing = [name for name, given in others.items() if given]
     if cutoff != "none" and needing:
@@ -44,4 +48,6 @@ def require_cutoff(cutoff: object, others: dict[str, bool]) -> None:
 
 def cutoff_policy(cutoff: Cutoff) -> RoundPolicy:
     """Who is waited for in a run."""
-    return BackupWorkers(cutoff) if isinstance(cutoff, int) else All()
+    if isinstance(cutoff, int):
+        return BackupWorkers(cutoff)
+    return PredictedCutoff() if cutoff == "predicted" else All()

@@ -162,7 +162,8 @@ class OuterOptimizer(Strategy["Stream | None"]):
             [0, 1); the paper's alpha, 0.5 in its experiments with overlap. 0 takes the center's,
             and drops what was trained while the round was under way.
         cutoff: whom rounds do without, as in ``ParameterAveraging``: ``none`` waits for everyone, a
-            number for all but so many. The others take part in the next outer step.
+            number for all but so many, ``predicted`` for as many as pay. The others take part in
+            the next outer step.
 
     Raises:
         ConfigError: an argument is out of range, or fragments, overlap or merge are given with

@@ -59,9 +59,10 @@ class ParameterAveraging(Strategy["Aggregation"]):
         cutoff: whom rounds in the driver do without. ``none`` waits for everyone, and gives the
             same bits each time. A number k of backup workers waits for all but the k slowest of
             each round (Chen et al. 2016 took 4 of 100), whose contributions are part of the next.
-            Take it where now this worker is slow and then that one. One that always is sets the
-            length of an epoch all the same, for every row is trained on; nor is there much to
-            gain with few workers, of which each is a large part of a round.
+            ``predicted`` finds k in each round, from how long workers took before. Take it where
+            now this worker is slow and then that one. One that always is sets the length of an
+            epoch all the same, for every row is trained on; nor is there much to gain with few
+            workers, of which each is a large part of a round.
 
     Raises:
         ConfigError: an argument is out of range, or some do not go together.

@@ -42,6 +42,7 @@ cloudpickle.register_pickle_by_value(misbehaving)
 SIZES = [40, 33, 21]
 DATA = classification(SIZES)
 STRATEGY = ParameterAveraging(2, average_optimizer_state=False, cutoff=1)
+PREDICTED = ParameterAveraging(2, cutoff="predicted")
 OUTER = OuterOptimizer(2, OuterSGD(0.7, 0.5, nesterov=False), cutoff=1)
 
 
@@ -73,7 +74,7 @@ class Normalized(nn.Module):
 
 @pytest.mark.parametrize("inner", [torch.optim.Adam, torch.optim.Adagrad])
 def test_alone_it_is_the_same_as_without_buffers_and_optimizer_included(inner: Any) -> None:
-    data = classification([41])
+    data = classification([42])
     settings = {"optimizer": partial(inner, lr=0.01), "epochs": 2}
     ends = [
         run_world(make_job(Normalized(), strategy=strategy, **settings), data.shards())
@@ -165,7 +166,7 @@ def stepped() -> Oracle:
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
-    ("strategy", "oracle"), [(STRATEGY, averaged), (OUTER, stepped)], ids=["averaging", "outer"]
+    ("strategy", "oracle"), [(STRATEGY, averaged), (OUTER, stepped), (PREDICTED, averaged)], ids=str
 )
 def test_every_schedule_ends_with_the_center_that_its_commits_give(
     strategy: Strategy[Any], oracle: Any
@@ -181,7 +182,7 @@ def test_without_a_cutoff_everyone_is_in_every_round_and_values_travel() -> None
         assert type(strategy.wire_format) is FullPrecision
 
 
-@pytest.mark.parametrize("strategy", [STRATEGY, OUTER], ids=["averaging", "outer"])
+@pytest.mark.parametrize("strategy", [STRATEGY, OUTER, PREDICTED], ids=str)
 def test_it_is_saved_and_loaded_without_trust(strategy: Strategy[Any], tmp_path: Path) -> None:
     recipe = save_recipe(strategy, tmp_path, "strategy")
     place = PLACES["strategy"]
@@ -191,7 +192,7 @@ def test_it_is_saved_and_loaded_without_trust(strategy: Strategy[Any], tmp_path:
 @pytest.mark.parametrize("kind", [ParameterAveraging, OuterOptimizer])
 @pytest.mark.parametrize("wrong", [0, -1, 1.0, True, None, "all", "1"])
 def test_a_cutoff_that_makes_no_sense_is_refused(kind: Any, wrong: object) -> None:
-    with pytest.raises(ConfigError, match=f"cutoff must be 'none' .*, got {wrong!r}"):
+    with pytest.raises(ConfigError, match=f"cutoff must be 'none', .*, got {wrong!r}"):
         kind(cutoff=wrong)
 
 
