@@ -1,0 +1,423 @@
+"""Rounds that are cut off: contributions a second, error, and how long an epoch takes.
+
+After Teng & Wood 2018, "High Throughput Synchronous Distributed Stochastic Gradient Descent". First
+their scheme, in which all workers begin each round together, and late contributions are thrown away
+and their times imputed: the model and the choice alone. Then the averager's own decisions in
+virtual time, which have late contributions in the next round, training a linear model. Workers take
+1 s and what is drawn from an exponential distribution of mean 1 s, anew each time; or hosts of four
+workers are four times as slow for spells of 20 s, a quarter of the time. Last, real workers, each a
+process on this machine, that sleep: now this one ten times as long as usual and now that one, or
+always the same one.
+"""
+
+import heapq
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from multiprocessing import current_process
+
+import harness
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparkdl.averager import decisions as do
+from sparkdl.averager import events as on
+from sparkdl.averager.coordinator import Coordinator
+from sparkdl.averager.cutoff import BackupWorkers, PredictedCutoff
+from sparkdl.averager.round_policy import All, RoundPolicy
+from sparkdl.averager.run_times import RunTimes, best_cutoff
+from sparkdl.events import WindowReport
+from sparkdl.feed.columns import ColumnSpec, FeedSchema
+from sparkdl.feed.facts import ShardFacts
+from sparkdl.strategies import ParameterAveraging
+from sparkdl.strategies.cutoff import Cutoff
+from sparkdl.testing import batches_of, run_world
+from sparkdl.worker import Job
+
+WORKERS, HOST = 160, 4
+SPELL_S, BETWEEN_S, SLOWNESS = 20.0, 60.0, 4.0
+ROUNDS, FIRST = 180, 30
+"""Of the paper's scheme, and how many of these are not counted, for times are yet unknown."""
+FEW, MANY = 6, 40
+"""Backup workers: 4 % as in Chen et al. 2016, and as many as are slow on average."""
+SECONDS = 100.0
+WIDTH, ROWS, LEARNING_RATE, NOISE = 20, 40, 0.05, 0.5
+
+
+def main() -> None:
+    """Runs all parts, and reports."""
+    chosen = harness.arguments(__doc__, repeats=3)
+    thrown = {noise: throughputs(noise, chosen.repeats) for noise in ("exponential", "spells")}
+    for noise, rates in thrown.items():
+        told = ", ".join(f"{name} {rate:.1f}" for name, rate in rates.items())
+        print(f"late thrown away, {noise}: contributions a second: {told}", flush=True)
+    policies = {
+        "everyone": All,
+        f"all but {FEW}": partial(BackupWorkers, FEW),
+        f"all but {MANY}": partial(BackupWorkers, MANY),
+        "predicted": PredictedCutoff,
+    }
+    folded: dict[str, dict[str, Outcome]] = {"exponential": {}, "spells": {}}
+    for noise, outcomes in folded.items():
+        for name, policy in policies.items():
+            outcomes[name] = outcome = train(policy(), noise, seed=0)
+            print(f"late in the next round, {noise}, {name}: {outcome}", flush=True)
+    real = {slow: processes(slow, chosen.repeats, chosen.quick) for slow in ("in turn", "one")}
+    claims = claims_of(thrown, folded, real)
+    figures = {
+        noise: {name: vars(outcome) for name, outcome in outcomes.items()}
+        for noise, outcomes in folded.items()
+    }
+    measured = {"thrown_away": thrown, "in_the_next_round": figures, "epoch_seconds": real}
+    harness.report("cutoff", claims, measured)
+
+
+def claims_of(
+    thrown: dict[str, dict[str, float]],
+    folded: dict[str, dict[str, "Outcome"]],
+    real: dict[str, dict[str, float]],
+) -> list[harness.Claim]:
+    """What the figures, by noise or by who is slow, are held to."""
+    exponential, spells = thrown["exponential"], thrown["spells"]
+    more = partial(harness.Claim, at_least=True)
+    return [
+        more(
+            name="exponential times, late thrown away: contributions/s, predicted / everyone",
+            ratio=exponential["predicted"] / exponential["everyone"],
+            target=2.0,
+        ),
+        more(
+            name="predicted / the best fixed number, known only afterwards",
+            ratio=exponential["predicted"] / exponential["best fixed"],
+            target=0.97,
+        ),
+        more(
+            name="hosts slow for spells: predicted / the best fixed number",
+            ratio=spells["predicted"] / spells["best fixed"],
+            target=1.0,
+        ),
+        more(
+            name=f"predicted / all but {FEW}",
+            ratio=spells["predicted"] / spells[f"all but {FEW}"],
+            target=1.5,
+        ),
+        *(
+            harness.Claim(
+                name=f"{noise}, late in the next round: error after {SECONDS:g} s, "
+                "predicted / everyone",
+                ratio=outcomes["predicted"].error / outcomes["everyone"].error,
+                target=0.7,
+            )
+            for noise, outcomes in folded.items()
+        ),
+        harness.Claim(
+            name="processes slow in turn: seconds an epoch, predicted / everyone",
+            ratio=real["in turn"]["predicted"] / real["in turn"]["none"],
+            target=0.8,
+        ),
+        harness.Claim(
+            name="all but one / everyone",
+            ratio=real["in turn"]["1"] / real["in turn"]["none"],
+            target=0.8,
+        ),
+        harness.Claim(
+            name="one process always slow: seconds an epoch, predicted / everyone",
+            ratio=real["one"]["predicted"] / real["one"]["none"],
+            target=1.05,
+        ),
+    ]
+
+
+class Times:
+    """How long workers take.
+
+    Args:
+        noise: ``exponential`` or ``spells``.
+        seed: of what is drawn.
+    """
+
+    def __init__(self, noise: str, seed: int) -> None:
+        self._draw = np.random.default_rng(seed)
+        self._has_spells = noise == "spells"
+        hosts = WORKERS // HOST
+        self._slow = self._draw.random(hosts) < SPELL_S / (SPELL_S + BETWEEN_S)
+        self._changes = np.where(
+            self._slow,
+            self._draw.exponential(SPELL_S, hosts),
+            self._draw.exponential(BETWEEN_S, hosts),
+        )
+
+    def window(self, rank: int, now: float) -> float:
+        """Seconds that a window takes which begins now."""
+        if not self._has_spells:
+            return 1 + float(self._draw.exponential())
+        host = rank // HOST
+        while self._changes[host] <= now:
+            self._slow[host] = not self._slow[host]
+            lasts = SPELL_S if self._slow[host] else BETWEEN_S
+            self._changes[host] += self._draw.exponential(lasts)
+        usual = float(np.exp(0.15 * self._draw.normal()))
+        return usual * (SLOWNESS if self._slow[host] else 1.0)
+
+
+def throughputs(noise: str, repeats: int) -> dict[str, float]:
+    """Contributions a second in the paper's scheme, by who is waited for; medians."""
+    runs = [throughput(noise, seed) for seed in range(repeats)]
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def throughput(noise: str, seed: int) -> dict[str, float]:
+    """One run of the paper's scheme."""
+    fixed = {c: _Rounds(noise, seed).run(lambda *_, c=c: c) for c in range(8, WORKERS + 1, 8)}
+    return {
+        "everyone": fixed[WORKERS],
+        f"all but {FEW}": _Rounds(noise, seed).run(lambda *_: WORKERS - FEW),
+        "best fixed": max(fixed.values()),
+        "predicted": _Rounds(noise, seed).run(_Predicted(seed)),
+        "known before": _Rounds(noise, seed).run(
+            lambda _, times: int(np.argmax(np.arange(1, WORKERS + 1) / np.sort(times))) + 1
+        ),
+    }
+
+
+class _Rounds:
+    """All begin together, and what is late is thrown away."""
+
+    def __init__(self, noise: str, seed: int) -> None:
+        self._times = Times(noise, seed)
+
+    def run(self, choose: Callable[[int, np.ndarray], int]) -> float:
+        """Returns contributions a second."""
+        now, counted, began = 0.0, 0, 0.0
+        for round in range(ROUNDS):
+            if round == FIRST:
+                counted, began = 0, now
+            times = np.array([self._times.window(rank, now) for rank in range(WORKERS)])
+            enough = choose(round, times)
+            now += np.sort(times)[enough - 1]
+            counted += enough
+        return counted / (now - began)
+
+
+class _Predicted:
+    """Chooses by the model, which sees no time beyond the cut-off."""
+
+    def __init__(self, seed: int) -> None:
+        self._model = RunTimes(WORKERS, seed)
+
+    def __call__(self, round: int, times: np.ndarray) -> int:
+        ranks, model = range(WORKERS), self._model
+        model.fit()
+        enough = WORKERS
+        if model.knows(ranks):
+            drawn = model.draw(ranks, np.zeros(WORKERS))
+            enough = best_cutoff(drawn, np.empty((len(drawn), 0)))
+        cut = np.sort(times)[enough - 1]
+        if enough < WORKERS:
+            imputed = model.draw(ranks, np.full(WORKERS, cut))[0]
+            times = np.where(times <= cut, times, imputed)
+        for rank in ranks:
+            model.note(rank, round, times[rank])
+        return enough
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a simulated run has gone.
+
+    Attributes:
+        rounds: in all.
+        contributions: a second.
+        fresh: the same of those that began with their round's center.
+        error: distance of the center from the model that made the rows, relative to the first.
+        policy_ms: milliseconds of processor time a round in which the policy chose.
+    """
+
+    rounds: int
+    contributions: float
+    fresh: float
+    error: float
+    policy_ms: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rounds} rounds, {self.contributions:.1f} contributions a second of which "
+            f"{self.fresh:.1f} fresh, error {self.error:.4f}, policy {self.policy_ms:.2f} ms each"
+        )
+
+
+def train(policy: RoundPolicy, noise: str, seed: int) -> Outcome:
+    """Train for some seconds of virtual time with the averager's decisions."""
+    run = _Run(Timed(policy), Times(noise, seed), seed)
+    run.train()
+    return Outcome(
+        rounds=run.rounds,
+        contributions=run.contributions / SECONDS,
+        fresh=run.fresh / SECONDS,
+        error=float(np.linalg.norm(run.center - run.target) / np.linalg.norm(run.target)),
+        policy_ms=1e3 * run.policy.seconds / run.rounds,
+    )
+
+
+class Timed(All):
+    """Another policy, and how long it takes to open rounds.
+
+    Args:
+        policy: the other.
+    """
+
+    def __init__(self, policy: RoundPolicy) -> None:
+        self.seconds = 0.0
+        self.in_step = policy.in_step
+        self._policy = policy
+        self.begin, self.began, self.closed = policy.begin, policy.began, policy.closed
+        self.is_enough = policy.is_enough
+
+    def opened(self, group: Set[int], late: Set[int]) -> None:
+        """As the other."""
+        began = time.process_time()
+        self._policy.opened(group, late)
+        self.seconds += time.process_time() - began
+
+    def committed(self, windows: Iterable[WindowReport], active: Set[int]) -> Iterable[int]:
+        """As the other."""
+        return self._policy.committed(windows, active)
+
+
+class _Run:
+    def __init__(self, policy: Timed, times: Times, seed: int) -> None:
+        self.policy = policy
+        self.rounds = self.contributions = self.fresh = 0
+        self._draw = np.random.default_rng(seed)
+        self.target = self._draw.normal(size=WIDTH)
+        self.center = np.zeros(WIDTH)
+        self._times = times
+        self._coordinator = Coordinator(WORKERS, 1e9, 0.0, policy=policy)
+        self._members = [on.Member(rank, "host") for rank in range(WORKERS)]
+        self._steps = [0] * WORKERS
+        self._begun = [self.center] * WORKERS
+        self._due: list[tuple[float, int]] = []
+        self._now = 0.0
+
+    def train(self) -> None:
+        """Let the workers train until it is so late."""
+        for member in self._members:
+            self._tell(on.Joined(member))
+            self._tell(on.RowsFound(member, ShardFacts(1, ())))
+        self._tell(on.Started())
+        while self._due[0][0] < SECONDS:
+            self._now, rank = heapq.heappop(self._due)
+            self._steps[rank] = step = self._steps[rank] + 1
+            report = WindowReport(
+                rank=rank, epoch=1, step=step, examples=ROWS, loss_sum=0.0, last=False
+            )
+            self._tell(on.WindowClosed(self._members[rank], report))
+
+    def _tell(self, event: on.Event) -> None:
+        decisions = self._coordinator.handle(event, self._now)
+        told = [decision.event for decision in decisions if isinstance(decision, do.Report)]
+        if reports := [each for each in told if isinstance(each, WindowReport)]:
+            self.rounds += 1
+            self.contributions += len(reports)
+            self.fresh += sum(not report.staleness for report in reports)
+            self.center = self.center + np.mean([self._change(r.rank) for r in reports], axis=0)
+        for decision in decisions:
+            if isinstance(decision, do.Receive):
+                self._tell(on.Contributed(decision.member))
+            elif isinstance(decision, (do.Reply, do.Welcome)):
+                self._begin(decision.member)
+
+    def _begin(self, member: on.Member) -> None:
+        self._begun[member.rank] = self.center
+        lasts = self._times.window(member.rank, self._now)
+        heapq.heappush(self._due, (self._now + lasts, member.rank))
+        self._tell(on.Taken(member))
+
+    def _change(self, rank: int) -> np.ndarray:
+        """A step on rows that the model with ``target`` has made."""
+        rows = self._draw.normal(size=(ROWS, WIDTH))
+        residual = rows @ (self._begun[rank] - self.target) - NOISE * self._draw.normal(size=ROWS)
+        return -LEARNING_RATE * (residual @ rows) / ROWS
+
+
+# Real processes.
+
+RANKS, PERIOD, BATCH, USUAL_S, TIMES_AS_SLOW = 4, 5, 8, 0.004, 10
+
+
+class Sleeps(nn.Module):
+    """A linear model, whose forward pass takes as long as it is told.
+
+    Args:
+        slow: ``in turn``: one window in ten of each worker, drawn anew; ``one``: those of rank 1.
+    """
+
+    def __init__(self, slow: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self._slow = slow
+        self._step = 0
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Sleep, then compute."""
+        name = current_process().name
+        window, self._step = self._step // PERIOD, self._step + 1
+        if self._slow == "one":
+            is_slow = name == "rank 1"
+        else:
+            is_slow = random.Random(f"{name}, window {window}").random() < 1 / TIMES_AS_SLOW
+        time.sleep(USUAL_S * (TIMES_AS_SLOW if is_slow else 1))
+        return self.linear(features)
+
+
+def processes(slow: str, repeats: int, quick: bool) -> dict[str, float]:
+    """Median seconds of an epoch, by cut-off."""
+    windows = 20 if quick else 60
+    cutoffs: tuple[Cutoff, ...] = ("none", 1, "predicted")
+    contenders = {str(cutoff): partial(epochs, slow, cutoff, windows) for cutoff in cutoffs}
+    return {
+        name: harness.show(
+            f"slow {slow}, cutoff {name}: an epoch", [*chain.from_iterable(runs)], digits=2
+        )
+        for name, runs in harness.interleave(contenders, repeats=repeats).items()
+    }
+
+
+def epochs(slow: str, cutoff: Cutoff, windows: int) -> list[float]:
+    """Seconds of each epoch but the first."""
+    rows = windows * PERIOD * BATCH
+    draw = np.random.default_rng(0)
+    shards = []
+    for _ in range(RANKS):
+        features = draw.normal(size=(rows, 4)).astype(np.float32)
+        label = (features.sum(axis=1) > 0).astype(np.int64)
+        shards.append(batches_of(rows, features=features, label=label))
+    job = Job(
+        model=partial(Sleeps, slow),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.SGD, lr=0.05),
+        strategy=ParameterAveraging(PERIOD, cutoff=cutoff),
+        schema=FeedSchema(
+            features=(ColumnSpec("features", torch.float32, (4,)),),
+            label=ColumnSpec("label", torch.int64),
+        ),
+        epochs=3,
+        batch_size=BATCH,
+        seed=1,
+        deadline_s=60.0,
+    )
+    outcome = run_world(job, shards, ranks_as="processes")
+    history = outcome.history
+    assert all(summary.examples == RANKS * rows for summary in history)
+    stale = ", ".join(f"{summary.mean_staleness:.2f}" for summary in history)
+    print(f"slow {slow}, cutoff {cutoff}: loss {history[-1].loss:.3f}, staleness {stale}")
+    return [summary.seconds for summary in history[1:]]
+
+
+if __name__ == "__main__":
+    main()
