@@ -7,7 +7,7 @@ virtual time, which have late contributions in the next round, training a linear
 1 s and what is drawn from an exponential distribution of mean 1 s, anew each time; or hosts of four
 workers are four times as slow for spells of 20 s, a quarter of the time. Last, real workers, each a
 process on this machine, that sleep: now this one ten times as long as usual and now that one, or
-always the same one.
+always the same one three times as long.
 """
 
 import heapq
@@ -347,7 +347,9 @@ class _Run:
 
 # Real processes.
 
-RANKS, PERIOD, BATCH, USUAL_S, TIMES_AS_SLOW = 4, 5, 8, 0.004, 10
+RANKS, PERIOD, BATCH, USUAL_S = 4, 5, 8, 0.02
+IN_TURN, ALWAYS = 10, 3
+"""How many times as long as usual they sleep."""
 
 
 class Sleeps(nn.Module):
@@ -368,16 +370,16 @@ class Sleeps(nn.Module):
         name = current_process().name
         window, self._step = self._step // PERIOD, self._step + 1
         if self._slow == "one":
-            is_slow = name == "rank 1"
+            times = ALWAYS if name == "rank 1" else 1
         else:
-            is_slow = random.Random(f"{name}, window {window}").random() < 1 / TIMES_AS_SLOW
-        time.sleep(USUAL_S * (TIMES_AS_SLOW if is_slow else 1))
+            times = IN_TURN if random.Random(f"{name}, window {window}").random() < 0.1 else 1
+        time.sleep(USUAL_S * times)
         return self.linear(features)
 
 
 def processes(slow: str, repeats: int, quick: bool) -> dict[str, float]:
     """Median seconds of an epoch, by cut-off."""
-    windows = 20 if quick else 60
+    windows = 10 if quick else 30
     cutoffs: tuple[Cutoff, ...] = ("none", 1, "predicted")
     contenders = {str(cutoff): partial(epochs, slow, cutoff, windows) for cutoff in cutoffs}
     return {
@@ -409,7 +411,7 @@ def epochs(slow: str, cutoff: Cutoff, windows: int) -> list[float]:
         epochs=3,
         batch_size=BATCH,
         seed=1,
-        deadline_s=60.0,
+        deadline_s=300.0,
     )
     outcome = run_world(job, shards, ranks_as="processes")
     history = outcome.history

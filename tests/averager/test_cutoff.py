@@ -144,6 +144,14 @@ class TestOneBackupWorker:
         ]
         assert (summary.mean_staleness, summary.max_staleness) == (1 / 3, 1)
 
+    def test_who_hangs_is_dropped_when_the_others_wait_for_it(self) -> None:
+        run = self.run(max_failures=1)
+        for step in range(1, 61):
+            run.wait(1)
+            assert only(do.Drop, finish(run, 0, 1, step=step)) == []
+        finish(run, 0, 1, step=61, last=True)
+        assert only(do.Drop, run.wait(20)) == [do.Drop(run.members[2])]
+
     def test_a_checkpoint_has_the_own_states_of_those_of_its_commit(self) -> None:
         run = self.run(checkpoints=Every(1))
         decisions = [*run.contribute(0), *run.contribute(1)]
