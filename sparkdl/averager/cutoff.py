@@ -57,13 +57,11 @@ class PredictedCutoff(BackupWorkers):
         self._times = RunTimes(workers, self._seed)
         self._round = 0
         self._began, self._closed = np.zeros(workers), np.full(workers, np.nan)
-        self._began_in = [0] * workers
         self._now = self._over = np.inf
 
     def began(self, rank: int, now: float) -> None:
         """Its time counts from here."""
         self._began[rank], self._closed[rank] = now, np.nan
-        self._began_in[rank] = self._round
 
     def closed(self, window: WindowReport, now: float) -> None:
         """Remember its time; the last of an epoch may have fewer steps."""
@@ -72,7 +70,7 @@ class PredictedCutoff(BackupWorkers):
             return  # it sends again what it has trained before
         self._closed[rank] = now
         if not window.last:
-            self._times.note(rank, self._began_in[rank], now - self._began[rank])
+            self._times.note(rank, self._round, now - self._began[rank])
 
     def opened(self, group: Set[int], late: Set[int]) -> None:
         """Decide how many are waited for."""
@@ -81,8 +79,10 @@ class PredictedCutoff(BackupWorkers):
 
     def _cutoff(self, due: list[int], late: list[int]) -> int:
         self._times.fit()
-        if not self._times.knows(due + late):
+        if not self._times.knows(due):
             return len(due)
+        # One that is late for more rounds than are remembered is not expected in this one.
+        late = [rank for rank in late if self._times.knows([rank])]
         begins = self._began[due].min()
         times = self._draw(due + late) - begins
         between_s = max(begins - self._over, 0.0)

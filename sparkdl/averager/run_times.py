@@ -1,6 +1,6 @@
 """A model of how long workers take for a window, fitted to how long they took.
 
-With t_rk the seconds of the window that rank r began in round k, and e_rk independent:
+With t_rk the seconds of the window that rank r ended in round k, and e_rk independent:
 
     log t_rk = a_rk + f_k + e_rk
 
@@ -53,15 +53,14 @@ class RunTimes:
 
         Args:
             rank: whose.
-            round: in which it began, counted from 0.
+            round: in which it ended, counted from 0; never less than in the call before.
             seconds: that it took.
         """
         row = round % ROUNDS
         if self._rounds[row] < round:
             self._rounds[row] = round
             self._logs[row] = np.nan
-        if self._rounds[row] == round:
-            self._logs[row, rank] = np.log(max(seconds, 1e-6))
+        self._logs[row, rank] = np.log(max(seconds, 1e-6))
 
     def fit(self) -> None:
         """Fit the model to the times that are known by now."""

@@ -335,6 +335,15 @@ def test_one_that_is_fast_again_is_waited_for_again() -> None:
     assert rounds[-4:] == [ALL] * 4
 
 
+def test_one_that_is_slower_than_is_remembered_holds_nobody_up() -> None:
+    cluster = Cluster(1.0, 1.01, 0.99, 60.0)
+    while cluster.round() == ALL:
+        pass
+    began, rounds = cluster.run.now, [cluster.round() for _ in range(150)]
+    assert cluster.run.now - began < 1.1 * 150
+    assert sum(3 in ranks for ranks in rounds) == 2
+
+
 def test_where_rounds_themselves_take_long_the_slow_are_waited_for() -> None:
     quick, slow = (Cluster(1.0, 1.0, 1.0, 2.0, between_s=seconds) for seconds in (0.0, 9.0))
     for cluster in (quick, slow):

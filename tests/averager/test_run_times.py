@@ -159,9 +159,6 @@ def test_times_of_long_ago_are_forgotten() -> None:
     model.fit()
     assert model.knows([0])
     assert not model.knows([1])
-    model.note(1, 5, 100.0)
-    model.fit()
-    assert not model.knows([1])
 
 
 def test_the_same_seed_draws_the_same() -> None:
