@@ -5,25 +5,18 @@ their scheme, in which all workers begin each round together, and late contribut
 and their times imputed: the model and the choice alone. Then the averager's own decisions in
 virtual time, which have late contributions in the next round, training a linear model. Workers take
 1 s and what is drawn from an exponential distribution of mean 1 s, anew each time; or hosts of four
-workers are four times as slow for spells of 20 s, a quarter of the time. Last, real workers, each a
-process on this machine, that sleep: now this one ten times as long as usual and now that one, or
-always the same one three times as long.
+workers are four times as slow for spells of 20 s, a quarter of the time.
 """
 
 import heapq
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from multiprocessing import current_process
 
 import harness
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
@@ -32,12 +25,7 @@ from sparkdl.averager.cutoff import BackupWorkers, PredictedCutoff
 from sparkdl.averager.round_policy import All, RoundPolicy
 from sparkdl.averager.run_times import RunTimes, best_cutoff
 from sparkdl.events import WindowReport
-from sparkdl.feed.columns import ColumnSpec, FeedSchema
 from sparkdl.feed.facts import ShardFacts
-from sparkdl.strategies import ParameterAveraging
-from sparkdl.strategies.cutoff import Cutoff
-from sparkdl.testing import batches_of, run_world
-from sparkdl.worker import Job
 
 WORKERS, HOST = 160, 4
 SPELL_S, BETWEEN_S, SLOWNESS = 20.0, 60.0, 4.0
@@ -67,22 +55,20 @@ def main() -> None:
         for name, policy in policies.items():
             outcomes[name] = outcome = train(policy(), noise, seed=0)
             print(f"late in the next round, {noise}, {name}: {outcome}", flush=True)
-    real = {slow: processes(slow, chosen.repeats, chosen.quick) for slow in ("in turn", "one")}
-    claims = claims_of(thrown, folded, real)
+    claims = claims_of(thrown, folded)
     figures = {
         noise: {name: vars(outcome) for name, outcome in outcomes.items()}
         for noise, outcomes in folded.items()
     }
-    measured = {"thrown_away": thrown, "in_the_next_round": figures, "epoch_seconds": real}
+    measured = {"thrown_away": thrown, "in_the_next_round": figures}
     harness.report("cutoff", claims, measured)
 
 
 def claims_of(
     thrown: dict[str, dict[str, float]],
     folded: dict[str, dict[str, "Outcome"]],
-    real: dict[str, dict[str, float]],
 ) -> list[harness.Claim]:
-    """What the figures, by noise or by who is slow, are held to."""
+    """What the figures, by noise, are held to."""
     exponential, spells = thrown["exponential"], thrown["spells"]
     more = partial(harness.Claim, at_least=True)
     return [
@@ -114,21 +100,6 @@ def claims_of(
                 target=0.7,
             )
             for noise, outcomes in folded.items()
-        ),
-        harness.Claim(
-            name="processes slow in turn: seconds an epoch, predicted / everyone",
-            ratio=real["in turn"]["predicted"] / real["in turn"]["none"],
-            target=0.8,
-        ),
-        harness.Claim(
-            name="all but one / everyone",
-            ratio=real["in turn"]["1"] / real["in turn"]["none"],
-            target=0.8,
-        ),
-        harness.Claim(
-            name="one process always slow: seconds an epoch, predicted / everyone",
-            ratio=real["one"]["predicted"] / real["one"]["none"],
-            target=1.05,
         ),
     ]
 
@@ -201,7 +172,7 @@ class _Rounds:
             enough = choose(round, times)
             now += np.sort(times)[enough - 1]
             counted += enough
-        return counted / (now - began)
+        return float(counted / (now - began))
 
 
 class _Predicted:
@@ -343,82 +314,6 @@ class _Run:
         rows = self._draw.normal(size=(ROWS, WIDTH))
         residual = rows @ (self._begun[rank] - self.target) - NOISE * self._draw.normal(size=ROWS)
         return -LEARNING_RATE * (residual @ rows) / ROWS
-
-
-# Real processes.
-
-RANKS, PERIOD, BATCH, USUAL_S = 4, 5, 8, 0.02
-IN_TURN, ALWAYS = 10, 3
-"""How many times as long as usual they sleep."""
-
-
-class Sleeps(nn.Module):
-    """A linear model, whose forward pass takes as long as it is told.
-
-    Args:
-        slow: ``in turn``: one window in ten of each worker, drawn anew; ``one``: those of rank 1.
-    """
-
-    def __init__(self, slow: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-        self._slow = slow
-        self._step = 0
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Sleep, then compute."""
-        name = current_process().name
-        window, self._step = self._step // PERIOD, self._step + 1
-        if self._slow == "one":
-            times = ALWAYS if name == "rank 1" else 1
-        else:
-            times = IN_TURN if random.Random(f"{name}, window {window}").random() < 0.1 else 1
-        time.sleep(USUAL_S * times)
-        return self.linear(features)
-
-
-def processes(slow: str, repeats: int, quick: bool) -> dict[str, float]:
-    """Median seconds of an epoch, by cut-off."""
-    windows = 10 if quick else 30
-    cutoffs: tuple[Cutoff, ...] = ("none", 1, "predicted")
-    contenders = {str(cutoff): partial(epochs, slow, cutoff, windows) for cutoff in cutoffs}
-    return {
-        name: harness.show(
-            f"slow {slow}, cutoff {name}: an epoch", [*chain.from_iterable(runs)], digits=2
-        )
-        for name, runs in harness.interleave(contenders, repeats=repeats).items()
-    }
-
-
-def epochs(slow: str, cutoff: Cutoff, windows: int) -> list[float]:
-    """Seconds of each epoch but the first."""
-    rows = windows * PERIOD * BATCH
-    draw = np.random.default_rng(0)
-    shards = []
-    for _ in range(RANKS):
-        features = draw.normal(size=(rows, 4)).astype(np.float32)
-        label = (features.sum(axis=1) > 0).astype(np.int64)
-        shards.append(batches_of(rows, features=features, label=label))
-    job = Job(
-        model=partial(Sleeps, slow),
-        loss=nn.CrossEntropyLoss(),
-        optimizer=partial(torch.optim.SGD, lr=0.05),
-        strategy=ParameterAveraging(PERIOD, cutoff=cutoff),
-        schema=FeedSchema(
-            features=(ColumnSpec("features", torch.float32, (4,)),),
-            label=ColumnSpec("label", torch.int64),
-        ),
-        epochs=3,
-        batch_size=BATCH,
-        seed=1,
-        deadline_s=300.0,
-    )
-    outcome = run_world(job, shards, ranks_as="processes")
-    history = outcome.history
-    assert all(summary.examples == RANKS * rows for summary in history)
-    stale = ", ".join(f"{summary.mean_staleness:.2f}" for summary in history)
-    print(f"slow {slow}, cutoff {cutoff}: loss {history[-1].loss:.3f}, staleness {stale}")
-    return [summary.seconds for summary in history[1:]]
 
 
 if __name__ == "__main__":
