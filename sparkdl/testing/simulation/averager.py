@@ -138,6 +138,7 @@ class Averager:
             this.at_barrier,
             this.through,
             this.readers,
+            this.late,
         )
         return len(self._conversations) + sum(map(len, waiting))
 
