@@ -303,7 +303,7 @@ class Coordinator:
         self.round.admit(knocking)
         for is_final, windows in ((False, self.round.release()), (True, final)):
             for window in windows:
-                self._sent[window.member.rank] = self._updates
+                self._begin(window.member.rank)
                 reply = do.Reply(window.member, is_final, window.takes_reply, saves)
                 self._decided.append(reply)
         if saves and not final:
@@ -311,8 +311,13 @@ class Coordinator:
             self._decided.extend(do.AskOwnState(window.member) for window in waiting)
         for rank in knocking:
             self.members.hear(rank, self._now)
-            self._sent[rank] = self._updates
+            self._begin(rank)
             self._decided.append(do.Welcome(self._ready.pop(rank)))
+
+    def _begin(self, rank: int) -> None:
+        """Take note that a rank is sent the center."""
+        self._sent[rank] = self._updates
+        self.round.policy.began(rank, self._now)
 
     def _workers_expected(self, event: on.WorkersExpected) -> None:
         if self.members.joined < self._world_size:
@@ -414,7 +419,6 @@ class Coordinator:
         readers = self.round.readers
         readers.discard(event.member.rank)
         self.members.begin_window(event.member.rank, self._now)
-        self.round.policy.began(event.member.rank, self._now)
         if not readers:
             self.members.pass_turn(self._now)
 

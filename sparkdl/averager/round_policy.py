@@ -27,7 +27,7 @@ class RoundPolicy(ABC):
         """Take note of where the ranks stand when the run begins, or begins again."""
 
     def began(self, rank: int, now: float) -> None:  # noqa: B027 - as above
-        """Take note that a rank has what it needs to train.
+        """Take note that a rank is sent what it needs to train.
 
         Args:
             rank: whose window begins.

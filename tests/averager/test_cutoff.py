@@ -181,9 +181,7 @@ def test_policies_are_told_when_windows_begin_and_end() -> None:
     run = started(1, policy=policy)
     run.now += 3
     run.contribute(0)
-    run.now += 1
-    run.take(0)
-    assert policy.heard == [("began", 0, 1000), ("closed", 0, 1003), ("began", 0, 1004)]
+    assert policy.heard == [("began", 0, 1000), ("closed", 0, 1003), ("began", 0, 1003)]
 
 
 def calls_a_window(world_size: int, policy: RoundPolicy) -> float:
@@ -375,6 +373,20 @@ def test_every_schedule_with_predicted_cutoffs_ends_as_its_faults_allow() -> Non
     assert sum(outcome.losses for outcome in ended) > 20
     assert Watched.most_left_out > 1
     assert Watched.stale > 20
+
+
+def test_who_contributes_before_it_is_known_to_have_the_center_is_timed_as_any() -> None:
+    cluster = Cluster(1.0, 1.0, 1.0, 2.0)
+    for _ in range(8):
+        cluster.round()
+    run, step = cluster.run, max(cluster.steps) + 1
+    run.now += 1
+    for rank in (0, 1, 2):
+        run.contribute(rank, step=step)
+    run.now += 1
+    run.close(0, step=step + 1)  # it was sent the reply, and nobody knows that it was taken
+    run.take()
+    assert cluster.policy._closed[0] == run.now
 
 
 @pytest.mark.slow
