@@ -93,7 +93,7 @@ def test_its_text_is_the_same_in_every_process_and_it_can_be_pickled() -> None:
     assert text_of(strategy) == (
         "OuterOptimizer(period=((1, 1), (31, 16)), outer=OuterSGD(learning_rate=1, momentum=0.5, "
         "nesterov=True), inner_state='keep', wire_dtype='float32', fragments=1, overlap=0, "
-        "merge=0.0)"
+        "merge=0.0, cutoff='none')"
     )
     assert pickle.loads(pickle.dumps(strategy)) == strategy
 
