@@ -19,11 +19,13 @@ from sparkdl.strategies.asynchronous_outer_optimizer import (
 from sparkdl.strategies.asynchronous_sgd import AsynchronousSGD
 from sparkdl.strategies.barriers import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
 from sparkdl.strategies.base import Needs, Run, Strategy
+from sparkdl.strategies.compression import Compression, Compressor
 from sparkdl.strategies.elastic_averaging import ElasticAveraging
 from sparkdl.strategies.gossip_averaging import GossipAveraging
 from sparkdl.strategies.gradient_all_reduce import GradientAllReduce
 from sparkdl.strategies.outer_optimizer import OuterOptimizer, OuterSGD
 from sparkdl.strategies.parameter_averaging import ParameterAveraging
+from sparkdl.strategies.power_sgd import PowerSGD
 from sparkdl.strategies.threshold_gradient_sharing import ThresholdGradientSharing
 
 __all__ = [
@@ -39,6 +41,8 @@ __all__ = [
     "Barrier",
     "CenterUpdate",
     "Changes",
+    "Compression",
+    "Compressor",
     "Contributions",
     "DelayedNesterov",
     "ElasticAveraging",
@@ -53,6 +57,7 @@ __all__ = [
     "OuterSGD",
     "Packing",
     "ParameterAveraging",
+    "PowerSGD",
     "ReplaceByMean",
     "RoundPolicy",
     "Run",
