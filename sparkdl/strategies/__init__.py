@@ -23,10 +23,12 @@ from sparkdl.strategies.compression import Compression, Compressor
 from sparkdl.strategies.elastic_averaging import ElasticAveraging
 from sparkdl.strategies.gossip_averaging import GossipAveraging
 from sparkdl.strategies.gradient_all_reduce import GradientAllReduce
+from sparkdl.strategies.one_bit_adam import OneBitAdam
 from sparkdl.strategies.outer_optimizer import OuterOptimizer, OuterSGD
 from sparkdl.strategies.parameter_averaging import ParameterAveraging
 from sparkdl.strategies.power_sgd import PowerSGD
 from sparkdl.strategies.threshold_gradient_sharing import ThresholdGradientSharing
+from sparkdl.strategies.top_k import TopK
 
 __all__ = [
     "ASP",
@@ -53,6 +55,7 @@ __all__ = [
     "GradientAllReduce",
     "Needs",
     "Nobody",
+    "OneBitAdam",
     "OuterOptimizer",
     "OuterSGD",
     "Packing",
@@ -65,5 +68,6 @@ __all__ = [
     "SparseChanges",
     "Strategy",
     "ThresholdGradientSharing",
+    "TopK",
     "WireFormat",
 ]

@@ -27,6 +27,7 @@ from torch.futures import Future
 
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
+from sparkdl.replica import Replica
 from sparkdl.strategies.worker_group import HALVES
 
 
@@ -34,11 +35,12 @@ class Compression(ABC):
     """What workers send in place of their gradients; an argument of ``GradientAllReduce``."""
 
     @abstractmethod
-    def compressor(self, collective: Collective) -> Compressor:
+    def compressor(self, collective: Collective, replica: Replica) -> Compressor:
         """One worker's part.
 
         Args:
             collective: the group of all workers.
+            replica: this worker's.
         """
 
 
@@ -70,6 +72,9 @@ class Compressor(ABC):
                 on all workers.
         """
 
+    def before_update(self) -> None:  # noqa: B027 - most leave the step to the optimizer
+        """Called before each optimizer step, with the gradients that all workers have."""
+
     def saved(self) -> dict[str, Any]:
         """For ``restore``."""
         return {f"error.{place}": error for place, error in self.errors.items()}
@@ -98,6 +103,7 @@ class Compressor(ABC):
                 "compression is of dense gradients, and a layer of this model has sparse ones "
                 "(nn.Embedding(sparse=True)): build it with sparse=False, or leave out compression"
             )
+        # In the shapes of the parameters, but in the order of the memory (channels_last).
         of_bucket = zip(bucket.parameters(), bucket.gradients(), strict=True)
         self.average({places[parameter]: gradient for parameter, gradient in of_bucket})
         # What is not on the CPU has to be said.
@@ -121,6 +127,16 @@ class Compressor(ABC):
         self.collective.all_reduce(flat.div_(self.collective.world_size))
         parts = torch.split(flat, [each.numel() for each in tensors])
         return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+
+
+def require_start_after(steps: object) -> None:
+    """Check a number of steps whose gradients are sent whole.
+
+    Raises:
+        ConfigError: it is no whole number >= 0.
+    """
+    if type(steps) is not int or steps < 0:
+        raise ConfigError(f"start_after must be a whole number >= 0 of steps, got {steps!r}")
 
 
 def by_place(name: str, saved: Mapping[str, Any]) -> dict[int, Any]:

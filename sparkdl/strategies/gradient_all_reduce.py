@@ -49,8 +49,8 @@ class GradientAllReduce(Strategy["_Reducer"]):
             larger ones cost fewer messages.
         accumulate: minibatches on each worker for one optimizer step, >= 1.
         compression: ``fp16`` or ``bf16`` send rounded gradients, half the bytes of float32;
-            ``PowerSGD`` sends far fewer, and what it leaves out later. Workers still agree, with
-            another result than without.
+            ``PowerSGD``, ``TopK`` and ``OneBitAdam`` send far fewer, and later what they leave out.
+            Workers still agree, with another result than without.
         shard_optimizer: whether each worker keeps the optimizer's state of its share of the
             parameters only (ZeRO stage 1). The state is then not part of the driver's copy: there
             are no checkpoints, and a lost worker ends the fit.
@@ -86,7 +86,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
         smaller = isinstance(self.compression, Compression) or self.compression in ROUNDED
         if self.compression is not None and not smaller:
             raise ConfigError(
-                "compression must be None, 'fp16', 'bf16' or such as PowerSGD(rank=2), got "
+                "compression must be None, 'fp16', 'bf16' or one such as PowerSGD(2), got "
                 f"{self.compression!r}"
             )
         require_steps("commit_every", self.commit_every)
@@ -122,7 +122,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
         run.cleanup.callback(release_model, model)  # before the group ends
         compressor, rounding = None, None
         if isinstance(self.compression, Compression):
-            compressor = self.compression.compressor(together.collective)
+            compressor = self.compression.compressor(together.collective, run.replica)
         else:
             rounding = self.compression
         finite = reduce_by(rounding, compressor, model, run)
@@ -234,6 +234,8 @@ class _Reducer:
             if batch is not None:
                 yield batch, self.finite.loss
         self.finite.before_update(trained)
+        if self.compressor is not None:
+            self.compressor.before_update()
         with collective.guarded("the exchange of parameter shards"):
             replica.update()
 

@@ -29,7 +29,13 @@ from torch import Tensor
 
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
-from sparkdl.strategies.compression import Compression, Compressor, by_place
+from sparkdl.replica import Replica
+from sparkdl.strategies.compression import (
+    Compression,
+    Compressor,
+    by_place,
+    require_start_after,
+)
 
 
 @dataclass(frozen=True)
@@ -62,10 +68,7 @@ class PowerSGD(Compression):
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:
             raise ConfigError(f"rank must be a whole number >= 1, got {self.rank!r}")
-        if type(self.start_after) is not int or self.start_after < 0:
-            raise ConfigError(
-                f"start_after must be a whole number >= 0 of steps, got {self.start_after!r}"
-            )
+        require_start_after(self.start_after)
         rate = self.min_compression_rate
         if type(rate) not in (int, float) or not 0 <= rate < math.inf:
             raise ConfigError(f"min_compression_rate must be a number >= 0, got {rate!r}")
@@ -77,7 +80,7 @@ class PowerSGD(Compression):
         rows, columns = shape[0], shape.numel() // shape[0]
         return (rows + columns) * self.rank * self.min_compression_rate < rows * columns
 
-    def compressor(self, collective: Collective) -> Compressor:
+    def compressor(self, collective: Collective, replica: Replica) -> Compressor:
         """One worker's part."""
         return _PowerIteration(collective, self)
 

@@ -35,6 +35,9 @@ class Member:
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return self._exchange(tensor.clone())
 
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        return torch.stack([each[self.index] for each in self._exchange(tensor.clone())])
+
     def _exchange(self, mine: Tensor) -> list[Tensor]:
         self.octets += mine.nbytes
         self.shown[self.index] = mine

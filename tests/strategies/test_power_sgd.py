@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from functools import partial
@@ -45,7 +44,13 @@ LOW_RANK = PowerSGD(1, start_after=3, min_compression_rate=0)
 
 def job(model: nn.Module | None = None, **changes: Any) -> Job:
     strategy = GradientAllReduce(compression=LOW_RANK, commit_every=4)
-    settings = {"strategy": strategy, "optimizer": MOMENTUM, "epochs": 3, "max_failures": 1}
+    settings: dict[str, Any] = {
+        "strategy": strategy,
+        "optimizer": MOMENTUM,
+        "epochs": 3,
+        "max_failures": 1,
+    }
+    settings["deadline_s"] = 90.0  # the others of the machine may keep ranks from starting
     return make_job(model or mlp(), **{**settings, **changes})
 
 
@@ -92,33 +97,34 @@ class OfTorch(GradientAllReduce):
 
 
 @pytest.mark.parametrize(
-    "sizes", [pytest.param([40], id="one"), pytest.param(SIZES, id="two", marks=pytest.mark.slow)]
+    "sizes",
+    [pytest.param([120], id="one"), pytest.param([120, 99], id="two", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
         (mlp(36), PowerSGD(1, 2, 1)),
         (mlp(36), PowerSGD(4, 5, 1)),
-        (cnn().to(memory_format=torch.channels_last), PowerSGD(2, 3, 1)),
+        (cnn(), PowerSGD(2, 3, 1)),
     ],
     ids=["first", "fourth", "convolutions"],
 )
 def test_it_is_what_torchs_hook_computes(
     model: nn.Module, settings: PowerSGD, sizes: list[int]
 ) -> None:
-    """Which compresses vectors too below a rate of 1, and takes no tensors in channels_last."""
-    plain = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
+    """Which compresses vectors too below a rate of 1.
+
+    Minibatches have more rows than factors have columns: what a basis is completed with is anyone's
+    choice.
+    """
     data = classification(sizes, width=36)
     ranks_as: Any = "threads" if len(sizes) == 1 else "processes"
+    given = partial(job, schema=schema(36), epochs=1, batch_size=12, max_failures=0)
     ours, torchs = (
-        run_world(
-            job(module, strategy=strategy, schema=schema(36), max_failures=0),
-            data.shards(),
-            ranks_as=ranks_as,
-        )
+        run_world(given(module, strategy=strategy), data.shards(), ranks_as=ranks_as)
         for module, strategy in (
             (model, GradientAllReduce(compression=settings)),
-            (plain, OfTorch(compression=settings)),
+            (model, OfTorch(compression=settings)),
         )
     )
     whole = run_world(
@@ -146,7 +152,7 @@ Step = tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]]
 
 def steps_of(member: Any, settings: PowerSGD, steps: int) -> list[Step]:
     """(M, what all have agreed on, errors) of some steps, on a member's own random gradients."""
-    compressor, done = settings.compressor(member), list[Step]()
+    compressor, done = settings.compressor(member, None), list[Step]()
     for step in range(steps):
         given = gradients(member.index, step)
         asked = {
@@ -193,7 +199,7 @@ def test_the_mean_of_factors_are_the_factors_of_the_mean() -> None:
     together = of_all(workers, lambda member: steps_of(member, settings, steps))[0]
 
     def of_means(member: Any) -> list[dict[int, Tensor]]:
-        compressor, agreed = settings.compressor(member), []
+        compressor, agreed = settings.compressor(member, None), []
         for step in range(steps):
             everyones = [gradients(rank, step) for rank in range(workers)]
             means = {place: sum(one[place] for one in everyones) / workers for place in SHAPES}
@@ -233,7 +239,7 @@ def test_the_same_matrix_in_each_step_is_sent_as_its_best_approximation_in_the_e
     matrix, rank = gradients(0, 0)[0], 3
 
     def body(member: Any) -> Tensor:
-        compressor = PowerSGD(rank, min_compression_rate=0).compressor(member)
+        compressor = PowerSGD(rank, min_compression_rate=0).compressor(member, None)
         for _ in range(400):
             given = matrix.clone()
             compressor.average({0: given})
@@ -251,7 +257,7 @@ def test_a_matrix_of_the_rank_is_sent_without_loss_in_the_first_step() -> None:
 
     def body(member: Any) -> Tensor:
         given = matrix.clone()
-        PowerSGD(2, min_compression_rate=0).compressor(member).average({0: given})
+        PowerSGD(2, min_compression_rate=0).compressor(member, None).average({0: given})
         return given
 
     torch.testing.assert_close(of_all(1, body)[0], matrix, rtol=0, atol=1e-13)
@@ -259,7 +265,7 @@ def test_a_matrix_of_the_rank_is_sent_without_loss_in_the_first_step() -> None:
 
 def test_gradients_of_zero_are_sent_as_zero_and_what_follows_them_is_sent() -> None:
     def body(member: Any) -> list[Tensor]:
-        compressor = PowerSGD(2, min_compression_rate=0).compressor(member)
+        compressor = PowerSGD(2, min_compression_rate=0).compressor(member, None)
         sent = []
         for gradient in [torch.zeros(12, 9), torch.zeros(12, 9), torch.ones(12, 9)]:
             compressor.average({0: gradient})
@@ -275,7 +281,7 @@ def test_gradients_of_zero_are_sent_as_zero_and_what_follows_them_is_sent() -> N
 
 def test_half_precision_is_compressed_in_float32() -> None:
     def body(member: Any) -> tuple[dict[int, Tensor], dict[int, Tensor], int]:
-        compressor = PowerSGD(2, min_compression_rate=0).compressor(member)
+        compressor = PowerSGD(2, min_compression_rate=0).compressor(member, None)
         given = gradients(0, 0, torch.bfloat16)
         compressor.average(given)
         return given, compressor.errors, member.octets
@@ -315,10 +321,8 @@ def test_each_step_sends_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) 
     assert sent == [whole] * 4 + [rest, lefts, rights] * 5
 
 
-@pytest.mark.parametrize("bucket_mb", [25, 0.0001])
-def test_a_killed_worker_costs_no_bit_of_what_was_left_out(
-    tmp_path: Path, bucket_mb: float
-) -> None:
+@pytest.mark.parametrize("bucket_mb", [25, pytest.param(0.0001, marks=pytest.mark.slow)])
+def test_a_killed_worker_costs_no_bits(tmp_path: Path, bucket_mb: float) -> None:
     """The last copy that the driver has is of step 12 or 18."""
     strategy = GradientAllReduce(bucket_mb, compression=LOW_RANK, commit_every=6)
     whole = run_world(job(strategy=strategy), DATA.shards(), ranks_as="processes")
