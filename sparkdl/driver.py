@@ -213,7 +213,7 @@ def run(
             if not job.strategy.needs.checkpointable:
                 raise ConfigError(
                     f"{job.strategy} keeps state on its workers that no checkpoint holds. Leave "
-                    "out checkpointPath, or shard_optimizer and powersgd"
+                    "out checkpointPath, or shard_optimizer"
                 )
             config = identity(job, world_size, replica, layout, warm_start)
             plan = _plan(checkpoints, job.epochs, config)

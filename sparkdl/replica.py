@@ -179,6 +179,11 @@ class Replica:
         self.optimizer.state = build_optimizer(self._build_optimizer, self._named).state
         self._forget_optimizer_state()
 
+    @property
+    def clips_gradients(self) -> bool:
+        """Whether gradients are scaled down before an optimizer step if their norm is large."""
+        return self._clip_norm is not None
+
     def step(self, batch: Batch) -> Tensor:
         """Train on one minibatch.
 
@@ -196,7 +201,7 @@ class Replica:
         """Take an optimizer step on the gradients that are there."""
         if self._clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.trainable(), self._clip_norm)
-        self._take_over_state()
+        self.take_over_state()
         self.optimizer.step()
         self.schedule.after_step()
 
@@ -329,7 +334,7 @@ class Replica:
                 home.copy_(parameter.data)
                 parameter.data = home
 
-    def _take_over_state(self) -> None:
+    def take_over_state(self) -> None:
         """Give the optimizer state that the segments hold of parameters which it has not stepped.
 
         Other replicas, or the training of which this one is continued, may have had gradients for
@@ -349,7 +354,7 @@ class Replica:
         Optimizers create their state in the first step and some replace a tensor instead of
         writing to it, so the places are compared each time.
         """
-        self._take_over_state()
+        self.take_over_state()
         self._reserve_missing_state()
         self._lent = bool(self._reserved)
         families: dict[tuple[torch.dtype, torch.device], list[StatePlace]] = {}

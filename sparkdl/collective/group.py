@@ -95,9 +95,20 @@ class Collective:
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every member's tensor, by index; all have to be of one size and dtype."""
         gathered = [torch.empty_like(tensor) for _ in self.members]
-        with self.guarded("an exchange of all workers with all"):
+        with self.guarded("an exchange of all workers with all"), self.clock.phase(EXCHANGE):
             dist.all_gather(gathered, tensor, group=self._group)
         return gathered
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """What each member has for this one, by index.
+
+        Args:
+            tensor: what this one has for each, shape (members, ...), the same on all.
+        """
+        received = torch.empty_like(tensor)
+        with self.guarded("an exchange of all workers with all"), self.clock.phase(EXCHANGE):
+            dist.all_to_all_single(received, tensor, group=self._group)
+        return received
 
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:

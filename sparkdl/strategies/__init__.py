@@ -20,12 +20,16 @@ from sparkdl.strategies.asynchronous_outer_optimizer import (
 from sparkdl.strategies.asynchronous_sgd import AsynchronousSGD
 from sparkdl.strategies.barriers import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
 from sparkdl.strategies.base import Needs, Run, Strategy
+from sparkdl.strategies.compression import Compression, Compressor
 from sparkdl.strategies.elastic_averaging import ElasticAveraging
 from sparkdl.strategies.gossip_averaging import GossipAveraging
 from sparkdl.strategies.gradient_all_reduce import GradientAllReduce
+from sparkdl.strategies.one_bit_adam import OneBitAdam
 from sparkdl.strategies.outer_optimizer import OuterOptimizer, OuterSGD
 from sparkdl.strategies.parameter_averaging import ParameterAveraging
+from sparkdl.strategies.power_sgd import PowerSGD
 from sparkdl.strategies.threshold_gradient_sharing import ThresholdGradientSharing
+from sparkdl.strategies.top_k import TopK
 
 __all__ = [
     "ASP",
@@ -40,6 +44,8 @@ __all__ = [
     "Barrier",
     "CenterUpdate",
     "Changes",
+    "Compression",
+    "Compressor",
     "Contributions",
     "DelayedNesterov",
     "ElasticAveraging",
@@ -50,11 +56,13 @@ __all__ = [
     "GradientAllReduce",
     "Needs",
     "Nobody",
+    "OneBitAdam",
     "OuterOptimizer",
     "OuterSGD",
     "Packing",
     "ParameterAveraging",
     "ParameterChanges",
+    "PowerSGD",
     "ReplaceByMean",
     "RoundPolicy",
     "Run",
@@ -62,5 +70,6 @@ __all__ = [
     "SparseChanges",
     "Strategy",
     "ThresholdGradientSharing",
+    "TopK",
     "WireFormat",
 ]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,11 +31,10 @@ from sparkdl.optimizers import NamedParameters, takes_names
 from sparkdl.protocols import Batch, OptimizerBuilder
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
-from sparkdl.strategies.gradients import FiniteGradients, FiniteSum, keep_finite
+from sparkdl.strategies.compression import Compression, Compressor
+from sparkdl.strategies.gradients import ROUNDED, FiniteGradients, FiniteSum, reduce_by
 from sparkdl.strategies.synchronized_norm import Turn, synchronize
 from sparkdl.strategies.worker_group import WorkerGroup
-
-COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,11 @@ class GradientAllReduce(Strategy["_Reducer"]):
             larger ones cost fewer messages.
         accumulate: minibatches on each worker for one optimizer step, >= 1.
         compression: ``fp16`` or ``bf16`` send rounded gradients, half the bytes of float32;
-            ``powersgd`` sends low-rank factors (Vogels et al. 2019) after ten steps of full
-            gradients. Workers still agree, with another result than without.
+            ``PowerSGD``, ``TopK`` and ``OneBitAdam`` send far fewer, and later what they leave out.
+            Workers still agree, with another result than without.
         shard_optimizer: whether each worker keeps the optimizer's state of its share of the
             parameters only (ZeRO stage 1). The state is then not part of the driver's copy: there
-            are no checkpoints, and a lost worker ends the fit. So with ``powersgd``.
+            are no checkpoints, and a lost worker ends the fit.
         commit_every: optimizer steps after which the driver takes a copy, so the most that are
             repeated after the loss of a worker; None for one at the end of each epoch only.
         find_unused_parameters: whether a parameter may take no part in the loss; costs a look at
@@ -68,7 +67,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
 
     bucket_mb: float = 25
     accumulate: int = 1
-    compression: Literal["fp16", "bf16", "powersgd"] | None = None
+    compression: Literal["fp16", "bf16"] | Compression | None = None
     shard_optimizer: bool = False
     commit_every: int | None = None
     find_unused_parameters: bool = False
@@ -84,9 +83,11 @@ class GradientAllReduce(Strategy["_Reducer"]):
             raise ConfigError(
                 f"accumulate must be a whole number >= 1 of minibatches, got {self.accumulate!r}"
             )
-        if self.compression not in COMPRESSIONS:
+        smaller = isinstance(self.compression, Compression) or self.compression in ROUNDED
+        if self.compression is not None and not smaller:
             raise ConfigError(
-                f"compression must be None, 'fp16', 'bf16' or 'powersgd', got {self.compression!r}"
+                "compression must be None, 'fp16', 'bf16' or one such as PowerSGD(2), got "
+                f"{self.compression!r}"
             )
         require_steps("commit_every", self.commit_every)
         for name in ("shard_optimizer", "find_unused_parameters", "sync_batch_norm"):
@@ -100,14 +101,14 @@ class GradientAllReduce(Strategy["_Reducer"]):
 
     @property
     def needs(self) -> Needs:
-        """All workers in every step; neither shards nor PowerSGD's state are in a checkpoint."""
+        """All workers in every step; shards of the optimizer's state are in no checkpoint."""
         return Needs(
             exchanges_optimizer_state=not self.shard_optimizer,
             collective=True,
             gang_start=True,
             equal_steps=True,
             resumes_alone=False,
-            checkpointable=not self.shard_optimizer and self.compression != "powersgd",
+            checkpointable=not self.shard_optimizer,
             minibatches_a_step=self.accumulate,
         )
 
@@ -119,8 +120,22 @@ class GradientAllReduce(Strategy["_Reducer"]):
         turn = synchronize(run.replica.module) if self.sync_batch_norm else None
         model = _wrap(self, run.replica, turn)
         run.cleanup.callback(release_model, model)  # before the group ends
-        finite = keep_finite(model, self.compression, run)
-        return _Reducer(model, together, finite, run.batch_size)
+        compressor, rounding = None, None
+        if isinstance(self.compression, Compression):
+            compressor = self.compression.compressor(together.collective, run.replica)
+        else:
+            rounding = self.compression
+        finite = reduce_by(rounding, compressor, model, run)
+        return _Reducer(model, together, finite, compressor, run.batch_size)
+
+    def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
+        """What a compression has left out so far, if there is one."""
+        return {} if state.compressor is None else state.compressor.saved()
+
+    def restore_state(self, state: _Reducer, saved: Mapping[str, Any]) -> None:
+        """Send it later."""
+        if state.compressor is not None:
+            state.compressor.restore(saved)
 
     def rows_changed(self, run: Run, state: _Reducer) -> None:
         """Learn how many steps all workers have now."""
@@ -166,6 +181,7 @@ class _Reducer:
         model: its model, wrapped.
         together: this worker among the others.
         finite: looks at its gradients.
+        compressor: has what was left out of them; None if nothing is.
         batch_size: rows a minibatch.
     """
 
@@ -174,11 +190,13 @@ class _Reducer:
         model: DistributedDataParallel,
         together: WorkerGroup,
         finite: FiniteGradients | FiniteSum,
+        compressor: Compressor | None,
         batch_size: int,
     ) -> None:
         self.model = model
         self.together = together
         self.finite = finite
+        self.compressor = compressor
         self._batch_size = batch_size
         self._loss: _ModelAndLoss = model.module
 
@@ -216,6 +234,8 @@ class _Reducer:
             if batch is not None:
                 yield batch, self.finite.loss
         self.finite.before_update(trained)
+        if self.compressor is not None:
+            self.compressor.before_update()
         with collective.guarded("the exchange of parameter shards"):
             replica.update()
 

@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
-    PowerSGDState,
-    powerSGD_hook,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.averager.finite import ADVICE, count_non_finite
 from sparkdl.errors import NonFiniteError
 from sparkdl.protocols import Batch
 from sparkdl.strategies.base import Run
+from sparkdl.strategies.compression import Compressor
 
 ROUNDED = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """In what gradients travel, by the name of the compression."""
-START_POWER_SGD = 10
-"""Steps of full gradients before PowerSGD's low-rank ones."""
+HOOKS: dict[str, Callable[..., Any]] = {
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+}
+"""torch's, which send them so."""
 
 _OVERFLOW = ". float16 ends at 65504: compression='bf16' goes further"
 
@@ -191,39 +191,32 @@ class FiniteSum:
         )
 
 
-def keep_finite(
-    model: DistributedDataParallel, compression: str | None, run: Run
+def reduce_by(
+    rounding: str | None, compressor: Compressor | None, model: DistributedDataParallel, run: Run
 ) -> FiniteGradients | FiniteSum:
-    """Have a model's gradients compressed, and looked at.
+    """Have a model's gradients reduced, and looked at.
 
     Args:
+        rounding: one of ``ROUNDED``; None for none.
+        compressor: this worker's, which takes them from its ``start_after`` on; None for none.
         model: before its first backward pass.
-        compression: None, or a name that ``GradientAllReduce`` knows.
         run: of the worker whose model it is.
 
     Returns:
         What looks at them.
     """
-    if compression is None and run.replica.device.type == "cpu":
+    if rounding is None and compressor is None and run.replica.device.type == "cpu":
         return FiniteSum(run, model.module)
-    finite = FiniteGradients(run, ROUNDED.get(compression or ""))
-    state, reduce = _hook(compression)
+    finite = FiniteGradients(run, None if rounding is None else ROUNDED[rounding])
+    reduce = default_hooks.allreduce_hook if rounding is None else HOOKS[rounding]
+    places: dict[Tensor, int] = {p: place for place, p in enumerate(run.replica.trainable())}
 
     def look_and_reduce(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotations
         finite.look_at(bucket.buffer())
+        if compressor is not None and run.step > compressor.start_after:
+            return compressor.take_bucket(bucket, places)
         return reduce(state, bucket)
 
     # Under its own name DDP refuses torch's bfloat16 on gloo, which has been able to for long.
-    model.register_comm_hook(state, look_and_reduce)
+    model.register_comm_hook(None, look_and_reduce)
     return finite
-
-
-def _hook(compression: str | None) -> tuple[Any, Callable[..., Any]]:
-    """One of torch's hooks, with its state."""
-    if compression is None:
-        return None, default_hooks.allreduce_hook
-    if compression == "fp16":
-        return None, default_hooks.fp16_compress_hook
-    if compression == "bf16":
-        return None, default_hooks.bf16_compress_hook
-    return PowerSGDState(process_group=None, start_powerSGD_iter=START_POWER_SGD), powerSGD_hook

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from toys import Data, batches_by_hand, classification, make_job, mlp
 
 from sparkdl.errors import NonFiniteError
-from sparkdl.strategies import GradientAllReduce
+from sparkdl.strategies import GradientAllReduce, PowerSGD
 from sparkdl.testing import run_world
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -145,7 +145,7 @@ def test_sparse_gradients_are_looked_at_too() -> None:
         {"bucket_mb": 0.0001},
         {"accumulate": 2},
         {"compression": "bf16"},
-        {"compression": "powersgd"},
+        {"compression": PowerSGD(1, start_after=0)},
         {"shard_optimizer": True},
         {"find_unused_parameters": True},
     ],

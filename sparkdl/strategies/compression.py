@@ -1,0 +1,145 @@
+"""Gradients that are sent as something smaller; what was left out of them is sent later.
+
+Error feedback (Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019,
+"Error Feedback Fixes SignSGD"). With g the gradient of one worker in a step, weighted by its rows,
+and e what it has left out so far, which is 0 at first:
+
+    M  <-  g + e          send what stands for M          e  <-  M - what was sent
+
+DistributedDataParallel hands over each bucket of gradients as soon as backward has filled it, and
+takes back what all workers have come to. Backward waits meanwhile: an exchange has several
+messages, which all workers have to send in the same order.
+
+What a worker remembers is by parameter, not by bucket, for DDP cuts its buckets anew after the
+first step of a process.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from sparkdl.collective import Collective
+from sparkdl.errors import ConfigError
+from sparkdl.replica import Replica
+from sparkdl.strategies.worker_group import HALVES
+
+
+class Compression(ABC):
+    """What workers send in place of their gradients; an argument of ``GradientAllReduce``."""
+
+    @abstractmethod
+    def compressor(self, collective: Collective, replica: Replica) -> Compressor:
+        """One worker's part.
+
+        Args:
+            collective: the group of all workers.
+            replica: this worker's.
+        """
+
+
+class Compressor(ABC):
+    """What one worker has left out, and how it exchanges the rest.
+
+    Args:
+        collective: the group of all workers.
+        start_after: optimizer steps of the training, from its start, whose gradients it is not
+            given: they are sent whole.
+
+    Attributes:
+        collective: as given.
+        start_after: as given.
+        errors: what was left out so far, by the parameter's place among those that train.
+    """
+
+    def __init__(self, collective: Collective, start_after: int) -> None:
+        self.collective = collective
+        self.start_after = start_after
+        self.errors: dict[int, Tensor] = {}
+
+    @abstractmethod
+    def average(self, gradients: Mapping[int, Tensor]) -> None:
+        """Overwrite gradients with the mean of all workers', or what stands for it.
+
+        Args:
+            gradients: this worker's, of any shape, by their parameters' places; the same places
+                on all workers.
+        """
+
+    def before_update(self) -> None:  # noqa: B027 - most leave the step to the optimizer
+        """Called before each optimizer step, with the gradients that all workers have."""
+
+    def saved(self) -> dict[str, Any]:
+        """For ``restore``."""
+        return {f"error.{place}": error for place, error in self.errors.items()}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what was ``saved``."""
+        self.errors = by_place("error", saved)
+
+    def take_bucket(self, bucket: GradBucket, places: dict[Tensor, int]) -> Future[Tensor]:
+        """Exchange one of DDP's buckets.
+
+        Args:
+            bucket: of gradients of one dtype; overwritten.
+            places: by parameter, where it stands among those that train.
+
+        Returns:
+            The bucket's own memory, of which nothing is under way any more.
+
+        Raises:
+            ConfigError: the gradients are sparse.
+            CollectiveError: a worker did not take part.
+        """
+        values = bucket.buffer()
+        if values.is_sparse:
+            raise ConfigError(
+                "compression is of dense gradients, and a layer of this model has sparse ones "
+                "(nn.Embedding(sparse=True)): build it with sparse=False, or leave out compression"
+            )
+        # In the shapes of the parameters, but in the order of the memory (channels_last).
+        of_bucket = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        self.average({places[parameter]: gradient for parameter, gradient in of_bucket})
+        # What is not on the CPU has to be said.
+        on_cpu = values.device.type == "cpu"
+        done: Future[Tensor] = Future(devices=None if on_cpu else [values.device])
+        done.set_result(values)
+        return done
+
+    def with_error(self, place: int, gradient: Tensor) -> Tensor:
+        """M: a gradient and what was left out of those before; never narrower than float32."""
+        wide = gradient.float() if gradient.dtype in HALVES else gradient
+        error = self.errors.get(place)
+        return wide.clone() if error is None else wide + error.view_as(wide)
+
+    def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The mean of all workers' tensors, of the same shapes and one dtype, in one message."""
+        if not tensors:
+            return []
+        flat = torch.cat([each.reshape(-1) for each in tensors])
+        # In this order, as DDP does: half precision would overflow in the other.
+        self.collective.all_reduce(flat.div_(self.collective.world_size))
+        parts = torch.split(flat, [each.numel() for each in tensors])
+        return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+
+
+def require_start_after(steps: object) -> None:
+    """Check a number of steps whose gradients are sent whole.
+
+    Raises:
+        ConfigError: it is no whole number >= 0.
+    """
+    if type(steps) is not int or steps < 0:
+        raise ConfigError(f"start_after must be a whole number >= 0 of steps, got {steps!r}")
+
+
+def by_place(name: str, saved: Mapping[str, Any]) -> dict[int, Any]:
+    """Of what was saved as ``name.place``, each by its place."""
+    of_name = ((key.rpartition("."), value) for key, value in saved.items())
+    return {int(place): value for (before, _, place), value in of_name if before == name}

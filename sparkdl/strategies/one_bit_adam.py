@@ -1,0 +1,273 @@
+"""1-bit Adam: after a warm-up workers send of Adam's momentum the signs, and one scale for many.
+
+Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
+Speed" (arXiv 2102.02888), as in DeepSpeed's compressed all-reduce. For T steps workers add up their
+gradients and take Adam's steps. Then the variance v stays what it is, and with g_i the gradient of
+worker i, of R, and m the momentum that all have:
+
+    worker i    c  <-  b1 m + (1 - b1) g_i + e_i         s  <-  |c| / sqrt(n) of each chunk
+                send s and the signs of c                e_i  <-  c - s sign(c)
+    server j    a  <-  mean of the workers' chunk j + E_j        S  <-  |a| / sqrt(n)
+                send S and the signs of a                E_j  <-  a - S sign(a)
+    all         m  <-  S sign(a) of all chunks
+                x  <-  x - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^T)) + eps)
+
+in which |c| is the Euclidean norm of n entries, and the sign of 0 is 1. Each parameter has R
+chunks, of 8 * ceil(entries / (8 R)) entries but for the last ones, and worker j is the server of
+the j-th. The last line is torch's Adam with v where it stood after T steps: the paper leaves out
+both corrections, which are 1 once T is large enough.
+
+Phases: ``start_after`` steps of all-reduced Adam; then in each step every worker to every server
+(all-to-all), and every server to all (all-gather). Both errors are a worker's own. They are of the
+momentum before v scales it, and would not cancel if v changed: that is why it stands still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkdl.collective import Collective
+from sparkdl.errors import ConfigError, TrainingError
+from sparkdl.replica import Replica
+from sparkdl.strategies.compression import (
+    Compression,
+    Compressor,
+    by_place,
+    require_start_after,
+)
+
+SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class OneBitAdam(Compression):
+    """Send a bit of each entry of Adam's momentum: ``compression=OneBitAdam(start_after=2000)``.
+
+    Choose it to train a large model by ``torch.optim.Adam`` or ``AdamW`` for many steps on a slow
+    link, with a warm-up that is long enough. Do not for short fits, most of which is warm-up; nor
+    where entries have gradients rarely (embeddings of rare words), whose variance the warm-up does
+    not find.
+
+    Args:
+        start_after: T, the steps of the warm-up, >= 1. No fewer than the learning rate's warm-up
+            has (Tang et al.); at the least some 1 / (1 - b2) steps, 1000 with Adam's
+            defaults, for v to be known.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    start_after: int
+
+    def __post_init__(self) -> None:
+        require_start_after(self.start_after)
+        if self.start_after < 1:
+            raise ConfigError("start_after must be >= 1: Adam's variance has to be known by then")
+
+    def compressor(self, collective: Collective, replica: Replica) -> Compressor:
+        """One worker's part.
+
+        Raises:
+            ConfigError: the optimizer is not Adam or AdamW, or has an option for which there is no
+                frozen step; or gradients are to be clipped.
+        """
+        require_adam(replica)
+        return _Momentum(collective, replica, self.start_after)
+
+
+def require_adam(replica: Replica) -> None:
+    """Check that a replica's optimizer is one whose variance can stand still.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    optimizer = replica.optimizer
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        raise ConfigError(
+            "OneBitAdam sends the momentum of torch.optim.Adam or AdamW, not of "
+            f"{type(optimizer).__name__}; PowerSGD and TopK go with any optimizer"
+        )
+    for group in optimizer.param_groups:
+        for option in ("amsgrad", "maximize", "differentiable"):
+            if group[option]:
+                raise ConfigError(f"OneBitAdam has no step for {option}=True; leave it out")
+    if replica.clips_gradients:
+        raise ConfigError(
+            "OneBitAdam cannot clip gradients, whose sum no worker knows after the warm-up: leave "
+            "out clipNorm, or take PowerSGD or TopK"
+        )
+
+
+class _Momentum(Compressor):
+    """One worker's errors, and those of the chunks that it is the server of.
+
+    Args:
+        collective: the group of all workers.
+        replica: this worker's.
+        start_after: steps of the warm-up.
+    """
+
+    def __init__(self, collective: Collective, replica: Replica, start_after: int) -> None:
+        super().__init__(collective, start_after)
+        self._replica = replica
+        self._optimizer = replica.optimizer
+        self._parameters = replica.trainable()
+        groups = self._optimizer.param_groups
+        self._groups = {each: group for group in groups for each in group["params"]}
+        self._of_chunks: dict[int, Tensor] = {}
+        self._agreed: list[int] = []
+
+    def average(self, gradients: Mapping[int, Tensor]) -> None:
+        """Overwrite gradients with the momentum that all workers have after this step."""
+        # Of a training that goes on: the optimizer has not taken a step in this process.
+        self._replica.take_over_state()
+        workers, mine = self.collective.world_size, self.collective.index
+        messages = []
+        for place, gradient in gradients.items():
+            momentum = self._own_momentum(place, gradient)
+            whole = self.with_error(place, momentum).reshape(-1)
+            message, sent = encode(chunks_of(whole, workers), chunk_sizes(len(whole), workers))
+            self.errors[place] = whole.sub_(sent.view(-1)[: len(whole)])
+            messages.append(message)
+
+        widths = [message.shape[1] for message in messages]
+        received = self.collective.all_to_all(torch.cat(messages, dim=1))
+        answers = []
+        for place, parts in zip(gradients, torch.split(received, widths, dim=1), strict=True):
+            errors = self.errors[place]
+            size = chunk_sizes(len(errors), workers)[mine]
+            chunk = decode(parts, errors.dtype).mean(0)[:size]
+            if place in self._of_chunks:
+                chunk += self._of_chunks[place]
+            message, sent = encode(pad(chunk, 8 * (parts.shape[1] - SCALE_BYTES))[None], [size])
+            self._of_chunks[place] = chunk.sub_(sent[0, :size])
+            answers.append(message[0])
+
+        everyones = torch.stack(self.collective.all_gather(torch.cat(answers)))
+        for (place, gradient), parts in zip(
+            gradients.items(), torch.split(everyones, widths, dim=1), strict=True
+        ):
+            errors = self.errors[place]
+            agreed = decode(parts, errors.dtype).view(-1)[: len(errors)]
+            gradient.copy_(agreed.view(gradient.shape))
+            self._agreed.append(place)
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        """Take the step with the variance of the warm-up; the optimizer is left without gradients.
+
+        Only where this step's were averaged here.
+        """
+        for place in self._agreed:
+            parameter = self._parameters[place]
+            if parameter.grad is None:  # no worker has used it
+                continue
+            group, state = self._groups[parameter], self._optimizer.state[parameter]
+            (beta1, beta2), rate = group["betas"], float(group["lr"])
+            state["step"] += 1
+            momentum = state["exp_avg"].copy_(parameter.grad)
+            variance = state["exp_avg_sq"] / (1 - beta2**self.start_after)
+            if group["decoupled_weight_decay"]:
+                parameter.mul_(1 - rate * group["weight_decay"])
+            step = momentum / variance.sqrt().add_(group["eps"])
+            # Where there was no gradient in all of the warm-up, a sign would be a huge step.
+            step.masked_fill_(variance == 0, 0.0)
+            parameter.sub_(step, alpha=rate / (1 - beta1 ** float(state["step"])))
+            parameter.grad = None
+        self._agreed.clear()
+
+    def saved(self) -> dict[str, Any]:
+        """Both errors."""
+        return super().saved() | {f"chunk.{place}": e for place, e in self._of_chunks.items()}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on with both."""
+        super().restore(saved)
+        self._of_chunks = by_place("chunk", saved)
+
+    def _own_momentum(self, place: int, gradient: Tensor) -> Tensor:
+        """What the momentum would be if this worker's gradient were all workers'."""
+        parameter = self._parameters[place]
+        group, state = self._groups[parameter], self._optimizer.state.get(parameter)
+        if not state:
+            raise TrainingError(
+                f"a parameter of shape {tuple(parameter.shape)} has its first gradient after the "
+                f"warm-up of {self.start_after} steps, so that Adam's variance of it is not known. "
+                "Raise start_after, or take PowerSGD or TopK"
+            )
+        if group["weight_decay"] and not group["decoupled_weight_decay"]:
+            gradient = gradient.add(parameter.detach(), alpha=group["weight_decay"])
+        momentum: Tensor = state["exp_avg"]
+        return momentum.lerp(gradient, 1 - group["betas"][0])
+
+
+def octets_of(entries: int, workers: int) -> int:
+    """Bytes of the signs of one chunk."""
+    return -(-entries // (8 * workers))
+
+
+def chunk_sizes(entries: int, workers: int) -> list[int]:
+    """How many entries of a parameter each chunk has."""
+    width = 8 * octets_of(entries, workers)
+    return [max(0, min(width, entries - width * chunk)) for chunk in range(workers)]
+
+
+def chunks_of(values: Tensor, workers: int) -> Tensor:
+    """A parameter's entries, shape (entries,), with zeros behind them as (workers, width)."""
+    return pad(values, 8 * octets_of(len(values), workers) * workers).view(workers, -1)
+
+
+def pad(values: Tensor, width: int) -> Tensor:
+    """Values and as many zeros behind them as make ``width``."""
+    padded = values.new_zeros(width)
+    padded[: len(values)] = values
+    return padded
+
+
+def encode(chunks: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """Signs and scales of some chunks.
+
+    Args:
+        chunks: shape (chunks, 8 * octets), float32 or float64, zeros behind their entries.
+        sizes: how many entries each has.
+
+    Returns:
+        Messages, uint8 of shape (chunks, 4 + octets): a float32 and the signs, eight a byte; and
+        what they stand for, of the shape of ``chunks``.
+    """
+    counts = torch.tensor(sizes, dtype=chunks.dtype, device=chunks.device).clamp_(min=1)
+    scales = (torch.linalg.vector_norm(chunks, dim=1) / counts.sqrt()).float()
+    positive = chunks >= 0
+    bits = positive.view(len(chunks), -1, 8).to(torch.uint8)
+    octets = (bits << _shifts(chunks.device)).sum(-1, dtype=torch.uint8)
+    message = torch.cat([scales.view(torch.uint8).view(len(chunks), SCALE_BYTES), octets], dim=1)
+    return message, _signed(positive, scales.to(chunks.dtype))
+
+
+def decode(messages: Tensor, dtype: torch.dtype) -> Tensor:
+    """What messages stand for.
+
+    Args:
+        messages: shape (chunks, 4 + octets), as ``encode`` returns them.
+        dtype: of the values.
+
+    Returns:
+        Shape (chunks, 8 * octets).
+    """
+    # Copied, for a number in four bytes has to begin at a multiple of four.
+    scales = messages[:, :SCALE_BYTES].reshape(-1).clone().view(torch.float32)
+    bits = (messages[:, SCALE_BYTES:, None] >> _shifts(messages.device)) & 1
+    return _signed(bits.view(len(messages), -1).bool(), scales.to(dtype))
+
+
+def _signed(positive: Tensor, scales: Tensor) -> Tensor:
+    return torch.where(positive, scales[:, None], -scales[:, None])
+
+
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)

@@ -1,0 +1,164 @@
+"""PowerSGD: each matrix of gradients is sent as two factors of low rank.
+
+Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
+(arXiv 1905.13727), algorithms 1 and 2. With g_r the gradient of worker r for a parameter as a
+matrix of n rows and m columns (that of a convolution with a row an output channel), and Q of m rows
+and as many columns as the rank:
+
+    M_r  <-  g_r + e_r
+    P    <-  orthonormal columns of  mean over r of  M_r Q
+    Q    <-  mean over r of  M_r^T P
+    e_r  <-  M_r - P Q^T          and every optimizer steps on P Q^T
+
+Phases: ``start_after`` steps of whole gradients; then in each step M Q and the mean of all P, and
+M^T P and the mean of all Q. Q is kept for the next step, which goes on with the power iteration
+that this one has begun (warm start). Both means are linear in the M_r: P Q^T is what one worker
+would have made of the mean of all M_r. The error is what the mean lacks of this worker's M, as in
+torch's ``powerSGD_hook``; the authors' code takes M_r - P (M_r^T P)^T, whose mean is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkdl.collective import Collective
+from sparkdl.errors import ConfigError
+from sparkdl.replica import Replica
+from sparkdl.strategies.compression import (
+    Compression,
+    Compressor,
+    by_place,
+    require_start_after,
+)
+
+
+@dataclass(frozen=True)
+class PowerSGD(Compression):
+    """Send factors of low rank in place of matrices of gradients: ``compression=PowerSGD(2)``.
+
+    Choose it for large matrices on a network that cannot carry them in every step. Do not for
+    models of small layers or of one long vector, of which nothing is compressed; nor where workers
+    may as well train some steps alone, which sends less for less arithmetic.
+
+    Args:
+        rank: columns of the factors, >= 1, or as many as the matrix has rows or columns if those
+            are fewer. 1 to 4 are usual, up to 32 for language models (torch's documentation); the
+            paper has 4 for its LSTM. If a model learns too little, double it.
+        start_after: optimizer steps of whole gradients before, >= 0: early gradients change fast.
+            About a tenth of all steps, and no less than the learning rate's warm-up, is torch's
+            advice.
+        min_compression_rate: by what factor a matrix has to shrink, >= 0: one of n rows and m
+            columns is sent as it is unless (n + m) * rank * rate < n * m. 2 in torch; 0 compresses
+            every matrix.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    rank: int = 2
+    start_after: int = 10
+    min_compression_rate: float = 2.0
+
+    def __post_init__(self) -> None:
+        if type(self.rank) is not int or self.rank < 1:
+            raise ConfigError(f"rank must be a whole number >= 1, got {self.rank!r}")
+        require_start_after(self.start_after)
+        rate = self.min_compression_rate
+        if type(rate) not in (int, float) or not 0 <= rate < math.inf:
+            raise ConfigError(f"min_compression_rate must be a number >= 0, got {rate!r}")
+
+    def compresses(self, shape: torch.Size) -> bool:
+        """Whether a gradient of some shape is sent as factors."""
+        if len(shape) < 2 or not shape.numel():
+            return False
+        rows, columns = shape[0], shape.numel() // shape[0]
+        return (rows + columns) * self.rank * self.min_compression_rate < rows * columns
+
+    def compressor(self, collective: Collective, replica: Replica) -> Compressor:
+        """One worker's part."""
+        return _PowerIteration(collective, self)
+
+
+class _PowerIteration(Compressor):
+    """One worker's errors, and the Q that all workers have.
+
+    Args:
+        collective: the group of all workers.
+        settings: what is compressed, and how much.
+    """
+
+    def __init__(self, collective: Collective, settings: PowerSGD) -> None:
+        super().__init__(collective, settings.start_after)
+        self._settings = settings
+        self._right: dict[int, Tensor] = {}
+
+    def average(self, gradients: Mapping[int, Tensor]) -> None:
+        """Overwrite matrices with P Q^T, and other gradients with their mean."""
+        compresses = self._settings.compresses
+        whole = [each for each in gradients.values() if not compresses(each.shape)]
+        for gradient, mean in zip(whole, self.mean(whole), strict=True):
+            gradient.copy_(mean)
+
+        matrices = {
+            place: self.with_error(place, gradient).reshape(len(gradient), -1)
+            for place, gradient in gradients.items()
+            if compresses(gradient.shape)
+        }
+        lefts = self.mean([each @ self._basis(place, each) for place, each in matrices.items()])
+        lefts = [orthonormal(left) for left in lefts]
+        rights = self.mean(
+            [each.T @ left for each, left in zip(matrices.values(), lefts, strict=True)]
+        )
+        for (place, matrix), left, right in zip(matrices.items(), lefts, rights, strict=True):
+            agreed = left @ right.T
+            gradients[place].copy_(agreed.view(gradients[place].shape))
+            self.errors[place] = matrix.sub_(agreed)
+            # A view would keep all that came in the same message.
+            self._right[place] = right.clone()
+
+    def saved(self) -> dict[str, Any]:
+        """The errors, and Q."""
+        return super().saved() | {f"right.{place}": q for place, q in self._right.items()}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on with both."""
+        super().restore(saved)
+        self._right = by_place("right", saved)
+
+    def _basis(self, place: int, matrix: Tensor) -> Tensor:
+        """Orthonormal columns that M is multiplied by, which keeps P of its magnitude."""
+        right = self._right.get(place)
+        if right is None:
+            right = first_right(place, matrix.shape, self._settings.rank).to(matrix)
+        return orthonormal(right)
+
+
+def first_right(place: int, shape: torch.Size, rank: int) -> Tensor:
+    """Q before the first step: normal numbers, the same on every worker and in every training.
+
+    Args:
+        place: the parameter's among those that train; each has numbers of its own.
+        shape: of its matrix, (rows, columns).
+        rank: how many columns, if the matrix has as many rows and columns.
+
+    Returns:
+        Shape (columns, rank), float64.
+    """
+    generator = torch.Generator().manual_seed(place)
+    return torch.randn(shape[1], min(rank, *shape), generator=generator, dtype=torch.float64)
+
+
+def orthonormal(matrix: Tensor) -> Tensor:
+    """Orthonormal columns that span what those of a matrix do, and more if they are dependent.
+
+    Args:
+        matrix: shape (n, k) with n >= k.
+    """
+    basis: Tensor = torch.linalg.qr(matrix).Q
+    return basis

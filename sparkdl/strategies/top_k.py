@@ -1,0 +1,104 @@
+"""Top-k: of each gradient only the largest entries are sent, and the others later.
+
+Aji and Heafield 2017, "Sparse Communication for Distributed Gradient Descent"; Stich, Cordonnier
+and Jaggi 2018, "Sparsified SGD with Memory". With g_r the gradient of worker r, of R, for a
+parameter of n entries, and k = ceil(fraction * n):
+
+    M_r  <-  g_r + e_r
+    s_r  <-  the k entries of M_r that are largest in magnitude, and 0 elsewhere
+    e_r  <-  M_r - s_r           and every optimizer steps on (s_1 + ... + s_R) / R
+
+Phases: ``start_after`` steps of whole gradients; then in each step find the entries, and gather
+where all workers' are and what they are. Workers choose for themselves, so the mean may have R
+times k entries. Nothing is rounded: s_r + e_r = M_r to the bit. The mean is formed in the order of
+ranks, on each worker alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkdl.collective import Collective
+from sparkdl.errors import ConfigError
+from sparkdl.replica import Replica
+from sparkdl.strategies.compression import Compression, Compressor, require_start_after
+
+
+@dataclass(frozen=True)
+class TopK(Compression):
+    """Send the largest entries of each gradient: ``compression=TopK(0.01)``.
+
+    Choose it for few workers on slow links, and for gradients most of which is near zero, such as
+    those of embeddings. Do not for many workers, for what each receives grows with their number,
+    where ``PowerSGD``'s does not; nor with much momentum, which the entries that come late miss.
+
+    Args:
+        fraction: the part of each parameter's entries that a worker sends, > 0 and <= 1; at least
+            one. Aji and Heafield send 1 %. 1 is the mean of all gradients, for twice their bytes.
+        start_after: optimizer steps of whole gradients before, >= 0; Stich et al. have none.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    fraction: float = 0.01
+    start_after: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.fraction) not in (int, float) or not 0 < self.fraction <= 1:
+            raise ConfigError(
+                "fraction must be a number > 0 and <= 1, the part of the entries that is sent, got "
+                f"{self.fraction!r}"
+            )
+        require_start_after(self.start_after)
+
+    def entries(self, numel: int) -> int:
+        """How many entries of a parameter a worker sends: k."""
+        return math.ceil(self.fraction * numel)
+
+    def compressor(self, collective: Collective, replica: Replica) -> Compressor:
+        """One worker's part."""
+        return _Largest(collective, self)
+
+
+class _Largest(Compressor):
+    """One worker's errors.
+
+    Args:
+        collective: the group of all workers.
+        settings: how much is sent.
+    """
+
+    def __init__(self, collective: Collective, settings: TopK) -> None:
+        super().__init__(collective, settings.start_after)
+        self._settings = settings
+
+    def average(self, gradients: Mapping[int, Tensor]) -> None:
+        """Overwrite gradients with the mean of what all workers send of theirs."""
+        places, values, counts = [], [], []
+        for place, gradient in gradients.items():
+            whole = self.with_error(place, gradient).reshape(-1)
+            count = self._settings.entries(len(whole))
+            where = whole.abs().topk(count, sorted=False).indices
+            places.append(where)
+            values.append(whole[where])
+            counts.append(count)
+            whole[where] = 0
+            self.errors[place] = whole
+
+        means = [torch.zeros_like(self.errors[place]) for place in gradients]
+        every_place = self.collective.all_gather(torch.cat(places).int())
+        every_value = self.collective.all_gather(torch.cat(values))
+        for of_one, sent in zip(every_place, every_value, strict=True):
+            parts = zip(means, torch.split(of_one, counts), torch.split(sent, counts), strict=True)
+            for mean, where, value in parts:
+                # No entry is there twice, so a GPU adds in no other order.
+                mean.index_add_(0, where, value)
+        for mean, gradient in zip(means, gradients.values(), strict=True):
+            mean.div_(self.collective.world_size)
+            gradient.copy_(mean.view(gradient.shape))

@@ -1,0 +1,350 @@
+"""1-bit Adam against the paper's rule in numpy, all-reduced Adam, and a formula of bytes."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cloudpickle
+import misbehaving
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from members import of_all
+from misbehaving import KillsOnce, die_after
+from torch import Tensor, nn
+from toys import classification, make_job, mlp, schema
+
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.driver import Outcome
+from sparkdl.errors import ConfigError, WorkerError
+from sparkdl.strategies import GradientAllReduce, OneBitAdam
+from sparkdl.strategies.one_bit_adam import chunk_sizes, chunks_of, decode, encode
+from sparkdl.testing import run_world
+from sparkdl.worker import Job
+
+for module in (sys.modules[__name__], misbehaving):
+    cloudpickle.register_pickle_by_value(module)
+
+SIZES = [40, 33]
+DATA = classification(SIZES)
+ADAM = partial(torch.optim.Adam, lr=0.01, betas=(0.8, 0.9))
+STRATEGY = GradientAllReduce(compression=OneBitAdam(12), commit_every=4)
+
+
+def job(model: nn.Module | None = None, **changes: Any) -> Job:
+    settings: dict[str, Any] = {
+        "strategy": STRATEGY,
+        "optimizer": ADAM,
+        "epochs": 4,
+        "max_failures": 1,
+    }
+    settings["deadline_s"] = 90.0  # the others of the machine may keep ranks from starting
+    return make_job(model or mlp(), **{**settings, **changes})
+
+
+def same_bits(first: Outcome, second: Outcome) -> bool:
+    pairs = zip(
+        first.module.state_dict().values(), second.module.state_dict().values(), strict=True
+    )
+    return all(torch.equal(mine, other) for mine, other in pairs)
+
+
+@pytest.mark.parametrize("entries", [1, 7, 8, 9, 64, 100])
+@pytest.mark.parametrize("workers", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_message_is_signs_and_a_scale_of_each_chunk(
+    entries: int, workers: int, dtype: torch.dtype
+) -> None:
+    values = torch.from_numpy(np.random.default_rng(entries).normal(size=entries)).to(dtype)
+    values[0] = 0
+    sizes = chunk_sizes(entries, workers)
+    octets = math.ceil(entries / (8 * workers))
+    assert sum(sizes) == entries
+    message, sent = encode(chunks_of(values, workers), sizes)
+    assert message.shape == (workers, 4 + octets)
+    assert message.dtype is torch.uint8
+    assert torch.equal(decode(message, dtype), sent)
+    for chunk, size in enumerate(sizes):
+        start = 8 * octets * chunk
+        part = values[start : start + size].double().numpy()
+        if size:
+            scale = np.linalg.norm(part) / math.sqrt(size)
+            expected = np.where(part >= 0, scale, -scale)
+            np.testing.assert_allclose(sent[chunk, :size].numpy(), expected, rtol=1e-6)
+
+
+SHAPES = [(5, 7), (3,), (40,)]
+
+
+def gradients(rank: int, step: int) -> list[np.ndarray]:
+    generator = np.random.default_rng([rank, step])
+    return [generator.normal(size=shape) for shape in SHAPES]
+
+
+class ByHand:
+    """The paper's algorithm in numpy, of one parameter, with torch's corrections."""
+
+    def __init__(self, size: int, workers: int, options: dict[str, Any], warm_up: int) -> None:
+        self.options, self.warm_up, self.workers, self.steps = options, warm_up, workers, 0
+        self.x, self.m, self.v = np.ones(size), np.zeros(size), np.zeros(size)
+        self.e, self.server = np.zeros((workers, size)), np.zeros(size)
+
+    def compressed(self, values: np.ndarray) -> np.ndarray:
+        width = 8 * math.ceil(len(values) / (8 * self.workers))
+        parts = [values[start : start + width] for start in range(0, len(values), width)]
+        scales = [float(np.float32(np.linalg.norm(p) / math.sqrt(len(p)))) for p in parts]
+        signs = (np.where(part >= 0, 1.0, -1.0) for part in parts)
+        return np.concatenate([s * sign for s, sign in zip(scales, signs, strict=True)])
+
+    def step(self, everyones: list[np.ndarray]) -> None:
+        self.steps += 1
+        (b1, b2), decay = self.options["betas"], self.options["weight_decay"]
+        decoupled = self.options["decoupled"]
+        everyones = [each + (0.0 if decoupled else decay) * self.x for each in everyones]
+        if self.steps <= self.warm_up:
+            gradient = np.mean(everyones, axis=0)
+            self.m = b1 * self.m + (1 - b1) * gradient
+            self.v = b2 * self.v + (1 - b2) * gradient**2
+        else:
+            total = np.zeros_like(self.x)
+            for worker, gradient in enumerate(everyones):
+                whole = b1 * self.m + (1 - b1) * gradient + self.e[worker]
+                sent = self.compressed(whole)
+                self.e[worker] = whole - sent
+                total += sent / self.workers
+            total += self.server
+            self.m = self.compressed(total)
+            self.server = total - self.m
+        variance = self.v / (1 - b2 ** min(self.steps, self.warm_up))
+        if decoupled:
+            self.x = self.x * (1 - self.options["lr"] * decay)
+        step = self.m / (1 - b1**self.steps) / (np.sqrt(variance) + 1e-8)
+        self.x = self.x - self.options["lr"] * step
+
+
+def of_parameters(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> Any:
+    return SimpleNamespace(
+        optimizer=optimizer,
+        trainable=lambda: parameters,
+        clips_gradients=False,
+        take_over_state=lambda: None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "decay"),
+    [(torch.optim.Adam, 0.0), (torch.optim.Adam, 0.1), (torch.optim.AdamW, 0.1)],
+)
+def test_it_is_the_papers_rule_in_numpy(kind: type[torch.optim.Adam], decay: float) -> None:
+    workers, warm_up, steps = 3, 6, 14
+    options: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": decay}
+
+    def body(member: Any) -> tuple[list[Tensor], list[float]]:
+        parameters = [nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in SHAPES]
+        optimizer = kind(parameters, **options)
+        compressor = OneBitAdam(warm_up).compressor(member, of_parameters(optimizer, parameters))
+        for step in range(steps):
+            given = [torch.from_numpy(each) for each in gradients(member.index, step)]
+            if step < warm_up:
+                given = [member.all_reduce(each) / workers for each in given]
+            else:
+                compressor.average(dict(enumerate(given)))
+            for parameter, gradient in zip(parameters, given, strict=True):
+                parameter.grad = gradient
+            compressor.before_update()
+            optimizer.step()
+        return [p.detach() for p in parameters], [
+            float(optimizer.state[p]["step"]) for p in parameters
+        ]
+
+    found = of_all(workers, body)
+    decoupled = kind is torch.optim.AdamW
+    for place, shape in enumerate(SHAPES):
+        oracle = ByHand(math.prod(shape), workers, {**options, "decoupled": decoupled}, warm_up)
+        for step in range(steps):
+            oracle.step([gradients(rank, step)[place].ravel() for rank in range(workers)])
+        for values, counted in found:
+            assert torch.equal(values[place], found[0][0][place])
+            np.testing.assert_allclose(values[place].numpy().ravel(), oracle.x, rtol=1e-9)
+            assert counted[place] == steps
+
+
+def test_what_was_sent_and_what_is_left_are_what_was_to_be_sent_on_both_sides() -> None:
+    """All momentum that went in is in what all agree on and in the errors, summed over steps."""
+    workers, warm_up, steps = 3, 1, 6
+
+    def body(member: Any) -> tuple[Tensor, Tensor, Tensor]:
+        parameters = [nn.Parameter(torch.ones(100, dtype=torch.float64))]
+        optimizer = torch.optim.Adam(parameters, betas=(0.0, 0.9))
+        compressor = OneBitAdam(warm_up).compressor(member, of_parameters(optimizer, parameters))
+        parameters[0].grad = torch.ones(100, dtype=torch.float64)
+        optimizer.step()
+        given, agreed = torch.zeros(100).double(), torch.zeros(100).double()
+        for step in range(steps):
+            mine = torch.from_numpy(np.random.default_rng([member.index, step]).normal(size=100))
+            given += mine
+            compressor.average({0: mine})
+            agreed += mine
+        saved = compressor.saved()
+        chunk = torch.zeros(100).double()
+        start = 8 * 5 * member.index
+        chunk[start : start + len(saved["chunk.0"])] = saved["chunk.0"]
+        return given, agreed, saved["error.0"] / workers + chunk
+
+    ranks = of_all(workers, body)
+    went_in = sum(given for given, _, _ in ranks) / workers
+    left = sum(left for _, _, left in ranks)
+    torch.testing.assert_close(ranks[0][1] + left, went_in, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "sizes", [pytest.param([40], id="one"), pytest.param(SIZES, id="two", marks=pytest.mark.slow)]
+)
+def test_in_the_warm_up_it_is_all_reduced_adam_to_the_bit(sizes: list[int]) -> None:
+    shards, ranks_as = classification(sizes).shards(), "threads" if len(sizes) == 1 else "processes"
+    adam, warming, compressed = (
+        run_world(
+            job(strategy=GradientAllReduce(compression=each), epochs=1, max_failures=0),
+            shards,
+            ranks_as=ranks_as,  # type: ignore[arg-type]
+        )
+        for each in (None, OneBitAdam(10), OneBitAdam(9))
+    )
+    assert same_bits(adam, warming)
+    assert not same_bits(adam, compressed)
+
+
+def counted(name: str, place: int, sent: list[tuple[str, int]]) -> Callable[..., Any]:
+    """One of torch's exchanges, which notes the bytes of an argument."""
+    exchange = getattr(dist, name)
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        sent.append((name, arguments[place].nbytes))
+        return exchange(*arguments, **options)
+
+    return counting
+
+
+def test_each_step_sends_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, int]] = []
+    for name, place in (("all_reduce", 0), ("all_to_all_single", 1), ("all_gather", 1)):
+        monkeypatch.setattr(dist, name, counted(name, place, sent))
+    model = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 3))
+    given = job(
+        model,
+        strategy=GradientAllReduce(compression=OneBitAdam(3)),
+        schema=schema(60, torch.float32),
+        epochs=1,
+    )
+    run_world(given, classification([4 * 7], width=60, dtype=np.float32).shards())
+    entries = [60 * 40, 40, 40 * 3, 3]
+    octets = sum(math.ceil(each / 8) + 4 for each in entries)
+    assert (
+        sent
+        == [("all_reduce", 4 * sum(entries))] * 3
+        + [
+            ("all_to_all_single", octets),
+            ("all_gather", octets),
+        ]
+        * 4
+    )
+
+
+def test_members_send_a_chunk_to_each_and_one_to_all() -> None:
+    def body(member: Any) -> int:
+        parameters = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+        optimizer = torch.optim.Adam(parameters)
+        compressor = OneBitAdam(1).compressor(member, of_parameters(optimizer, parameters))
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        compressor.average({place: torch.ones(shape) for place, shape in enumerate(SHAPES)})
+        return int(member.octets)
+
+    chunk = sum(math.ceil(math.prod(shape) / 24) + 4 for shape in SHAPES)
+    assert of_all(3, body) == [(3 + 1) * chunk] * 3
+
+
+def test_it_learns_and_entries_without_a_gradient_stay() -> None:
+    """A feature that is always 0 has a variance of 0, by which no sign may be divided."""
+    data = classification([120])
+    data.features[:, 2] = 0.0
+    given = job(strategy=GradientAllReduce(compression=OneBitAdam(30)))
+    outcome = run_world(given, data.shards())
+    weight = outcome.module.state_dict()["0.weight"]
+    assert torch.equal(weight[:, 2], mlp().state_dict()["0.weight"][:, 2])
+    assert outcome.history[-1].loss < 0.8 * outcome.history[0].loss
+
+
+@pytest.mark.slow
+def test_a_killed_worker_costs_no_bits(tmp_path: Path) -> None:
+    whole = run_world(job(), DATA.shards(), ranks_as="processes")
+    killed = job(KillsOnce(tmp_path, after=25))
+    outcome = run_world(killed, DATA.shards(), ranks_as="processes")
+    assert len(os.listdir(tmp_path)) > 36
+    assert same_bits(outcome, whole)
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 4
+    assert [row.loss for row in outcome.history] == [row.loss for row in whole.history]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", [2, 6])
+def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, windows: int) -> None:
+    """In the warm-up and after it; with a schedule, which counts the optimizer's steps."""
+    data = classification([40])
+    decay = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.99)
+    given = job(scheduler=decay, scheduler_every="step")
+    whole = run_world(given, data.shards())
+    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
+    die_after(windows, given, data.shards(), policy)
+    assert same_bits(run_world(given, data.shards(), checkpoints=policy), whole)
+
+
+class UsedLater(nn.Module):
+    """A layer takes part from the sixth minibatch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 3).double(), nn.Linear(6, 3).double()
+        self.minibatches = 0
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.minibatches += 1
+        late = self.unused(features) if self.minibatches > 5 else 0.0
+        return self.used(features) + late
+
+
+def test_a_first_gradient_after_the_warm_up_is_an_error_in_words() -> None:
+    strategy = GradientAllReduce(compression=OneBitAdam(3), find_unused_parameters=True)
+    given = job(UsedLater(), strategy=strategy, max_failures=0)
+    with pytest.raises(WorkerError, match="first gradient after the warm-up of 3 steps"):
+        run_world(given, classification([40]).shards())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimizer": partial(torch.optim.SGD, lr=0.1)}, "not of SGD"),
+        ({"optimizer": partial(torch.optim.NAdam, lr=0.1)}, "not of NAdam"),
+        ({"optimizer": partial(torch.optim.Adam, amsgrad=True)}, "amsgrad=True"),
+        ({"clip_norm": 1.0}, "clipNorm"),
+    ],
+    ids=str,
+)
+def test_what_has_no_frozen_step_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(WorkerError, match=words):
+        run_world(job(max_failures=0, **changes), classification([8]).shards())
+
+
+@pytest.mark.parametrize("start_after", [0, -1, 1.5, True, None])
+def test_a_warm_up_out_of_range_is_refused(start_after: Any) -> None:
+    with pytest.raises(ConfigError, match="start_after"):
+        OneBitAdam(start_after)

@@ -1,0 +1,382 @@
+"""PowerSGD against torch's hook, linear algebra, a formula of bytes, and lost workers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import members
+import misbehaving
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from members import of_all
+from misbehaving import KillsOnce, die_after
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
+from toys import classification, cnn, make_job, mlp, relative_error, schema
+
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.driver import Outcome
+from sparkdl.errors import ConfigError, WorkerError
+from sparkdl.strategies import GradientAllReduce, PowerSGD, Run
+from sparkdl.strategies.power_sgd import first_right
+from sparkdl.testing import run_world
+from sparkdl.worker import Job
+
+for module in (sys.modules[__name__], members, misbehaving):
+    cloudpickle.register_pickle_by_value(module)
+
+SIZES = [40, 33]
+"""Of batches of 4: 10 and 9 steps an epoch."""
+DATA = classification(SIZES)
+MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+LOW_RANK = PowerSGD(1, start_after=3, min_compression_rate=0)
+
+
+def job(model: nn.Module | None = None, **changes: Any) -> Job:
+    strategy = GradientAllReduce(compression=LOW_RANK, commit_every=4)
+    settings: dict[str, Any] = {
+        "strategy": strategy,
+        "optimizer": MOMENTUM,
+        "epochs": 3,
+        "max_failures": 1,
+    }
+    settings["deadline_s"] = 90.0  # the others of the machine may keep ranks from starting
+    return make_job(model or mlp(), **{**settings, **changes})
+
+
+def same_bits(first: Outcome, second: Outcome) -> bool:
+    pairs = zip(
+        first.module.state_dict().values(), second.module.state_dict().values(), strict=True
+    )
+    return all(torch.equal(mine, other) for mine, other in pairs)
+
+
+class OfTorch(GradientAllReduce):
+    """The same with torch's own hook, which begins with the Q with which ours does."""
+
+    def start(self, run: Run) -> Any:
+        settings = self.compression
+        assert isinstance(settings, PowerSGD)
+        state = GradientAllReduce().start(run)
+        of_torch = PowerSGDState(
+            None,
+            settings.rank,
+            start_powerSGD_iter=settings.start_after,
+            min_compression_rate=settings.min_compression_rate,
+        )
+        places = {parameter: place for place, parameter in enumerate(run.replica.trainable())}
+
+        def reduce(state: PowerSGDState, bucket: dist.GradBucket) -> Any:
+            index = bucket.index()
+            if state.iter >= settings.start_after and index not in state.q_memory_dict:
+                shapes = {p: p.reshape(len(p), -1).shape for p in bucket.parameters()}
+                rights = {
+                    p: first_right(places[p], shape, settings.rank)
+                    for p, shape in shapes.items()
+                    if settings.compresses(p.shape)
+                }
+                rows = sum(shapes[p][0] * right.shape[1] for p, right in rights.items())
+                state.q_memory_dict[index] = torch.cat([q.flatten() for q in rights.values()])
+                state.p_memory_dict[index] = bucket.buffer().new_zeros(rows)
+            return powerSGD_hook(state, bucket)
+
+        # DDP looks at annotations, which here are text.
+        reduce.__annotations__.clear()
+        state.model.register_comm_hook(of_torch, reduce)
+        return state
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param([120], id="one"), pytest.param([120, 99], id="two", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (mlp(36), PowerSGD(1, 2, 1)),
+        (mlp(36), PowerSGD(4, 5, 1)),
+        (cnn(), PowerSGD(2, 3, 1)),
+    ],
+    ids=["first", "fourth", "convolutions"],
+)
+def test_it_is_what_torchs_hook_computes(
+    model: nn.Module, settings: PowerSGD, sizes: list[int]
+) -> None:
+    """Which compresses vectors too below a rate of 1.
+
+    Minibatches have more rows than factors have columns: what a basis is completed with is anyone's
+    choice.
+    """
+    data = classification(sizes, width=36)
+    ranks_as: Any = "threads" if len(sizes) == 1 else "processes"
+    given = partial(job, schema=schema(36), epochs=1, batch_size=12, max_failures=0)
+    ours, torchs = (
+        run_world(given(module, strategy=strategy), data.shards(), ranks_as=ranks_as)
+        for module, strategy in (
+            (model, GradientAllReduce(compression=settings)),
+            (model, OfTorch(compression=settings)),
+        )
+    )
+    whole = run_world(
+        job(model, strategy=GradientAllReduce(), schema=schema(36)),
+        data.shards(),
+        ranks_as=ranks_as,
+    )
+    assert relative_error(ours.module, torchs.module) < 1e-9
+    assert relative_error(ours.module, whole.module) > 1e-3
+
+
+SHAPES: dict[int, tuple[int, ...]] = {0: (12, 9), 1: (12,), 2: (6, 2, 3, 3), 5: (30, 4), 6: (2, 2)}
+
+
+def gradients(rank: int, step: int, dtype: torch.dtype = torch.float64) -> dict[int, Tensor]:
+    generator = np.random.default_rng([rank, step])
+    return {
+        place: torch.from_numpy(generator.normal(size=shape)).to(dtype)
+        for place, shape in SHAPES.items()
+    }
+
+
+Step = tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]]
+
+
+def steps_of(member: Any, settings: PowerSGD, steps: int) -> list[Step]:
+    """(M, what all have agreed on, errors) of some steps, on a member's own random gradients."""
+    compressor, done = settings.compressor(member, None), list[Step]()
+    for step in range(steps):
+        given = gradients(member.index, step)
+        asked = {
+            place: each + compressor.errors[place].view_as(each)
+            if place in compressor.errors
+            else each.clone()
+            for place, each in given.items()
+        }
+        compressor.average(given)
+        errors = {place: each.clone() for place, each in compressor.errors.items()}
+        done.append((asked, given, errors))
+    return done
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_is_agreed_on_and_what_is_left_out_are_what_was_to_be_sent(world_size: int) -> None:
+    settings = PowerSGD(2, min_compression_rate=0)
+    ranks = of_all(world_size, lambda member: steps_of(member, settings, 4))
+    for step in zip(*ranks, strict=True):
+        for asked, agreed, errors in step:
+            assert errors.keys() == {0, 2, 5, 6}
+            for place, error in errors.items():
+                whole = asked[place].reshape(error.shape)
+                assert torch.equal(error, whole - agreed[place].reshape(error.shape))
+                # To the rounding of one subtraction.
+                sent = agreed[place].reshape(error.shape)
+                assert float((sent + error - whole).abs().max()) <= 4 * 2**-52
+            assert all(torch.equal(agreed[place], step[0][1][place]) for place in SHAPES)
+
+
+def test_what_the_workers_leave_out_together_is_what_their_mean_lacks() -> None:
+    ranks = of_all(3, lambda member: steps_of(member, PowerSGD(1, min_compression_rate=0), 3))
+    for step in zip(*ranks, strict=True):
+        for place in (0, 2, 5):
+            mean = sum(asked[place] for asked, _, _ in step) / 3
+            left_out = sum(errors[place] for _, _, errors in step) / 3
+            lacks = (mean - step[0][1][place]).reshape(left_out.shape)
+            torch.testing.assert_close(left_out, lacks, rtol=0, atol=1e-14)
+
+
+def test_the_mean_of_factors_are_the_factors_of_the_mean() -> None:
+    """So the sum over all workers is as well compressed as one worker's."""
+    settings, steps, workers = PowerSGD(2, min_compression_rate=0), 4, 3
+    together = of_all(workers, lambda member: steps_of(member, settings, steps))[0]
+
+    def of_means(member: Any) -> list[dict[int, Tensor]]:
+        compressor, agreed = settings.compressor(member, None), []
+        for step in range(steps):
+            everyones = [gradients(rank, step) for rank in range(workers)]
+            means = {place: sum(one[place] for one in everyones) / workers for place in SHAPES}
+            compressor.average(means)
+            agreed.append(means)
+        return agreed
+
+    for (_, agreed, _), expected in zip(together, of_all(1, of_means)[0], strict=True):
+        for place in SHAPES:
+            torch.testing.assert_close(agreed[place], expected[place], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rank", [9, 1000])
+def test_a_rank_as_large_as_the_matrix_is_the_mean_of_all_gradients(rank: int) -> None:
+    settings = PowerSGD(rank, min_compression_rate=0)
+    ranks = of_all(3, lambda member: steps_of(member, settings, 3))
+    for number, step in enumerate(zip(*ranks, strict=True)):
+        for place in SHAPES:
+            mean = sum(gradients(rank, number)[place] for rank in range(3)) / 3
+            torch.testing.assert_close(step[0][1][place], mean, rtol=0, atol=1e-13)
+
+
+def test_a_vector_and_a_matrix_that_would_hardly_shrink_are_sent_as_they_are() -> None:
+    """(n + m) * rank * rate is 2 * 21 for 12 x 9, 48 for 6 x 18 and 68 for 30 x 4."""
+    settings = PowerSGD(1, min_compression_rate=2)
+    (_, agreed, errors), *_ = of_all(2, lambda member: steps_of(member, settings, 1))[0]
+    assert errors.keys() == {0, 2, 5}
+    for place in (1, 6):
+        mean = (gradients(0, 0)[place] + gradients(1, 0)[place]) / 2
+        assert torch.equal(agreed[place], mean)
+    exactly = PowerSGD(1, min_compression_rate=108 / 21)
+    assert not exactly.compresses(torch.Size(SHAPES[0]))
+
+
+def test_the_same_matrix_in_each_step_is_sent_as_its_best_approximation_in_the_end() -> None:
+    """The power iteration goes on from step to step; Eckart and Young have what it comes to."""
+    matrix, rank = gradients(0, 0)[0], 3
+
+    def body(member: Any) -> Tensor:
+        compressor = PowerSGD(rank, min_compression_rate=0).compressor(member, None)
+        for _ in range(400):
+            given = matrix.clone()
+            compressor.average({0: given})
+            compressor.errors.clear()
+        return given
+
+    left, values, right = np.linalg.svd(matrix.numpy())
+    best = left[:, :rank] * values[:rank] @ right[:rank]
+    np.testing.assert_allclose(of_all(1, body)[0].numpy(), best, atol=1e-9)
+
+
+def test_a_matrix_of_the_rank_is_sent_without_loss_in_the_first_step() -> None:
+    generator = np.random.default_rng(0)
+    matrix = torch.from_numpy(generator.normal(size=(12, 2)) @ generator.normal(size=(2, 9)))
+
+    def body(member: Any) -> Tensor:
+        given = matrix.clone()
+        PowerSGD(2, min_compression_rate=0).compressor(member, None).average({0: given})
+        return given
+
+    torch.testing.assert_close(of_all(1, body)[0], matrix, rtol=0, atol=1e-13)
+
+
+def test_gradients_of_zero_are_sent_as_zero_and_what_follows_them_is_sent() -> None:
+    def body(member: Any) -> list[Tensor]:
+        compressor = PowerSGD(2, min_compression_rate=0).compressor(member, None)
+        sent = []
+        for gradient in [torch.zeros(12, 9), torch.zeros(12, 9), torch.ones(12, 9)]:
+            compressor.average({0: gradient})
+            sent.append(gradient)
+        return sent
+
+    first, second, third = of_all(2, body)[0]
+    assert not first.any()
+    assert not second.any()
+    assert third.isfinite().all()
+    assert third.any()
+
+
+def test_half_precision_is_compressed_in_float32() -> None:
+    def body(member: Any) -> tuple[dict[int, Tensor], dict[int, Tensor], int]:
+        compressor = PowerSGD(2, min_compression_rate=0).compressor(member, None)
+        given = gradients(0, 0, torch.bfloat16)
+        compressor.average(given)
+        return given, compressor.errors, member.octets
+
+    given, errors, octets = of_all(2, body)[0]
+    for place, error in errors.items():
+        assert given[place].dtype is torch.bfloat16
+        assert error.dtype is torch.float32
+        whole = gradients(0, 0, torch.bfloat16)[place].float().reshape(error.shape)
+        sent = given[place].float().reshape(error.shape)
+        torch.testing.assert_close(sent + error, whole, rtol=0, atol=2**-7)
+    factors = sum((n + m) * 2 for n, m in [(12, 9), (6, 18), (30, 4), (2, 2)])
+    assert octets == 4 * factors + 2 * 12
+
+
+def test_each_step_sends_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(n + m) * rank values for each matrix that is compressed, and the others as they are."""
+    sent: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **options)
+
+    monkeypatch.setattr(dist, "all_reduce", counting)
+    model = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 3))
+    steps, compression = 9, PowerSGD(3, start_after=4)
+    given = job(
+        model,
+        strategy=GradientAllReduce(compression=compression),
+        schema=schema(60, torch.float32),
+        epochs=1,
+    )
+    run_world(given, classification([4 * steps], width=60, dtype=np.float32).shards())
+    whole = 4 * sum(parameter.numel() for parameter in model.parameters())
+    rest, lefts, rights = 4 * (40 + 40 * 3 + 3), 4 * 3 * 40, 4 * 3 * 60
+    assert sent == [whole] * 4 + [rest, lefts, rights] * 5
+
+
+@pytest.mark.parametrize("bucket_mb", [25, pytest.param(0.0001, marks=pytest.mark.slow)])
+def test_a_killed_worker_costs_no_bits(tmp_path: Path, bucket_mb: float) -> None:
+    """The last copy that the driver has is of step 12 or 18."""
+    strategy = GradientAllReduce(bucket_mb, compression=LOW_RANK, commit_every=6)
+    whole = run_world(job(strategy=strategy), DATA.shards(), ranks_as="processes")
+    killed = job(KillsOnce(tmp_path, after=17), strategy=strategy)
+    outcome = run_world(killed, DATA.shards(), ranks_as="processes")
+    assert len(os.listdir(tmp_path)) > 27
+    assert same_bits(outcome, whole)
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    assert [row.loss for row in outcome.history] == [row.loss for row in whole.history]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", [1, 5])
+def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, windows: int) -> None:
+    data = classification([40])
+    whole = run_world(job(), data.shards())
+    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
+    die_after(windows, job(), data.shards(), policy)
+    assert same_bits(run_world(job(), data.shards(), checkpoints=policy), whole)
+
+
+class Table(nn.Module):
+    """Its gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3, sparse=True).double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        outputs: Tensor = self.table((features[:, 0].abs() % 5).long())
+        return outputs
+
+
+def test_sparse_gradients_are_refused_in_words() -> None:
+    strategy = GradientAllReduce(compression=PowerSGD(1, start_after=0))
+    with pytest.raises(WorkerError, match="sparse=False, or leave out compression"):
+        run_world(job(Table(), strategy=strategy, max_failures=0), classification([8]).shards())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rank": 0}, "rank must"),
+        ({"rank": 1.5}, "rank must"),
+        ({"rank": True}, "rank must"),
+        ({"start_after": -1}, "start_after"),
+        ({"start_after": None}, "start_after"),
+        ({"min_compression_rate": -0.5}, "min_compression_rate"),
+        ({"min_compression_rate": float("nan")}, "min_compression_rate"),
+        ({"min_compression_rate": float("inf")}, "min_compression_rate"),
+        ({"min_compression_rate": True}, "min_compression_rate"),
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        PowerSGD(**changes)

@@ -1,0 +1,235 @@
+"""Top-k against numpy, all-reduced gradients, a formula of bytes, and lost workers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import misbehaving
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from members import of_all
+from misbehaving import KillsOnce, die_after
+from torch import Tensor, nn
+from toys import classification, make_job, mlp, relative_error, schema
+
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.driver import Outcome
+from sparkdl.errors import ConfigError
+from sparkdl.strategies import GradientAllReduce, TopK
+from sparkdl.testing import run_world
+from sparkdl.worker import Job
+
+for module in (sys.modules[__name__], misbehaving):
+    cloudpickle.register_pickle_by_value(module)
+
+SIZES = [40, 33]
+DATA = classification(SIZES)
+STRATEGY = GradientAllReduce(compression=TopK(0.1, start_after=2), commit_every=6)
+
+
+def job(model: nn.Module | None = None, **changes: Any) -> Job:
+    momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    settings: dict[str, Any] = {
+        "strategy": STRATEGY,
+        "optimizer": momentum,
+        "epochs": 3,
+        "max_failures": 1,
+    }
+    settings["deadline_s"] = 90.0  # the others of the machine may keep ranks from starting
+    return make_job(model or mlp(), **{**settings, **changes})
+
+
+def same_bits(first: Outcome, second: Outcome) -> bool:
+    pairs = zip(
+        first.module.state_dict().values(), second.module.state_dict().values(), strict=True
+    )
+    return all(torch.equal(mine, other) for mine, other in pairs)
+
+
+SHAPES: dict[int, tuple[int, ...]] = {0: (12, 9), 1: (7,), 4: (), 6: (3, 2, 3, 3)}
+
+
+def gradients(rank: int, step: int, dtype: torch.dtype = torch.float32) -> dict[int, Tensor]:
+    generator = np.random.default_rng([rank, step])
+    return {
+        place: torch.as_tensor(generator.normal(size=shape)).to(dtype)
+        for place, shape in SHAPES.items()
+    }
+
+
+def by_hand(fraction: float, workers: int, steps: int) -> list[dict[int, np.ndarray]]:
+    """What the workers agree on in each step, in numpy, by sorting."""
+    errors = [{place: np.zeros(shape, np.float32) for place, shape in SHAPES.items()}] * workers
+    agreed = []
+    for step in range(steps):
+        sums = {place: np.zeros(shape, np.float32) for place, shape in SHAPES.items()}
+        for rank in range(workers):
+            left = {}
+            for place, gradient in gradients(rank, step).items():
+                whole = gradient.numpy() + errors[rank][place]
+                count = -(-round(fraction * whole.size * 1000) // 1000)
+                least = np.sort(np.abs(whole), axis=None)[-count]
+                sent = np.where(np.abs(whole) >= least, whole, np.float32(0))
+                left[place] = whole - sent
+                sums[place] = sums[place] + sent
+            errors = [*errors[:rank], left, *errors[rank + 1 :]]
+        agreed.append({place: total / np.float32(workers) for place, total in sums.items()})
+    return agreed
+
+
+Step = tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]]
+
+
+def steps_of(member: Any, settings: TopK, steps: int) -> list[Step]:
+    """(M, what all have agreed on, errors) of some steps, on a member's own random gradients."""
+    compressor, done = settings.compressor(member, None), list[Step]()
+    for step in range(steps):
+        given = gradients(member.index, step)
+        asked = {
+            place: each + compressor.errors[place].view_as(each)
+            if place in compressor.errors
+            else each.clone()
+            for place, each in given.items()
+        }
+        compressor.average(given)
+        done.append((asked, given, {p: e.clone() for p, e in compressor.errors.items()}))
+    return done
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.1, 0.5, 1.0])
+def test_it_is_the_rule_in_numpy_to_the_bit(fraction: float) -> None:
+    ranks = of_all(3, lambda member: steps_of(member, TopK(fraction), 4))
+    for number, expected in enumerate(by_hand(fraction, 3, 4)):
+        for steps in ranks:
+            for place, agreed in steps[number][1].items():
+                np.testing.assert_array_equal(agreed.numpy(), expected[place])
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.3])
+def test_what_was_sent_and_what_is_left_are_what_was_to_be_sent_to_the_bit(fraction: float) -> None:
+    """Of one worker, what all agree on is what it has sent."""
+    for asked, sent, errors in of_all(1, lambda one: steps_of(one, TopK(fraction), 5))[0]:
+        for place, error in errors.items():
+            left = error.view_as(sent[place])
+            assert torch.equal(sent[place] + left, asked[place])
+            assert not (sent[place] * left).any()
+            assert int((sent[place] != 0).sum()) == TopK(fraction).entries(left.numel())
+
+
+def test_all_entries_are_the_mean_of_all_gradients_and_nothing_is_left() -> None:
+    for number, step in enumerate(
+        zip(*of_all(2, lambda member: steps_of(member, TopK(1), 3)), strict=True)
+    ):
+        for _, agreed, errors in step:
+            for place, values in agreed.items():
+                mean = (gradients(0, number)[place] + gradients(1, number)[place]) / 2
+                assert torch.equal(values, mean)
+                assert not errors[place].any()
+
+
+def test_half_precision_keeps_its_errors_in_float32() -> None:
+    def body(member: Any) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        compressor = TopK(0.2).compressor(member, None)
+        given = gradients(0, 0, torch.bfloat16)
+        compressor.average(given)
+        return given, compressor.errors
+
+    given, errors = of_all(2, body)[0]
+    for place, error in errors.items():
+        assert error.dtype is torch.float32
+        assert given[place].dtype is torch.bfloat16
+        whole = gradients(0, 0, torch.bfloat16)[place].float()
+        assert torch.equal(given[place].float() + error.view_as(whole), whole)
+
+
+@pytest.mark.parametrize(("dtype", "octets"), [(torch.float32, 4), (torch.float64, 8)], ids=str)
+def test_each_step_sends_what_the_formula_says(
+    dtype: torch.dtype, octets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where entries are, and what, for each bucket."""
+    sent: list[int] = []
+    reduced: list[int] = []
+    all_gather, all_reduce = dist.all_gather, dist.all_reduce
+
+    def gathering(everyones: list[Tensor], tensor: Tensor, *args: Any, **options: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return all_gather(everyones, tensor, *args, **options)
+
+    def reducing(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        reduced.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **options)
+
+    monkeypatch.setattr(dist, "all_gather", gathering)
+    monkeypatch.setattr(dist, "all_reduce", reducing)
+    model = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 3)).to(dtype)
+    steps, fraction = 7, 0.03
+    given = job(
+        model,
+        strategy=GradientAllReduce(compression=TopK(fraction, start_after=3)),
+        schema=schema(60, dtype),
+        epochs=1,
+    )
+    rows = classification([4 * steps], width=60, dtype=torch.zeros(0, dtype=dtype).numpy().dtype)
+    run_world(given, rows.shards())
+    entries = 72 + 2 + 4 + 1  # of 2400, 40, 120 and 3
+    assert sent == [4 * entries, octets * entries] * 4
+    assert reduced == [octets * (2400 + 40 + 120 + 3)] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket_mb", [25, 0.0001])
+def test_with_all_entries_it_is_gradient_all_reduce(bucket_mb: float) -> None:
+    given = partial(job, max_failures=0)
+    whole = GradientAllReduce(bucket_mb)
+    everything = GradientAllReduce(bucket_mb, compression=TopK(1))
+    ours, oracle = (
+        run_world(given(strategy=each), DATA.shards(), ranks_as="processes")
+        for each in (everything, whole)
+    )
+    assert relative_error(ours.module, oracle.module) < 1e-12
+
+
+@pytest.mark.slow
+def test_a_killed_worker_costs_no_bits(tmp_path: Path) -> None:
+    whole = run_world(job(), DATA.shards(), ranks_as="processes")
+    killed = job(KillsOnce(tmp_path, after=17))
+    outcome = run_world(killed, DATA.shards(), ranks_as="processes")
+    assert len(os.listdir(tmp_path)) > 27
+    assert same_bits(outcome, whole)
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    assert outcome.history[-1].loss < outcome.history[0].loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", [1, 4])
+def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, windows: int) -> None:
+    data = classification([40])
+    whole = run_world(job(), data.shards())
+    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
+    die_after(windows, job(), data.shards(), policy)
+    assert same_bits(run_world(job(), data.shards(), checkpoints=policy), whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fraction": 0}, "fraction must"),
+        ({"fraction": 1.01}, "fraction must"),
+        ({"fraction": float("nan")}, "fraction must"),
+        ({"fraction": True}, "fraction must"),
+        ({"fraction": "1 %"}, "fraction must"),
+        ({"start_after": -1}, "start_after"),
+        ({"start_after": 1.5}, "start_after"),
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        TopK(**changes)
