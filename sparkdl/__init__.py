@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sparkdl.spark.functions.worker import FunctionWorker, current_worker, load_checkpoint
     from sparkdl.spark.session.session import create_session
     from sparkdl.strategies import (
+        AdaScale,
         AsynchronousSGD,
         ElasticAveraging,
         GossipAveraging,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LAMB",
     "LARS",
+    "AdaScale",
     "AsynchronousSGD",
     "Batch",
     "ElasticAveraging",
@@ -73,6 +75,7 @@ __all__ = [
 _HOMES = {
     "LAMB": "sparkdl.large_batches",
     "LARS": "sparkdl.large_batches",
+    "AdaScale": "sparkdl.strategies",
     "AsynchronousSGD": "sparkdl.strategies",
     "Batch": "sparkdl.protocols",
     "ElasticAveraging": "sparkdl.strategies",

@@ -12,6 +12,7 @@ from sparkdl.averager.wire_format import (
     SparseChanges,
     WireFormat,
 )
+from sparkdl.strategies.adascale import AdaScale
 from sparkdl.strategies.asynchronous_outer_optimizer import (
     AsynchronousOuterOptimizer,
     DelayedNesterov,
@@ -32,6 +33,7 @@ __all__ = [
     "PBSP",
     "PSSP",
     "SSP",
+    "AdaScale",
     "All",
     "AsynchronousOuterOptimizer",
     "AsynchronousSGD",

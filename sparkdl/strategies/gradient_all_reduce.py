@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,11 +31,13 @@ from sparkdl.optimizers import NamedParameters, takes_names
 from sparkdl.protocols import Batch, OptimizerBuilder
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
+from sparkdl.strategies.gradient_noise import DECAY, NoiseMeter
 from sparkdl.strategies.gradients import FiniteGradients, FiniteSum, keep_finite
 from sparkdl.strategies.synchronized_norm import Turn, synchronize
 from sparkdl.strategies.worker_group import WorkerGroup
 
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
+SWITCHES = ("shard_optimizer", "find_unused_parameters", "sync_batch_norm", "measure_noise")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,9 @@ class GradientAllReduce(Strategy["_Reducer"]):
             the graph in every step.
         sync_batch_norm: whether BatchNorm layers normalize over the minibatches of all workers
             together, also on CPUs; costs two messages a layer and step. Every worker needs rows.
+        measure_noise: whether the history says of each epoch, in ``measured``, at its end the
+            ``gradient_noise_scale``, the rows up to which larger steps pay, and what would be the
+            ``adascale_gain``. It takes one look more at each gradient, and two or more workers.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -73,6 +78,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
     commit_every: int | None = None
     find_unused_parameters: bool = False
     sync_batch_norm: bool = False
+    measure_noise: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.bucket_mb, bool) or not isinstance(self.bucket_mb, (int, float)):
@@ -89,9 +95,14 @@ class GradientAllReduce(Strategy["_Reducer"]):
                 f"compression must be None, 'fp16', 'bf16' or 'powersgd', got {self.compression!r}"
             )
         require_steps("commit_every", self.commit_every)
-        for name in ("shard_optimizer", "find_unused_parameters", "sync_batch_norm"):
+        for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if self.measure_noise and self.compression == "powersgd":
+            raise ConfigError(
+                "compression='powersgd' leaves too little of the gradients to measure their noise: "
+                "leave one of the two out"
+            )
 
     @property
     def wire_format(self) -> WireFormat:
@@ -119,8 +130,24 @@ class GradientAllReduce(Strategy["_Reducer"]):
         turn = synchronize(run.replica.module) if self.sync_batch_norm else None
         model = _wrap(self, run.replica, turn)
         run.cleanup.callback(release_model, model)  # before the group ends
-        finite = keep_finite(model, self.compression, run)
-        return _Reducer(model, together, finite, run.batch_size)
+        meter = self._meter(together) if self.measure_noise else None
+        finite = keep_finite(model, self.compression, run, meter)
+        return _Reducer(model, together, finite, run.batch_size, meter)
+
+    def _meter(self, together: WorkerGroup) -> NoiseMeter:
+        return NoiseMeter(together, DECAY, every_step=False)
+
+    def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
+        """What the noise of the gradients was, if it is measured."""
+        if state.meter is None:
+            return {}
+        state.meter.settle()
+        return {"noise": state.meter.noise.saved}
+
+    def restore_state(self, state: _Reducer, saved: Mapping[str, Any]) -> None:
+        """Go on measuring from there."""
+        if state.meter is not None:
+            state.meter.noise.restore(saved["noise"])
 
     def rows_changed(self, run: Run, state: _Reducer) -> None:
         """Learn how many steps all workers have now."""
@@ -143,7 +170,12 @@ class GradientAllReduce(Strategy["_Reducer"]):
 
     def end_epoch(self, run: Run, state: _Reducer) -> None:
         """Hand the driver a copy of it all."""
+        if state.meter is not None:
+            run.measured = self._measured(state, state.meter)
         state.together.hand_over(run, self._agreed(run, state), last=True)
+
+    def _measured(self, state: _Reducer, meter: NoiseMeter) -> dict[str, float]:
+        return meter.measured()
 
     def _agreed(self, run: Run, state: _Reducer) -> list[Tensor]:
         """The replica's state, after averaging what gradients do not keep equal: the buffers."""
@@ -167,6 +199,10 @@ class _Reducer:
         together: this worker among the others.
         finite: looks at its gradients.
         batch_size: rows a minibatch.
+        meter: measures their noise; None if nobody asks.
+
+    Attributes:
+        update: takes the optimizer's step, given the replica and the rows of all workers in it.
     """
 
     def __init__(
@@ -175,10 +211,13 @@ class _Reducer:
         together: WorkerGroup,
         finite: FiniteGradients | FiniteSum,
         batch_size: int,
+        meter: NoiseMeter | None,
     ) -> None:
         self.model = model
         self.together = together
         self.finite = finite
+        self.meter = meter
+        self.update: Callable[[Replica, int], None] = lambda replica, rows: replica.update()
         self._batch_size = batch_size
         self._loss: _ModelAndLoss = model.module
 
@@ -216,8 +255,10 @@ class _Reducer:
             if batch is not None:
                 yield batch, self.finite.loss
         self.finite.before_update(trained)
+        if self.meter is not None:
+            self.meter.end_step(self.finite.squared_norm(), rows)
         with collective.guarded("the exchange of parameter shards"):
-            replica.update()
+            self.update(replica, total)
 
     def _sync(self, *, now: bool) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = nullcontext() if now else self.model.no_sync()

@@ -2,7 +2,7 @@
 
 DistributedDataParallel hands over each bucket of gradients as soon as backward has filled it. In a
 hook it is looked at before it leaves (``FiniteGradients``). A hook in Python takes a tenth of a
-millisecond a step, 3 % where steps are short: on CPUs, where nothing else needs one, the sum is
+millisecond a step, 3 % where steps are short: on CPUs, unless something else needs one, the sum is
 looked at instead (``FiniteSum``), and only then who made it.
 """
 
@@ -21,10 +21,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from sparkdl.averager.finite import ADVICE, count_non_finite
+from sparkdl.averager.finite import ADVICE, count_non_finite, sum_of_squares
 from sparkdl.errors import NonFiniteError
 from sparkdl.protocols import Batch
 from sparkdl.strategies.base import Run
+from sparkdl.strategies.gradient_noise import NoiseMeter
 
 ROUNDED = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """In what gradients travel, by the name of the compression."""
@@ -78,6 +79,13 @@ class FiniteGradients:
 
     def before_update(self, batches: Sequence[Batch | None]) -> None:
         """They have been looked at."""
+
+    def squared_norm(self) -> float | Tensor:
+        """Of the gradients that all workers have now; on a GPU a scalar that is still there."""
+        gradients = [each.grad for each in self._run.replica.trainable() if each.grad is not None]
+        norms = torch._foreach_norm(gradients, 2, torch.float32)
+        square = torch.stack(norms).square().sum()
+        return square if square.is_cuda else square.item()
 
     def settle(self) -> None:
         """Read the answers that are still to come.
@@ -138,6 +146,7 @@ class FiniteSum:
         self._own_loss = own_loss
         self._parameters = run.replica.trainable()
         self._buckets: dict[int, Tensor] = {}
+        self._squared_norm = 0.0
 
     def before_update(self, batches: Sequence[Batch | None]) -> None:
         """Look at the gradients that all workers have now.
@@ -148,8 +157,15 @@ class FiniteSum:
         Raises:
             NonFiniteError: they are not finite; it names the workers whose own are not.
         """
-        if any(map(count_non_finite, self._sums())):
+        self._squared_norm = float(sum(map(sum_of_squares, self._sums())))
+        # Squares overflow before their values do.
+        finite = math.isfinite(self._squared_norm)
+        if not finite and any(map(count_non_finite, self._sums())):
             self._find(batches)
+
+    def squared_norm(self) -> float:
+        """Of the gradients that all workers have now."""
+        return self._squared_norm
 
     def settle(self) -> None:
         """Nothing is still to come."""
@@ -192,7 +208,7 @@ class FiniteSum:
 
 
 def keep_finite(
-    model: DistributedDataParallel, compression: str | None, run: Run
+    model: DistributedDataParallel, compression: str | None, run: Run, meter: NoiseMeter | None
 ) -> FiniteGradients | FiniteSum:
     """Have a model's gradients compressed, and looked at.
 
@@ -200,17 +216,25 @@ def keep_finite(
         model: before its first backward pass.
         compression: None, or a name that ``GradientAllReduce`` knows.
         run: of the worker whose model it is.
+        meter: measures their noise; None if nobody asks.
 
     Returns:
         What looks at them.
     """
+    looks = [] if meter is None else [meter.look_at]
+    finite: FiniteGradients | FiniteSum
     if compression is None and run.replica.device.type == "cpu":
-        return FiniteSum(run, model.module)
-    finite = FiniteGradients(run, ROUNDED.get(compression or ""))
+        finite = FiniteSum(run, model.module)
+        if not looks:
+            return finite
+    else:
+        finite = FiniteGradients(run, ROUNDED.get(compression or ""))
+        looks.insert(0, finite.look_at)
     state, reduce = _hook(compression)
 
     def look_and_reduce(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotations
-        finite.look_at(bucket.buffer())
+        for look_at in looks:
+            look_at(bucket.buffer())
         return reduce(state, bucket)
 
     # Under its own name DDP refuses torch's bfloat16 on gloo, which has been able to for long.
