@@ -23,6 +23,7 @@ from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.elastic_averaging import ElasticAveraging
 from sparkdl.strategies.gossip_averaging import GossipAveraging
 from sparkdl.strategies.gradient_all_reduce import GradientAllReduce
+from sparkdl.strategies.kfac import KFACPreconditioner
 from sparkdl.strategies.outer_optimizer import OuterOptimizer, OuterSGD
 from sparkdl.strategies.parameter_averaging import ParameterAveraging
 from sparkdl.strategies.threshold_gradient_sharing import ThresholdGradientSharing
@@ -49,6 +50,7 @@ __all__ = [
     "FullPrecision",
     "GossipAveraging",
     "GradientAllReduce",
+    "KFACPreconditioner",
     "Needs",
     "Nobody",
     "OuterOptimizer",

@@ -33,6 +33,7 @@ from sparkdl.replica import Replica
 from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
 from sparkdl.strategies.gradient_noise import DECAY, NoiseMeter
 from sparkdl.strategies.gradients import FiniteGradients, FiniteSum, keep_finite
+from sparkdl.strategies.kfac import KFACPreconditioner, Preconditioning
 from sparkdl.strategies.synchronized_norm import Turn, synchronize
 from sparkdl.strategies.worker_group import WorkerGroup
 
@@ -66,6 +67,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
         measure_noise: whether the history says of each epoch, in ``measured``, at its end the
             ``gradient_noise_scale``, the rows up to which larger steps pay, and what would be the
             ``adascale_gain``. It takes one look more at each gradient, and two or more workers.
+        preconditioner: what is done to the gradients before the optimizer steps; None for nothing.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -79,6 +81,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
     find_unused_parameters: bool = False
     sync_batch_norm: bool = False
     measure_noise: bool = False
+    preconditioner: KFACPreconditioner | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.bucket_mb, bool) or not isinstance(self.bucket_mb, (int, float)):
@@ -98,6 +101,11 @@ class GradientAllReduce(Strategy["_Reducer"]):
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if not isinstance(self.preconditioner, KFACPreconditioner | None):
+            raise ConfigError(
+                "preconditioner must be None or a KFACPreconditioner, got "
+                f"{self.preconditioner!r:.200}"
+            )
         if self.measure_noise and self.compression == "powersgd":
             raise ConfigError(
                 "compression='powersgd' leaves too little of the gradients to measure their noise: "
@@ -132,22 +140,30 @@ class GradientAllReduce(Strategy["_Reducer"]):
         run.cleanup.callback(release_model, model)  # before the group ends
         meter = self._meter(together) if self.measure_noise else None
         finite = keep_finite(model, self.compression, run, meter)
-        return _Reducer(model, together, finite, run.batch_size, meter)
+        preconditioning = None
+        if self.preconditioner is not None:
+            preconditioning = self.preconditioner.start(run)
+        return _Reducer(model, together, finite, run.batch_size, meter, preconditioning)
 
     def _meter(self, together: WorkerGroup) -> NoiseMeter:
         return NoiseMeter(together, DECAY, every_step=False)
 
     def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
-        """What the noise of the gradients was, if it is measured."""
-        if state.meter is None:
-            return {}
-        state.meter.settle()
-        return {"noise": state.meter.noise.saved}
+        """What is measured and collected of the gradients, if anything is."""
+        saved: dict[str, Any] = {}
+        if state.meter is not None:
+            state.meter.settle()
+            saved["noise"] = state.meter.noise.saved
+        if state.preconditioning is not None:
+            saved |= state.preconditioning.saved()
+        return saved
 
     def restore_state(self, state: _Reducer, saved: Mapping[str, Any]) -> None:
-        """Go on measuring from there."""
+        """Go on from there."""
         if state.meter is not None:
             state.meter.noise.restore(saved["noise"])
+        if state.preconditioning is not None:
+            state.preconditioning.restore(saved)
 
     def rows_changed(self, run: Run, state: _Reducer) -> None:
         """Learn how many steps all workers have now."""
@@ -200,6 +216,7 @@ class _Reducer:
         finite: looks at its gradients.
         batch_size: rows a minibatch.
         meter: measures their noise; None if nobody asks.
+        preconditioning: what is done to them; None for nothing.
 
     Attributes:
         update: takes the optimizer's step, given the replica and the rows of all workers in it.
@@ -212,11 +229,13 @@ class _Reducer:
         finite: FiniteGradients | FiniteSum,
         batch_size: int,
         meter: NoiseMeter | None,
+        preconditioning: Preconditioning | None,
     ) -> None:
         self.model = model
         self.together = together
         self.finite = finite
         self.meter = meter
+        self.preconditioning = preconditioning
         self.update: Callable[[Replica, int], None] = lambda replica, rows: replica.update()
         self._batch_size = batch_size
         self._loss: _ModelAndLoss = model.module
@@ -257,6 +276,8 @@ class _Reducer:
         self.finite.before_update(trained)
         if self.meter is not None:
             self.meter.end_step(self.finite.squared_norm(), rows)
+        if self.preconditioning is not None:
+            self.preconditioning.precondition(replica, total)
         with collective.guarded("the exchange of parameter shards"):
             self.update(replica, total)
 

@@ -55,18 +55,17 @@ def by_hand(
             variance = theta * variance + (1 - theta) * now
             square = theta * square + (1 - theta) * (norm - now / workers)
             # The correction for the start is the same for both means, and cancels.
-            gain = (variance + square) / (variance / workers + square)
-            assert 1 < gain < workers
+            signal = max(square, 0.0)  # means of few steps may be less
+            gain = (variance + signal) / (variance / workers + signal)
             with torch.no_grad():
                 for p, v, g in zip(parameters, velocity, mean, strict=True):
                     v.mul_(0.9).add_(g)
                     p.sub_(gain * RATE[int(steps)] * v)
             steps += gain
             gains.append(gain)
-        scale = 4 * variance / square
-        history.append(
-            {"gradient_noise_scale": scale, "adascale_gain": gain, "adascale_steps": steps}
-        )
+        history.append({"adascale_gain": gain, "adascale_steps": steps})
+        if square > 0:
+            history[-1]["gradient_noise_scale"] = 4 * variance / square
     return module, history, gains
 
 
@@ -82,7 +81,7 @@ def test_it_is_the_papers_algorithm_with_its_schedule_in_steps_of_one_worker() -
     )
     outcome = run_world(job, data.shards(), ranks_as="processes")
     module, history, gains = by_hand(data, 3, 2)
-    assert max(gains) > 1.2  # or all this would be as well without it
+    assert 1.2 < min(gains) < 2.8  # or all this would be as well without it
     assert relative_error(outcome.module, module) < 1e-9
     for summary, expected in zip(outcome.history, history, strict=True):
         assert summary.measured == pytest.approx(expected, rel=1e-9)
