@@ -45,19 +45,6 @@ def _some_sum(values: Tensor) -> float:
     return values.sum(dtype=wide).item()
 
 
-def sum_of_squares(values: Tensor) -> float | Tensor:
-    """The squared norm, finite only if every value is; on a GPU a scalar that is still there.
-
-    Args:
-        values: of floating point, of any shape; on a GPU also while they are being computed.
-    """
-    if values.dtype in (torch.float32, torch.float64) and values.is_cpu and values.dim() == 1:
-        return _some_sum(values)
-    wide = None if values.dtype is torch.float64 else torch.float32
-    square: Tensor = torch.linalg.vector_norm(values, dtype=wide).square()
-    return float(square) if values.is_cpu else square
-
-
 def looks_finite(values: Tensor) -> bool:
     """Whether no NaN or infinity is seen at a glance: in large tensors at 65,536 places in all.
 

@@ -275,7 +275,7 @@ class _Reducer:
                 yield batch, self.finite.loss
         self.finite.before_update(trained)
         if self.meter is not None:
-            self.meter.end_step(self.finite.squared_norm(), rows)
+            self.meter.end_step(self.finite.squares(), rows)
         if self.preconditioning is not None:
             self.preconditioning.precondition(replica, total)
         with collective.guarded("the exchange of parameter shards"):

@@ -20,18 +20,19 @@ their gradients are the same to the number of workers where they are noise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from sparkdl.averager.finite import sum_of_squares
 from sparkdl.strategies.worker_group import WorkerGroup
 
 DECAY = 0.99
 """Of the running means, as in GPT-NeoX: they are of the last hundred steps."""
 NOISE_SCALE = "gradient_noise_scale"
 GAIN = "adascale_gain"
+WIDE = (torch.float32, torch.float64)
 _UNREAD = 64
 """Steps after which numbers on a GPU are read: each time waits for it."""
 
@@ -108,6 +109,22 @@ def gain(noise: float, signal: float, rows: float, base_rows: float) -> float:
     return (noise / base_rows + signal) / (noise / rows + signal)
 
 
+def squared_norms(gradients: Sequence[Tensor]) -> Tensor:
+    """One a gradient, float64, shape (gradients,), on their device.
+
+    Args:
+        gradients: of any dtypes and shapes, dense or not.
+    """
+    dense = [each.coalesce()._values() if each.is_sparse else each for each in gradients]
+    wide = [each if each.dtype in WIDE else each.float() for each in dense]
+    return torch.stack([norm.double() for norm in torch._foreach_norm(wide)]).square_()
+
+
+def _total(squares: Sequence[Tensor]) -> float:
+    """Their sum; rounded once, so that it is the same in whatever order buckets have them."""
+    return math.fsum(each for part in squares for each in part.tolist())
+
+
 class NoiseMeter:
     """Measures the noise of one worker's gradients while they are reduced.
 
@@ -125,46 +142,47 @@ class NoiseMeter:
         self.noise = GradientNoise(decay)
         self._together = together
         self._every_step = every_step
-        self._local: float | Tensor = 0.0
-        self._unread: list[tuple[float | Tensor, float, float | Tensor, int]] = []
+        self._local: list[Tensor] = []
+        self._unread: list[tuple[list[Tensor], float, Tensor, int]] = []
 
-    def look_at(self, values: Tensor) -> None:
+    def look_at(self, gradients: Sequence[Tensor]) -> None:
         """Look at one bucket before it is reduced.
 
         Args:
-            values: this worker's share of the gradients in it, shape (elements,): times its rows
-                and the number of workers, divided by the rows of all.
+            gradients: this worker's share of those in it: times its rows and the number of workers,
+                divided by the rows of all.
         """
-        self._local = self._local + sum_of_squares(values)
+        self._local.append(squared_norms(gradients))
 
-    def end_step(self, mean: float | Tensor, rows: Sequence[int]) -> None:
+    def end_step(self, mean: Tensor, rows: Sequence[int]) -> None:
         """Take note of a step whose gradients have been reduced.
 
         Args:
-            mean: squared norm of the mean gradient.
+            mean: squared norms of the mean gradient, shape (parameters,).
             rows: of each worker in the step.
         """
         collective, total = self._together.collective, sum(rows)
-        own, mine, self._local = self._local, rows[collective.index], 0.0
+        own, mine, self._local = self._local, rows[collective.index], []
         taking_part = [count for count in rows if count]
         if len(taking_part) < 2:
             return  # the mean is the one worker's
-        own = own * (total / (len(rows) * mine)) ** 2 if mine else 0.0
+        if mine:
+            torch._foreach_mul_(own, (total / (len(rows) * mine)) ** 2)
         if self._every_step:
-            squares = torch.as_tensor(own, dtype=torch.float64, device=collective.device)
-            local = float(collective.all_reduce(squares.reshape(1))) / len(taking_part)
+            squares = torch.tensor([_total(own)], dtype=torch.float64, device=collective.device)
+            local = float(collective.all_reduce(squares)) / len(taking_part)
             inverse_rows = sum(1 / count for count in taking_part) / len(taking_part)
-            self.noise.add(local, inverse_rows, float(mean), total)
+            self.noise.add(local, inverse_rows, _total([mean]), total)
         elif mine:
             self._unread.append((own, 1 / mine, mean, total))
-            if len(self._unread) == _UNREAD or not isinstance(mean, Tensor):
+            if len(self._unread) == _UNREAD or mean.is_cpu:
                 self.settle()
 
     def settle(self) -> None:
         """Read what is still on a GPU."""
         unread, self._unread = self._unread, []
         for local, inverse_rows, mean, rows in unread:
-            self.noise.add(float(local), inverse_rows, float(mean), rows)
+            self.noise.add(_total(local), inverse_rows, _total([mean]), rows)
 
     def measured(self) -> dict[str, float]:
         """Noise scale and gain by name, those there are; asked for by all workers together."""

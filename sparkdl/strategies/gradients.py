@@ -21,11 +21,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from sparkdl.averager.finite import ADVICE, count_non_finite, sum_of_squares
+from sparkdl.averager.finite import ADVICE, count_non_finite
 from sparkdl.errors import NonFiniteError
 from sparkdl.protocols import Batch
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.gradient_noise import NoiseMeter
+from sparkdl.strategies.gradient_noise import NoiseMeter, squared_norms
 
 ROUNDED = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """In what gradients travel, by the name of the compression."""
@@ -80,12 +80,10 @@ class FiniteGradients:
     def before_update(self, batches: Sequence[Batch | None]) -> None:
         """They have been looked at."""
 
-    def squared_norm(self) -> float | Tensor:
-        """Of the gradients that all workers have now; on a GPU a scalar that is still there."""
-        gradients = [each.grad for each in self._run.replica.trainable() if each.grad is not None]
-        norms = torch._foreach_norm(gradients, 2, torch.float32)
-        square = torch.stack(norms).square().sum()
-        return square if square.is_cuda else square.item()
+    def squares(self) -> Tensor:
+        """Squared norms of the gradients that all workers have now, one a parameter."""
+        parameters = self._run.replica.trainable()
+        return squared_norms([each.grad for each in parameters if each.grad is not None])
 
     def settle(self) -> None:
         """Read the answers that are still to come.
@@ -135,18 +133,22 @@ class FiniteSum:
     Args:
         run: this worker's.
         own_loss: from one of its minibatches, or none, to the loss that it sends gradients of.
+        measures: whether somebody asks how large the gradients are.
 
     Attributes:
         loss: of the minibatch under way; as in ``FiniteGradients``.
     """
 
-    def __init__(self, run: Run, own_loss: Callable[[Batch | None], Tensor]) -> None:
+    def __init__(
+        self, run: Run, own_loss: Callable[[Batch | None], Tensor], *, measures: bool = False
+    ) -> None:
         self.loss: Tensor | None = None
         self._run = run
         self._own_loss = own_loss
         self._parameters = run.replica.trainable()
         self._buckets: dict[int, Tensor] = {}
-        self._squared_norm = 0.0
+        self._measures = measures
+        self._squares = torch.zeros(0)
 
     def before_update(self, batches: Sequence[Batch | None]) -> None:
         """Look at the gradients that all workers have now.
@@ -157,15 +159,18 @@ class FiniteSum:
         Raises:
             NonFiniteError: they are not finite; it names the workers whose own are not.
         """
-        self._squared_norm = float(sum(map(sum_of_squares, self._sums())))
-        # Squares overflow before their values do.
-        finite = math.isfinite(self._squared_norm)
-        if not finite and any(map(count_non_finite, self._sums())):
+        if self._measures:
+            gradients = [each.grad for each in self._parameters if each.grad is not None]
+            self._squares = squared_norms(gradients)
+            # That they are finite says that all is; they overflow before the values do.
+            if math.isfinite(float(self._squares.sum())):
+                return
+        if any(map(count_non_finite, self._sums())):
             self._find(batches)
 
-    def squared_norm(self) -> float:
-        """Of the gradients that all workers have now."""
-        return self._squared_norm
+    def squares(self) -> Tensor:
+        """As in ``FiniteGradients``, if they are measured."""
+        return self._squares
 
     def settle(self) -> None:
         """Nothing is still to come."""
@@ -221,20 +226,20 @@ def keep_finite(
     Returns:
         What looks at them.
     """
-    looks = [] if meter is None else [meter.look_at]
     finite: FiniteGradients | FiniteSum
     if compression is None and run.replica.device.type == "cpu":
-        finite = FiniteSum(run, model.module)
-        if not looks:
+        finite = FiniteSum(run, model.module, measures=meter is not None)
+        if meter is None:
             return finite
     else:
         finite = FiniteGradients(run, ROUNDED.get(compression or ""))
-        looks.insert(0, finite.look_at)
     state, reduce = _hook(compression)
 
     def look_and_reduce(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotations
-        for look_at in looks:
-            look_at(bucket.buffer())
+        if isinstance(finite, FiniteGradients):
+            finite.look_at(bucket.buffer())
+        if meter is not None:
+            meter.look_at(bucket.gradients())
         return reduce(state, bucket)
 
     # Under its own name DDP refuses torch's bfloat16 on gloo, which has been able to for long.

@@ -55,8 +55,8 @@ class KFACPreconditioner:
         kl_clip: > 0, how far a step may go; 0.001 in the paper. None for any length.
         fraction: how many of the workers, in (0, 1], hold the decompositions of a layer: 1 is the
             paper's COMM-OPT, which sends nothing between decompositions; with less each holds fewer
-            and preconditioned gradients travel in each step, to 1 / workers (MEM-OPT). KAISA found 1
-            fastest where memory suffices.
+            and preconditioned gradients travel in each step, down to 1 / workers (MEM-OPT). 1 is
+            the paper's, and fastest where memory suffices.
 
     Raises:
         ConfigError: an argument is out of range.
