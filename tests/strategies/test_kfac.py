@@ -1,4 +1,4 @@
-"""K-FAC is the Kronecker product's explicit inverse, on any number of workers and after a resume."""
+"""K-FAC is the Kronecker product's explicit inverse, on any number of workers and when resumed."""
 
 from __future__ import annotations
 
@@ -43,6 +43,10 @@ def lines_of(layer: nn.Module, inputs: np.ndarray) -> np.ndarray:
     )
 
 
+def noted(seen: list[Any], layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+    seen.append((inputs[0], output))
+
+
 def moments_by_hand(
     module: nn.Module, layers: list[Any], features: np.ndarray, targets: np.ndarray
 ) -> list[list[np.ndarray]]:
@@ -50,10 +54,8 @@ def moments_by_hand(
     sums = [[np.zeros(()), np.zeros(())] for _ in layers]
     for row, target in zip(features, targets, strict=True):
         seen: list[tuple[Tensor, Tensor]] = []
-        hooks = [
-            each.register_forward_hook(lambda layer, given, out: seen.append((given[0], out)))
-            for each in layers
-        ]
+        note = partial(noted, seen)
+        hooks = [each.register_forward_hook(note) for each in layers]
         loss = nn.functional.cross_entropy(
             module(torch.from_numpy(row[None])), torch.from_numpy(target[None])
         )
@@ -223,15 +225,16 @@ def test_rows_have_a_fraction_of_the_workers_that_divides_them() -> None:
     assert Grid.of(6, 0.5).rows == [(0, 1, 2), (3, 4, 5)]
     assert Grid.of(6, 0.5).columns == [(0, 3), (1, 4), (2, 5)]
     assert Grid.of(6, 0.6).width == 3
-    assert Grid.of(7, 0.5).width == 7  # as near as 1 is, or nearer
+    assert Grid.of(7, 0.5).width == 1
+    assert Grid.of(2, 0.75).width == 2
     assert Grid.of(1, 0.1).rows == [(0,)]
 
 
 def test_decompositions_are_dealt_the_longest_first_to_who_has_least() -> None:
     shares = deal(Grid.of(2, 1.0), {"a": (10, 2), "b": (8, 7), "c": (6, 1)})
     assert shares.row_of == {"a": 0, "b": 0, "c": 0}
-    # 1000 | 512, then 343 and 216 to the second and the first
-    assert shares.decomposers == {"a": (0, 1), "b": (1, 1), "c": (1, 1)}
+    # 1000 to the first, 512, 343 and 216 to the second, and 8 and 1 to the first
+    assert shares.decomposers == {"a": (0, 0), "b": (1, 1), "c": (1, 0)}
     shares = deal(Grid.of(2, 0.5), {"a": (10, 2), "b": (8, 7), "c": (6, 1)})
     assert shares.row_of == {"a": 0, "b": 1, "c": 1}
     assert shares.decomposers == {"a": (0, 0), "b": (1, 1), "c": (1, 1)}
