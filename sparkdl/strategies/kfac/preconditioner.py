@@ -11,10 +11,9 @@ Pauloski et al. 2020, "Convolutional Neural Network Training with Distributed K-
 
 P is (A kron G + damping * 1)^-1 applied to W, exactly. The optimizer then takes its step on it.
 
-Written here, because of the libraries kfac-pytorch (0.4.1 of 2022) drives torch.distributed itself
-and steps by the process's own count, so that neither a lost worker nor a checkpoint between two
-decompositions would give the same bits, and curvlinops (3.0), which is kept, has the matrices and
-no training by them.
+Written here, because kfac-pytorch, the authors' own, is in no package index and speaks to other
+processes by itself, past the deadlines, checkpoints and restarts that all else here has; and
+curvlinops 3.0, which is kept, has such matrices of a data set and trains nothing.
 """
 
 from __future__ import annotations
