@@ -260,6 +260,33 @@ def test_layers_that_it_does_not_know_or_that_share_weights_keep_their_gradients
     assert list(factored_layers(Tied())) == ["plain", "known"]
 
 
+class Aside(nn.Module):
+    """Calls one layer by keyword, and uses the weights of another past its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.used = nn.Linear(6, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.called(input=features)
+        return nn.functional.linear(hidden, self.used.weight, self.used.bias)
+
+
+def test_a_layer_that_is_never_called_keeps_its_gradients() -> None:
+    torch.manual_seed(0)
+    module = Aside()
+    replica = SimpleNamespace(
+        module=module, device=torch.device("cpu"), optimizer=SGD(module.parameters())
+    )
+    run: Any = SimpleNamespace(replica=replica, collective=Group((0,), []), cleanup=ExitStack())
+    found = KFACPreconditioner().start(run)
+    module(torch.randn(4, 6, dtype=torch.float64)).square().mean().backward()
+    before = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    found.precondition(run.replica, 4)
+    kept = [torch.equal(p.grad, b) for p, b in zip(module.parameters(), before, strict=True)]
+    assert kept == [False, False, True, True]
+
+
 @pytest.mark.parametrize(
     ("name", "values"),
     [

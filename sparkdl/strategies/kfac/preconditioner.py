@@ -140,15 +140,21 @@ class Preconditioning:
         }
         self._sums = {n: [torch.zeros_like(f) for f in fs] for n, fs in self._factors.items()}
         self._decomposed: dict[str, _Decomposed] = {}
+        self._seen: set[str] = set()
+        """Layers that any worker has called; what is done with others' weights is not known."""
         self._steps = 0
-        for layer in self.layers:
-            hook = partial(self._on_forward, layer)
-            run.cleanup.callback(self.layers[layer].module.register_forward_hook(hook).remove)
+        for name, layer in self.layers.items():
+            hook = partial(self._on_forward, name)
+            removable = layer.module.register_forward_hook(hook, with_kwargs=True)
+            run.cleanup.callback(removable.remove)
 
-    def _on_forward(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+    def _on_forward(
+        self, name: str, module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor
+    ) -> None:
         """Have the layer's minibatch counted as soon as the gradient of its outputs is known."""
         if output.requires_grad and self._steps % self._settings.factors_every == 0:
-            output.register_hook(partial(self._count, name, inputs[0].detach()))
+            inputs = given[0] if given else named["input"]
+            output.register_hook(partial(self._count, name, inputs.detach()))
 
     @torch.no_grad()
     def _count(self, name: str, inputs: Tensor, gradients: Tensor) -> None:
@@ -170,7 +176,11 @@ class Preconditioning:
             self._decompose()
         self._steps += 1
         gradients = {name: layer.gradient for name, layer in self.layers.items()}
-        there = {name: each for name, each in gradients.items() if each is not None}
+        there = {
+            name: each
+            for name, each in gradients.items()
+            if each is not None and name in self._seen
+        }
         if not there:
             return
         found = [
@@ -189,6 +199,9 @@ class Preconditioning:
         sums = [total for pair in self._sums.values() for total in pair]
         _share(sums, self._everyone)
         for name, (sum_a, sum_g) in self._sums.items():
+            if not sum_a.any():
+                continue
+            self._seen.add(name)
             # Gradients of a row's loss came back as those of loss * workers / rows.
             now = sum_a / rows, sum_g * (rows / workers**2)
             for factor, moment in zip(self._factors[name], now, strict=True):
@@ -229,9 +242,13 @@ class Preconditioning:
         length = abs(float(torch.stack(products).sum()))
         return min(1.0, math.sqrt(clip / length)) if length else 1.0
 
+    @property
+    def _counted(self) -> dict[str, Any]:
+        return {"kfac.steps": self._steps, "kfac.seen": sorted(self._seen)}
+
     def saved(self) -> dict[str, Any]:
         """For ``restore``: of each factor, what the worker has that decomposes it."""
-        own, state = self._everyone.rank, {"kfac.steps": self._steps}
+        own, state = self._everyone.rank, self._counted
         for name, ranks in self._decomposers.items():
             held = self._decomposed.get(name)
             for k, letter in enumerate("ag"):
@@ -246,7 +263,7 @@ class Preconditioning:
     @torch.no_grad()
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go on from what each worker has saved; all have to at the same time."""
-        self._steps = saved["kfac.steps"]
+        self._steps, self._seen = saved["kfac.steps"], set(saved["kfac.seen"])
         for name, factors in self._factors.items():
             for letter, factor in zip("ag", factors, strict=True):
                 mine = saved.get(f"kfac.{letter}.{name}")
