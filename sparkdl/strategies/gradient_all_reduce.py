@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.averager.wire_format import FullPrecision, WireFormat
@@ -34,7 +33,8 @@ from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
 from sparkdl.strategies.gradient_noise import DECAY, NoiseMeter
 from sparkdl.strategies.gradients import FiniteGradients, FiniteSum, keep_finite
 from sparkdl.strategies.kfac import KFACPreconditioner, Preconditioning
-from sparkdl.strategies.synchronized_norm import Turn, synchronize
+from sparkdl.strategies.model_and_loss import ModelAndLoss, distribute
+from sparkdl.strategies.synchronized_norm import synchronize
 from sparkdl.strategies.worker_group import WorkerGroup
 
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
@@ -136,7 +136,12 @@ class GradientAllReduce(Strategy["_Reducer"]):
             run.replica.rebuild_optimizer(_sharded)
         together = WorkerGroup(run, run.batch_size * self.accumulate)
         turn = synchronize(run.replica.module) if self.sync_batch_norm else None
-        model = _wrap(self, run.replica, turn)
+        model = distribute(
+            run.replica,
+            turn,
+            bucket_mb=self.bucket_mb,
+            find_unused_parameters=self.find_unused_parameters,
+        )
         run.cleanup.callback(release_model, model)  # before the group ends
         meter = self._meter(together) if self.measure_noise else None
         finite = keep_finite(model, self.compression, run, meter)
@@ -238,7 +243,7 @@ class _Reducer:
         self.preconditioning = preconditioning
         self.update: Callable[[Replica, int], None] = lambda replica, rows: replica.update()
         self._batch_size = batch_size
-        self._loss: _ModelAndLoss = model.module
+        self._loss: ModelAndLoss = model.module
 
     def step(
         self, replica: Replica, batches: Iterator[Batch], *, all_turns: bool
@@ -284,89 +289,6 @@ class _Reducer:
     def _sync(self, *, now: bool) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = nullcontext() if now else self.model.no_sync()
         return context
-
-
-class _ModelAndLoss(nn.Module):
-    """From a minibatch to its loss: the whole graph is DDP's, also where there is no minibatch.
-
-    Args:
-        replica: the worker's.
-        turn: of its synchronized BatchNorm layers, if it has any.
-        all_used: whether every parameter takes part in every loss.
-    """
-
-    def __init__(self, replica: Replica, turn: Turn | None, *, all_used: bool) -> None:
-        super().__init__()
-        self.module = replica.module
-        self._forward = replica.forward
-        self._trainable = replica.trainable()
-        self._touched = self._trainable if all_used else self._trainable[:1]
-        self._all_used = all_used
-        self._turn = turn
-        self._earlier: Batch | None = None
-
-    def forward(self, batch: Batch | None) -> Tensor:
-        """The mean loss; without a batch a zero whose gradients are zero."""
-        if self._turn is not None:
-            return self._in_turn(batch, self._turn)
-        if batch is None:
-            loss: Tensor = _NoRows.apply(*self._touched)  # type: ignore[no-untyped-call]
-            return loss
-        return self._forward(batch)
-
-    def remember_used(self) -> None:
-        """Choose what a loss without rows depends on; called while the last gradients are there.
-
-        What one worker's loss depends on, all give to their optimizers. One parameter is enough
-        for DDP, and one that the workers with rows use anyway does no harm.
-        """
-        if not self._all_used:
-            used = next((p for p in self._trainable if p.grad is not None), None)
-            self._touched = self._touched if used is None else [used]
-
-    def _in_turn(self, batch: Batch | None, turn: Turn) -> Tensor:
-        """Run the model in any case: others wait for what its layers add."""
-        turn.counts = batch is not None
-        self._earlier = self._earlier if batch is None else batch
-        if self._earlier is None:
-            raise ConfigError(
-                "this worker has no rows left before its first step, and sync_batch_norm needs a "
-                "minibatch of every worker. Use fewer workers, or more rows"
-            )
-        loss = self._forward(self._earlier)
-        return loss if turn.counts else loss * 0.0
-
-
-class _NoRows(torch.autograd.Function):
-    """A loss that is zero and gives the parameters a gradient of zero."""
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        """The zero."""
-        ctx.save_for_backward(*parameters)
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        """The zeros."""
-        return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
-
-
-def _wrap(
-    strategy: GradientAllReduce, replica: Replica, turn: Turn | None
-) -> DistributedDataParallel:
-    with warnings.catch_warnings():
-        # torch renames the argument; what it is called next is not known to older versions.
-        warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
-        return DistributedDataParallel(
-            _ModelAndLoss(replica, turn, all_used=not strategy.find_unused_parameters),
-            bucket_cap_mb=strategy.bucket_mb,
-            find_unused_parameters=strategy.find_unused_parameters,
-            gradient_as_bucket_view=True,
-            # All hold the initial center already, and buffers are averaged once an epoch.
-            init_sync=False,
-            broadcast_buffers=False,
-        )
 
 
 def _sharded(build: OptimizerBuilder, named: NamedParameters) -> torch.optim.Optimizer:

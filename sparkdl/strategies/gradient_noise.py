@@ -49,7 +49,7 @@ class GradientNoise:
         self._noise = self._signal = self._counted = 0.0
 
     def add(self, local: float, inverse_rows: float, mean: float, rows: int) -> None:
-        """Take note of a step.
+        """Take note of a step, unless its squares are not finite, which they cease to be early.
 
         Args:
             local: squared norm of a worker's gradient, or the mean of several workers'.
@@ -58,6 +58,8 @@ class GradientNoise:
             rows: how many these are.
         """
         noise = (local - mean) / (inverse_rows - 1 / rows)
+        if not math.isfinite(noise):
+            return
         part = 1 - self._decay
         self._noise += part * (noise - self._noise)
         self._signal += part * (mean - noise / rows - self._signal)
@@ -90,7 +92,8 @@ def noise_scale(noise: float, signal: float) -> float | None:
     Returns:
         None while the signal cannot be told from 0.
     """
-    return max(noise, 0.0) / signal if signal > 0 else None
+    scale = max(noise, 0.0) / signal if signal > 0 else math.inf
+    return scale if scale < math.inf else None
 
 
 def gain(noise: float, signal: float, rows: float, base_rows: float) -> float:

@@ -66,7 +66,16 @@ def test_equal_gradients_gain_nothing_and_noise_as_much_as_there_are_workers() -
 def test_of_a_gradient_that_cannot_be_told_from_0_there_is_no_noise_scale() -> None:
     assert noise_scale(1.0, 0.0) is None
     assert noise_scale(1.0, -1.0) is None
+    assert noise_scale(1e10, 1e-300) is None
     assert noise_scale(-1.0, 1.0) == 0.0
+
+
+def test_a_step_whose_squares_overflow_does_not_count() -> None:
+    noise = GradientNoise(decay=0.9)
+    noise.add(local=5.0, inverse_rows=1 / 2, mean=3.0, rows=4)
+    noise.add(local=math.inf, inverse_rows=1 / 2, mean=3.0, rows=4)
+    noise.add(local=math.inf, inverse_rows=1 / 2, mean=math.inf, rows=4)
+    assert noise.means == pytest.approx((8.0, 1.0))
 
 
 def squared_norms(module: nn.Module, parts: list[Any]) -> tuple[list[float], float]:
