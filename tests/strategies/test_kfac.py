@@ -191,7 +191,7 @@ class Group:
     ("fraction", "decomposition", "gradient"),
     [
         (1.0, [(4, 49 + 7 + 64 + 8 + 81 + 9 + 9 + 3)], []),
-        (0.5, [(2, 81 + 9 + 9 + 3)], [(2, 56 + 27)]),
+        (0.5, [(2, 49 + 7 + 64 + 8)], [(2, 56 + 27)]),  # rank 0 has the first layer
         (0.25, [], [(4, 56 + 27)]),
     ],
     ids=["COMM-OPT", "HYBRID", "MEM-OPT"],
