@@ -154,7 +154,8 @@ class Preconditioning:
         """Have the layer's minibatch counted as soon as the gradient of its outputs is known."""
         if output.requires_grad and self._steps % self._settings.factors_every == 0:
             inputs = given[0] if given else named["input"]
-            output.register_hook(partial(self._count, name, inputs.detach()))
+            count = partial(self._count, name, inputs.detach())
+            output.register_hook(count)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _count(self, name: str, inputs: Tensor, gradients: Tensor) -> None:
@@ -290,7 +291,7 @@ def _share(parts: Sequence[Tensor], group: Collective) -> None:
         alike = [part for part in parts if part.dtype == dtype]
         flat = group.all_reduce(torch.cat([part.reshape(-1) for part in alike]))
         sizes = [part.numel() for part in alike]
-        for part, values in zip(alike, flat.split(sizes), strict=True):
+        for part, values in zip(alike, torch.split(flat, sizes), strict=True):
             part.copy_(values.view(part.shape))
 
 
