@@ -83,10 +83,10 @@ class AdaScale(GradientAllReduce):
         state.update = _Scaled(state.meter, state.together.rows_a_step)
         return state
 
-    def _meter(self, together: WorkerGroup) -> NoiseMeter:
+    def _meter(self, run: Run, together: WorkerGroup) -> NoiseMeter:
         workers = together.collective.world_size
         decay = max(1 - workers / 1000, 0.0) if self.decay is None else self.decay
-        return NoiseMeter(together, decay, every_step=True)
+        return NoiseMeter(run, together, decay, every=1, agreeing=True)
 
     def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
         """What the noise was, and what the steps were worth."""

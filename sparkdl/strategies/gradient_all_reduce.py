@@ -30,7 +30,7 @@ from sparkdl.optimizers import NamedParameters, takes_names
 from sparkdl.protocols import Batch, OptimizerBuilder
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
-from sparkdl.strategies.gradient_noise import DECAY, NoiseMeter
+from sparkdl.strategies.gradient_noise import DECAY, EVERY, NoiseMeter
 from sparkdl.strategies.gradients import FiniteGradients, FiniteSum, keep_finite
 from sparkdl.strategies.kfac import KFACPreconditioner, Preconditioning
 from sparkdl.strategies.model_and_loss import ModelAndLoss, distribute
@@ -66,7 +66,8 @@ class GradientAllReduce(Strategy["_Reducer"]):
             together, also on CPUs; costs two messages a layer and step. Every worker needs rows.
         measure_noise: whether the history says of each epoch, in ``measured``, at its end the
             ``gradient_noise_scale``, the rows up to which larger steps pay, and what would be the
-            ``adascale_gain``. It takes one look more at each gradient, and two or more workers.
+            ``adascale_gain``. Every fifth step takes a look more at each gradient. It takes two or
+            more workers, or minibatches a step.
         preconditioner: what is done to the gradients before the optimizer steps; None for nothing.
 
     Raises:
@@ -143,15 +144,15 @@ class GradientAllReduce(Strategy["_Reducer"]):
             find_unused_parameters=self.find_unused_parameters,
         )
         run.cleanup.callback(release_model, model)  # before the group ends
-        meter = self._meter(together) if self.measure_noise else None
-        finite = keep_finite(model, self.compression, run, meter)
+        meter = self._meter(run, together) if self.measure_noise else None
+        finite = keep_finite(model, self.compression, run)
         preconditioning = None
         if self.preconditioner is not None:
             preconditioning = self.preconditioner.start(run)
         return _Reducer(model, together, finite, run.batch_size, meter, preconditioning)
 
-    def _meter(self, together: WorkerGroup) -> NoiseMeter:
-        return NoiseMeter(together, DECAY, every_step=False)
+    def _meter(self, run: Run, together: WorkerGroup) -> NoiseMeter:
+        return NoiseMeter(run, together, DECAY, every=EVERY, agreeing=False)
 
     def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
         """What is measured and collected of the gradients, if anything is."""
@@ -275,16 +276,20 @@ class _Reducer:
                 # DDP divides by the number of workers, whatever each has contributed.
                 examples = 0 if batch is None else batch.examples
                 weight = examples * collective.world_size / total
-                (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+                with self._measured(weight, examples):
+                    (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
             if batch is not None:
                 yield batch, self.finite.loss
         self.finite.before_update(trained)
         if self.meter is not None:
-            self.meter.end_step(self.finite.squares(), rows)
+            self.meter.end_step(total)
         if self.preconditioning is not None:
             self.preconditioning.precondition(replica, total)
         with collective.guarded("the exchange of parameter shards"):
             self.update(replica, total)
+
+    def _measured(self, weight: float, examples: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.meter is None else self.meter.backward(weight, examples)
 
     def _sync(self, *, now: bool) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = nullcontext() if now else self.model.no_sync()

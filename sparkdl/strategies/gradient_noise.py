@@ -1,10 +1,10 @@
 """How noisy gradients are, found out while training, from norms that are at hand.
 
 Of independent rows whose gradients have the mean G and the covariance Sigma, the mean gradient of n
-rows has on average the squared norm |G|^2 + tr(Sigma) / n. Worker r computes that of its n_r rows,
-g_r, and all get that of all n rows, g, so each step tells, without bias,
+rows has on average the squared norm |G|^2 + tr(Sigma) / n. With the gradient g_i of each minibatch,
+of n_i rows, and that of all n rows of a step together, g, each step tells, without bias,
 
-    tr(Sigma)  ~  (mean_r |g_r|^2 - |g|^2) / (mean_r 1/n_r - 1/n)
+    tr(Sigma)  ~  (mean_i |g_i|^2 - |g|^2) / (mean_i 1/n_i - 1/n)
     |G|^2      ~  |g|^2 - tr(Sigma) / n
 
 Single steps tell little. Running means of both, corrected for having begun at 0 as Adam's are, and
@@ -21,19 +21,24 @@ their gradients are the same to the number of workers where they are noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from sparkdl.strategies.base import Run
 from sparkdl.strategies.worker_group import WorkerGroup
 
 DECAY = 0.99
-"""Of the running means, as in GPT-NeoX: they are of the last hundred steps."""
+"""Of the running means, as in GPT-NeoX: they are of the last hundred steps that were measured."""
+EVERY = 5
+"""How many steps to the next that is measured, for what measuring costs."""
 NOISE_SCALE = "gradient_noise_scale"
 GAIN = "adascale_gain"
 WIDE = (torch.float32, torch.float64)
-_UNREAD = 64
+_UNREAD = 16
 """Steps after which numbers on a GPU are read: each time waits for it."""
 
 
@@ -49,11 +54,11 @@ class GradientNoise:
         self._noise = self._signal = self._counted = 0.0
 
     def add(self, local: float, inverse_rows: float, mean: float, rows: int) -> None:
-        """Take note of a step, unless its squares are not finite, which they cease to be early.
+        """Take note of a step, unless its squares are not finite.
 
         Args:
-            local: squared norm of a worker's gradient, or the mean of several workers'.
-            inverse_rows: 1 / that worker's rows, or the mean of theirs; more than 1 / ``rows``.
+            local: mean of the squared norms of some minibatches' gradients.
+            inverse_rows: mean of 1 / their rows; more than 1 / ``rows``.
             mean: squared norm of the mean gradient of all rows.
             rows: how many these are.
         """
@@ -112,80 +117,125 @@ def gain(noise: float, signal: float, rows: float, base_rows: float) -> float:
     return (noise / base_rows + signal) / (noise / rows + signal)
 
 
-def squared_norms(gradients: Sequence[Tensor]) -> Tensor:
-    """One a gradient, float64, shape (gradients,), on their device.
-
-    Args:
-        gradients: of any dtypes and shapes, dense or not.
-    """
+def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """One scalar a gradient, in float32 at least."""
     dense = [each.coalesce()._values() if each.is_sparse else each for each in gradients]
-    wide = [each if each.dtype in WIDE else each.float() for each in dense]
-    return torch.stack([norm.double() for norm in torch._foreach_norm(wide)]).square_()
+    return torch._foreach_norm([each if each.dtype in WIDE else each.float() for each in dense])
 
 
-def _total(squares: Sequence[Tensor]) -> float:
-    """Their sum; rounded once, so that it is the same in whatever order buckets have them."""
-    return math.fsum(each for part in squares for each in part.tolist())
+def _total(norms: Tensor) -> float:
+    """The squared norm of all; rounded once, so that it is the same in whatever order they are."""
+    return math.fsum(each * each for each in norms.tolist())
+
+
+@dataclass(frozen=True)
+class _Minibatch:
+    """Of one minibatch of this worker: norms of its mean gradient by parameter, and its rows."""
+
+    norms: Tensor
+    rows: int
+
+    @property
+    def square(self) -> float:
+        return _total(self.norms)
 
 
 class NoiseMeter:
-    """Measures the noise of one worker's gradients while they are reduced.
+    """Measures the noise of one worker's gradients in some steps.
+
+    Hooks on the parameters see the gradients of each minibatch before DistributedDataParallel adds
+    them up. They are there in the steps that are measured only, for others to cost nothing.
 
     Args:
+        run: this worker's.
         together: this worker among the others.
         decay: of the running means.
-        every_step: whether the workers put together what they measure in each step, and so have
-            the same estimates; else each has its own, until somebody asks.
+        every: how many steps to the next that is measured.
+        agreeing: whether the workers put together what they measure at once, and so have the same
+            estimates; else each has its own, until somebody asks.
 
     Attributes:
         noise: the estimates.
     """
 
-    def __init__(self, together: WorkerGroup, decay: float, *, every_step: bool) -> None:
+    def __init__(
+        self, run: Run, together: WorkerGroup, decay: float, *, every: int, agreeing: bool
+    ) -> None:
         self.noise = GradientNoise(decay)
+        self._run = run
         self._together = together
-        self._every_step = every_step
-        self._local: list[Tensor] = []
-        self._unread: list[tuple[list[Tensor], float, Tensor, int]] = []
+        self._every = every
+        self._agreeing = agreeing
+        self._norms: list[Tensor] = []
+        self._minibatches: list[_Minibatch] = []
+        self._unread: list[tuple[list[_Minibatch], Tensor, int]] = []
 
-    def look_at(self, gradients: Sequence[Tensor]) -> None:
-        """Look at one bucket before it is reduced.
+    @contextmanager
+    def backward(self, weight: float, rows: int) -> Iterator[None]:
+        """Look at the gradients that are computed meanwhile.
 
         Args:
-            gradients: this worker's share of those in it: times its rows and the number of workers,
-                divided by the rows of all.
+            weight: by what the mean loss of a minibatch was multiplied.
+            rows: of the minibatch; 0 if there is none.
         """
-        self._local.append(squared_norms(gradients))
+        if not rows or not self._due:
+            yield
+            return
+        parameters = self._run.replica.trainable()
+        hooks = [each.register_hook(self._look_at) for each in parameters]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        norms, self._norms = self._norms, []
+        self._minibatches.append(_Minibatch(torch.stack(norms).double().div_(weight), rows))
 
-    def end_step(self, mean: Tensor, rows: Sequence[int]) -> None:
+    def _look_at(self, gradient: Tensor) -> None:
+        self._norms.extend(_norms([gradient]))
+
+    @property
+    def _due(self) -> bool:
+        return self._run.step % self._every == 0
+
+    def end_step(self, rows: int) -> None:
         """Take note of a step whose gradients have been reduced.
 
         Args:
-            mean: squared norms of the mean gradient, shape (parameters,).
-            rows: of each worker in the step.
+            rows: of all workers in it.
         """
-        collective, total = self._together.collective, sum(rows)
-        own, mine, self._local = self._local, rows[collective.index], []
-        taking_part = [count for count in rows if count]
-        if len(taking_part) < 2:
-            return  # the mean is the one worker's
-        if mine:
-            torch._foreach_mul_(own, (total / (len(rows) * mine)) ** 2)
-        if self._every_step:
-            squares = torch.tensor([_total(own)], dtype=torch.float64, device=collective.device)
-            local = float(collective.all_reduce(squares)) / len(taking_part)
-            inverse_rows = sum(1 / count for count in taking_part) / len(taking_part)
-            self.noise.add(local, inverse_rows, _total([mean]), total)
-        elif mine:
-            self._unread.append((own, 1 / mine, mean, total))
+        if not self._due:
+            return
+        minibatches, self._minibatches = self._minibatches, []
+        parameters = self._run.replica.trainable()
+        means = _norms([each.grad for each in parameters if each.grad is not None])
+        mean = torch.stack(means).double()
+        if self._agreeing:
+            self._agree(minibatches, mean, rows)
+        elif minibatches:
+            self._unread.append((minibatches, mean, rows))
             if len(self._unread) == _UNREAD or mean.is_cpu:
                 self.settle()
+
+    def _agree(self, minibatches: Sequence[_Minibatch], mean: Tensor, rows: int) -> None:
+        collective = self._together.collective
+        local = sum(each.square for each in minibatches)
+        ours = [len(minibatches), local, sum(1 / each.rows for each in minibatches)]
+        sums = torch.tensor(ours, dtype=torch.float64, device=collective.device)
+        count, local, inverse_rows = collective.all_reduce(sums).tolist()
+        self._add(local / count, inverse_rows / count, mean, rows)
 
     def settle(self) -> None:
         """Read what is still on a GPU."""
         unread, self._unread = self._unread, []
-        for local, inverse_rows, mean, rows in unread:
-            self.noise.add(_total(local), inverse_rows, _total([mean]), rows)
+        for minibatches, mean, rows in unread:
+            count = len(minibatches)
+            local = sum(each.square for each in minibatches) / count
+            self._add(local, sum(1 / each.rows for each in minibatches) / count, mean, rows)
+
+    def _add(self, local: float, inverse_rows: float, mean: Tensor, rows: int) -> None:
+        if inverse_rows * rows > 1 + 1e-9:  # or the mean is of this minibatch alone
+            self.noise.add(local, inverse_rows, _total(mean), rows)
 
     def measured(self) -> dict[str, float]:
         """Noise scale and gain by name, those there are; asked for by all workers together."""

@@ -2,7 +2,7 @@
 
 DistributedDataParallel hands over each bucket of gradients as soon as backward has filled it. In a
 hook it is looked at before it leaves (``FiniteGradients``). A hook in Python takes a tenth of a
-millisecond a step, 3 % where steps are short: on CPUs, unless something else needs one, the sum is
+millisecond a step, 3 % where steps are short: on CPUs, where nothing else needs one, the sum is
 looked at instead (``FiniteSum``), and only then who made it.
 """
 
@@ -25,7 +25,6 @@ from sparkdl.averager.finite import ADVICE, count_non_finite
 from sparkdl.errors import NonFiniteError
 from sparkdl.protocols import Batch
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.gradient_noise import NoiseMeter, squared_norms
 
 ROUNDED = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """In what gradients travel, by the name of the compression."""
@@ -80,11 +79,6 @@ class FiniteGradients:
     def before_update(self, batches: Sequence[Batch | None]) -> None:
         """They have been looked at."""
 
-    def squares(self) -> Tensor:
-        """Squared norms of the gradients that all workers have now, one a parameter."""
-        parameters = self._run.replica.trainable()
-        return squared_norms([each.grad for each in parameters if each.grad is not None])
-
     def settle(self) -> None:
         """Read the answers that are still to come.
 
@@ -133,22 +127,17 @@ class FiniteSum:
     Args:
         run: this worker's.
         own_loss: from one of its minibatches, or none, to the loss that it sends gradients of.
-        measures: whether somebody asks how large the gradients are.
 
     Attributes:
         loss: of the minibatch under way; as in ``FiniteGradients``.
     """
 
-    def __init__(
-        self, run: Run, own_loss: Callable[[Batch | None], Tensor], *, measures: bool = False
-    ) -> None:
+    def __init__(self, run: Run, own_loss: Callable[[Batch | None], Tensor]) -> None:
         self.loss: Tensor | None = None
         self._run = run
         self._own_loss = own_loss
         self._parameters = run.replica.trainable()
         self._buckets: dict[int, Tensor] = {}
-        self._measures = measures
-        self._squares = torch.zeros(0)
 
     def before_update(self, batches: Sequence[Batch | None]) -> None:
         """Look at the gradients that all workers have now.
@@ -159,18 +148,8 @@ class FiniteSum:
         Raises:
             NonFiniteError: they are not finite; it names the workers whose own are not.
         """
-        if self._measures:
-            gradients = [each.grad for each in self._parameters if each.grad is not None]
-            self._squares = squared_norms(gradients)
-            # That they are finite says that all is; they overflow before the values do.
-            if math.isfinite(float(self._squares.sum())):
-                return
         if any(map(count_non_finite, self._sums())):
             self._find(batches)
-
-    def squares(self) -> Tensor:
-        """As in ``FiniteGradients``, if they are measured."""
-        return self._squares
 
     def settle(self) -> None:
         """Nothing is still to come."""
@@ -213,7 +192,7 @@ class FiniteSum:
 
 
 def keep_finite(
-    model: DistributedDataParallel, compression: str | None, run: Run, meter: NoiseMeter | None
+    model: DistributedDataParallel, compression: str | None, run: Run
 ) -> FiniteGradients | FiniteSum:
     """Have a model's gradients compressed, and looked at.
 
@@ -221,25 +200,17 @@ def keep_finite(
         model: before its first backward pass.
         compression: None, or a name that ``GradientAllReduce`` knows.
         run: of the worker whose model it is.
-        meter: measures their noise; None if nobody asks.
 
     Returns:
         What looks at them.
     """
-    finite: FiniteGradients | FiniteSum
     if compression is None and run.replica.device.type == "cpu":
-        finite = FiniteSum(run, model.module, measures=meter is not None)
-        if meter is None:
-            return finite
-    else:
-        finite = FiniteGradients(run, ROUNDED.get(compression or ""))
+        return FiniteSum(run, model.module)
+    finite = FiniteGradients(run, ROUNDED.get(compression or ""))
     state, reduce = _hook(compression)
 
     def look_and_reduce(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotations
-        if isinstance(finite, FiniteGradients):
-            finite.look_at(bucket.buffer())
-        if meter is not None:
-            meter.look_at(bucket.gradients())
+        finite.look_at(bucket.buffer())
         return reduce(state, bucket)
 
     # Under its own name DDP refuses torch's bfloat16 on gloo, which has been able to for long.

@@ -95,46 +95,52 @@ def squared_norms(module: nn.Module, parts: list[Any]) -> tuple[list[float], flo
     return local, sum(float(g.square().sum()) for g in sums)
 
 
-def measured_by_hand(data: Any, epochs: int) -> list[dict[str, float]]:
-    """Two workers with 4 rows each and fewer at the end, SGD at 0.1, in one process."""
-    module, found = mlp().train(), []
+def measured_by_hand(data: Any, epochs: int, accumulate: int = 1) -> list[dict[str, float]]:
+    """SGD at 0.1 in one process, minibatches of 4 rows; every fifth step is measured."""
+    module, found, step, workers = mlp().train(), [], 0, len(data.sizes)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    estimates: list[list[tuple[float, float]]] = [[], []]
+    estimates: list[list[tuple[float, float]]] = [[] for _ in range(workers)]
     for epoch in range(1, epochs + 1):
-        plans = [batches_by_hand(data, rank, epoch, 4) for rank in range(2)]
-        for index in range(max(map(len, plans))):
-            parts = [plan[index] for plan in plans if index < len(plan)]
-            local, mean = squared_norms(module, parts)
+        plans = [batches_by_hand(data, rank, epoch, 4) for rank in range(workers)]
+        for start in range(0, max(map(len, plans)), accumulate):
+            mine = [plan[start : start + accumulate] for plan in plans]
+            parts = [part for each in mine for part in each]
+            squares, mean = squared_norms(module, parts)
             optimizer.step()
+            step += 1
             counts = [len(targets) for _, targets in parts]
-            for rank in range(2) if len(parts) == 2 else ():
-                noise = (local[rank] - mean) / (1 / counts[rank] - 1 / sum(counts))
+            pairs = iter(zip(squares, counts, strict=True))
+            for rank in range(workers):
+                own = [next(pairs) for _ in mine[rank]]
+                if step % 5 or not own or len(parts) == 1:
+                    continue
+                inverse = np.mean([1 / count for _, count in own])
+                noise = (np.mean([square for square, _ in own]) - mean) / (
+                    inverse - 1 / sum(counts)
+                )
                 estimates[rank].append((noise, mean - noise / sum(counts)))
         weighted = [
             np.average(each, axis=0, weights=0.99 ** np.arange(len(each))[::-1])
             for each in estimates
         ]
         noise, signal = np.mean(weighted, axis=0)
-        found.append(
-            {
-                "gradient_noise_scale": noise / signal,
-                "adascale_gain": (noise / 4 + signal) / (noise / 8 + signal),
-            }
-        )
+        noise, kept = max(noise, 0.0), max(signal, 0.0)
+        rows = 4 * accumulate
+        found.append({"adascale_gain": (noise / rows + kept) / (noise / (rows * workers) + kept)})
+        if signal > 0:
+            found[-1]["gradient_noise_scale"] = noise / signal
     return found
 
 
 def test_a_training_tells_them_of_each_epoch_and_is_the_same_for_it() -> None:
-    data = classification([22, 13])
+    data = classification([46, 37])
     job = make_job(mlp(), strategy=GradientAllReduce(measure_noise=True), epochs=2)
     outcome = run_world(job, data.shards(), ranks_as="processes")
     expected = measured_by_hand(data, 2)
+    assert any("gradient_noise_scale" in values for values in expected)
     for summary, values in zip(outcome.history, expected, strict=True):
         assert summary.measured == pytest.approx(values, rel=1e-9)
-        assert (
-            values.items()
-            <= {k: pytest.approx(v, rel=1e-9) for k, v in metrics_of(summary).items()}.items()
-        )
+        assert summary.measured.items() <= metrics_of(summary).items()
     plain = run_world(
         make_job(mlp(), strategy=GradientAllReduce(), epochs=2), data.shards(), ranks_as="processes"
     )
@@ -143,9 +149,17 @@ def test_a_training_tells_them_of_each_epoch_and_is_the_same_for_it() -> None:
     assert all(torch.equal(mine, other) for mine, other in pairs)
 
 
-def test_one_worker_has_nothing_to_compare_with() -> None:
+def test_one_worker_compares_the_minibatches_of_a_step() -> None:
+    data = classification([80])
+    strategy = GradientAllReduce(measure_noise=True, accumulate=2)
+    outcome = run_world(make_job(mlp(), strategy=strategy), data.shards())
+    expected = measured_by_hand(data, 1, accumulate=2)
+    assert outcome.history[0].measured == pytest.approx(expected[0], rel=1e-9)
+
+
+def test_one_minibatch_has_nothing_to_be_compared_with() -> None:
     job = make_job(mlp(), strategy=GradientAllReduce(measure_noise=True))
-    assert run_world(job, classification([10]).shards()).history[0].measured == {}
+    assert run_world(job, classification([40]).shards()).history[0].measured == {}
 
 
 def test_powersgd_leaves_nothing_to_measure() -> None:
