@@ -66,7 +66,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
             together, also on CPUs; costs two messages a layer and step. Every worker needs rows.
         measure_noise: whether the history says of each epoch, in ``measured``, at its end the
             ``gradient_noise_scale``, the rows up to which larger steps pay, and what would be the
-            ``adascale_gain``. Every fifth step takes a look more at each gradient. It takes two or
+            ``adascale_gain``. Every tenth step takes a look more at each gradient. It takes two or
             more workers, or minibatches a step.
         preconditioner: what is done to the gradients before the optimizer steps; None for nothing.
 

@@ -33,7 +33,7 @@ from sparkdl.strategies.worker_group import WorkerGroup
 
 DECAY = 0.99
 """Of the running means, as in GPT-NeoX: they are of the last hundred steps that were measured."""
-EVERY = 5
+EVERY = 10
 """How many steps to the next that is measured, for what measuring costs."""
 NOISE_SCALE = "gradient_noise_scale"
 GAIN = "adascale_gain"

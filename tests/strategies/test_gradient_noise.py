@@ -96,7 +96,7 @@ def squared_norms(module: nn.Module, parts: list[Any]) -> tuple[list[float], flo
 
 
 def measured_by_hand(data: Any, epochs: int, accumulate: int = 1) -> list[dict[str, float]]:
-    """SGD at 0.1 in one process, minibatches of 4 rows; every fifth step is measured."""
+    """SGD at 0.1 in one process, minibatches of 4 rows; every tenth step is measured."""
     module, found, step, workers = mlp().train(), [], 0, len(data.sizes)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     estimates: list[list[tuple[float, float]]] = [[] for _ in range(workers)]
@@ -112,7 +112,7 @@ def measured_by_hand(data: Any, epochs: int, accumulate: int = 1) -> list[dict[s
             pairs = iter(zip(squares, counts, strict=True))
             for rank in range(workers):
                 own = [next(pairs) for _ in mine[rank]]
-                if step % 5 or not own or len(parts) == 1:
+                if step % 10 or not own or len(parts) == 1:
                     continue
                 inverse = np.mean([1 / count for _, count in own])
                 noise = (np.mean([square for square, _ in own]) - mean) / (
