@@ -117,10 +117,11 @@ def gain(noise: float, signal: float, rows: float, base_rows: float) -> float:
     return (noise / base_rows + signal) / (noise / rows + signal)
 
 
-def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     """One scalar a gradient, in float32 at least."""
     dense = [each.coalesce()._values() if each.is_sparse else each for each in gradients]
-    return torch._foreach_norm([each if each.dtype in WIDE else each.float() for each in dense])
+    wide = [each if each.dtype in WIDE else each.float() for each in dense]
+    return list(torch._foreach_norm(wide))
 
 
 def _total(norms: Tensor) -> float:
