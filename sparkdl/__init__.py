@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from sparkdl.spark.functions.worker import FunctionWorker, current_worker, load_checkpoint
     from sparkdl.spark.session.session import create_session
     from sparkdl.strategies import (
+        AdaScale,
         AsynchronousSGD,
         ElasticAveraging,
         GossipAveraging,
         GradientAllReduce,
+        KFACPreconditioner,
         OuterOptimizer,
         OuterSGD,
         ParameterAveraging,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LAMB",
     "LARS",
+    "AdaScale",
     "AsynchronousSGD",
     "Batch",
     "ElasticAveraging",
@@ -49,6 +52,7 @@ __all__ = [
     "FunctionWorker",
     "GossipAveraging",
     "GradientAllReduce",
+    "KFACPreconditioner",
     "OuterOptimizer",
     "OuterSGD",
     "ParameterAveraging",
@@ -73,6 +77,7 @@ __all__ = [
 _HOMES = {
     "LAMB": "sparkdl.large_batches",
     "LARS": "sparkdl.large_batches",
+    "AdaScale": "sparkdl.strategies",
     "AsynchronousSGD": "sparkdl.strategies",
     "Batch": "sparkdl.protocols",
     "ElasticAveraging": "sparkdl.strategies",
@@ -80,6 +85,7 @@ _HOMES = {
     "FunctionWorker": "sparkdl.spark.functions.worker",
     "GossipAveraging": "sparkdl.strategies",
     "GradientAllReduce": "sparkdl.strategies",
+    "KFACPreconditioner": "sparkdl.strategies",
     "OuterOptimizer": "sparkdl.strategies",
     "OuterSGD": "sparkdl.strategies",
     "ParameterAveraging": "sparkdl.strategies",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 MetricValue = float | list[Any] | dict[str, Any]
 """What a metric comes to, of JSON's types: a number; lists of such values for a metric with one a
 class, for example; or such values by name."""
+
+MOST_MEASURED = 16
+"""How many numbers a strategy may measure."""
+LONGEST_NAME = 64
+"""Characters of such a number's name."""
 
 
 def is_metric_value(value: object) -> bool:
@@ -18,6 +24,16 @@ def is_metric_value(value: object) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and is_metric_value(each) for key, each in value.items())
     return isinstance(value, (int, float))
+
+
+def are_measured(value: object) -> bool:
+    """Whether something is what a strategy has measured: finite numbers by name, a few."""
+    return (
+        isinstance(value, dict)
+        and len(value) <= MOST_MEASURED
+        and all(isinstance(name, str) and len(name) <= LONGEST_NAME for name in value)
+        and all(type(each) in (float, int) and abs(each) < math.inf for each in value.values())
+    )
 
 
 def are_metrics(value: object) -> bool:
@@ -46,6 +62,8 @@ class WindowReport:
     stands_for: int | None = None
     """Rows of the workers that have formed this contribution together; 0 for those of them that do
     not send it, 1 where all contributions count alike, None where each counts by its own rows."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """What the worker's strategy has measured, by name."""
     staleness: int = 0
     """How often the center was updated since the worker had received the one that it began with.
     The averager counts; always 0 where every round has everyone."""
@@ -94,6 +112,9 @@ class EpochSummary:
     """Mean over the epoch's contributions of how often others had updated the center meanwhile."""
     max_staleness: int = 0
     """The largest of these; both are 0 where every round has everyone."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """What the strategy has measured by the end of the epoch, by name: the mean of the workers that
+    have."""
     metrics: Mapping[str, MetricValue] = field(default_factory=dict)
     """What the metrics come to on the held-out rows with the same parameters, by name."""
 
@@ -127,7 +148,17 @@ def summarize_epoch(
         seconds=seconds,
         mean_staleness=sum(staleness) / len(staleness) if staleness else 0.0,
         max_staleness=max(staleness, default=0),
+        measured=_means_of_last(ordered),
     )
+
+
+def _means_of_last(windows: Iterable[WindowReport]) -> dict[str, float]:
+    """Of what each rank measured last, by name."""
+    last: dict[str, dict[int, float]] = {}
+    for window in windows:
+        for name, value in window.measured.items():
+            last.setdefault(name, {})[window.rank] = value
+    return {name: sum(each.values()) / len(each) for name, each in last.items()}
 
 
 def with_validation(summary: EpochSummary, reports: Iterable[ValidationReport]) -> EpochSummary:

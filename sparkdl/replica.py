@@ -197,13 +197,29 @@ class Replica:
         self.update()
         return loss
 
-    def update(self) -> None:
-        """Take an optimizer step on the gradients that are there."""
+    def update(self, gain: float = 1.0) -> None:
+        """Take an optimizer step on the gradients that are there.
+
+        Args:
+            gain: by what the learning rates are multiplied for this step.
+        """
         if self._clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.trainable(), self._clip_norm)
         self.take_over_state()
-        self.optimizer.step()
+        if gain == 1.0:
+            self.optimizer.step()
+        else:
+            self._step_at(gain)
         self.schedule.after_step()
+
+    def _step_at(self, gain: float) -> None:
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * gain
+        self.optimizer.step()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Compute the loss and leave its gradients on the parameters; returns the detached loss."""

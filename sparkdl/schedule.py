@@ -42,7 +42,7 @@ class Schedule:
         self._build = build
         self._every = every
         self._initial = copy.deepcopy([_hyperparameters(g) for g in optimizer.param_groups])
-        self._steps = 0
+        self._steps = self._lead = 0
         self._losses: Sequence[float] = ()
         self._scheduler = None if build is None else _checked(build(optimizer), every)
 
@@ -62,6 +62,16 @@ class Schedule:
         """How many it has taken."""
         return self._steps
 
+    def lead_to(self, steps: int) -> None:
+        """Go further than the optimizer, and stay ahead: for a strategy whose steps are worth more.
+
+        Args:
+            steps: how many it shall have taken. One by the epoch stays where it is.
+        """
+        if self._scheduler is not None and self._every == "step":
+            self._lead += steps - self._steps
+            self._go_to(steps)
+
     def start_at(self, epoch: int, steps: int, losses: Sequence[float] = ()) -> None:
         """Set the hyperparameters that belong to a place of the training.
 
@@ -72,21 +82,26 @@ class Schedule:
             losses: of each epoch before, if it follows those.
         """
         self._losses = losses
-        self._go_to(steps if self._every == "step" else epoch - 1)
+        self._go_to(steps + self._lead if self._every == "step" else epoch - 1)
 
-    def stand_at(self, steps: int, *, ahead: int = 0) -> None:
+    def stand_at(self, steps: int, *, ahead: int = 0, pace: int = 1) -> None:
         """Set the hyperparameters that belong to the step where it stands, or to one before that.
 
         Args:
             steps: how many it had taken.
             ahead: by how many these may be more than it has taken.
+            pace: with more than 1 they may be so many times as many, and it stays that far ahead of
+                the optimizer.
 
         Raises:
             ValueError: it was not there.
         """
-        if not isinstance(steps, int) or not 0 <= steps <= self._steps + ahead:
+        if not isinstance(steps, int) or not 0 <= steps <= self._steps * pace + ahead:
             raise ValueError(f"a schedule that has taken {self._steps} steps stood at {steps!r}")
-        self._go_to(steps)
+        if pace > 1:
+            self.lead_to(steps)
+        else:
+            self._go_to(steps)
 
     def after_step(self) -> None:
         """Take note of an optimizer step."""

@@ -475,7 +475,11 @@ def _take_center(
             octets,
             replica.optimizer,
             replica.device,
-            partial(replica.schedule.stand_at, ahead=strategy.needs.steps_ahead),
+            partial(
+                replica.schedule.stand_at,
+                ahead=strategy.needs.steps_ahead,
+                pace=len(averager.shard_rows) if strategy.needs.leads_schedule else 1,
+            ),
         )
     return position
 

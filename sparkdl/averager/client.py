@@ -371,8 +371,7 @@ class AveragerClient:
 
     def hand_over(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in a round whose outcome is known; see ``protocols.CenterExchange``."""
-        state = list(segments)
-        layout = self._layout_of(state)
+        state, layout = self._state(segments)
         with self._clock.phase(EXCHANGE):
             self._contribute(state, layout, plan_chunks(layout, self._chunk_bytes), window, False)
             with self._clock.phase(WAIT):

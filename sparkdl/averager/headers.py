@@ -10,7 +10,7 @@ import socket
 from typing import Any, cast
 
 from sparkdl.errors import CollectiveError, DataError, NonFiniteError, TrainingError, WorkerError
-from sparkdl.events import ValidationReport, WindowReport
+from sparkdl.events import ValidationReport, WindowReport, are_measured
 from sparkdl.feed.facts import COUNTS, ColumnFacts, DataFacts, Place, ShardFacts
 from sparkdl.phases import PHASES, PhaseTimes
 from sparkdl.transport.framing import MAX_HEADER_BYTES
@@ -26,6 +26,7 @@ _WINDOW_TYPES: _Types = {
     "last": (bool,),
     "step_of_epoch": (int,),
     "stands_for": (int, type(None)),
+    "measured": (dict,),
 }
 _VALIDATION_TYPES: _Types = {
     "rank": (int,),
@@ -110,6 +111,7 @@ def window_header(
         own_state: bytes that follow, which the averager is to keep of the worker.
     """
     fields = {name: getattr(window, name) for name in _WINDOW_TYPES}
+    fields["measured"] = dict(window.measured)
     return {"window": fields, "takes_reply": takes_reply, "own_state": own_state}
 
 
@@ -229,7 +231,7 @@ def read_window(header: dict[str, Any], rank: int) -> WindowReport:
     """
     fields = _checked(header.get("window"), _WINDOW_TYPES, rank)
     counts = fields["examples"], fields["stands_for"] or 0
-    if min(counts) < 0 or fields["rank"] != rank:
+    if min(counts) < 0 or fields["rank"] != rank or not are_measured(fields["measured"]):
         raise TrainingError(f"rank {rank} sent a window that cannot be its own: {fields}")
     return WindowReport(**fields)
 

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints
 
-from sparkdl.events import EpochSummary, WindowReport, are_metrics
+from sparkdl.events import EpochSummary, WindowReport, are_measured, are_metrics
 
 T = TypeVar("T")
 _COUNTS = range(1 << 63)
+_BY_NAME = {"metrics": are_metrics, "measured": are_measured}
+"""What keeps numbers by name, and what they have to be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +92,8 @@ def _read(kind: type[T], fields: Mapping[str, Any]) -> T:
 
 def _checked(hint: Any, name: str, value: Any) -> Any:
     """A number of the type that is wanted; whole ones count something."""
-    if name == "metrics":
-        if not are_metrics(value):
+    if name in _BY_NAME:
+        if not _BY_NAME[name](value):
             raise TypeError(f"{name} is {value!r}")
         return value
     wanted = hint | int if hint in (float, float | None) else hint

@@ -24,7 +24,7 @@ from sparkdl.checkpoint.local_files import whole_directory
 from sparkdl.checkpoint.recipe import LOSS, MODEL, load_recipe, save_recipe
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.errors import ConfigError
-from sparkdl.events import EpochSummary, are_metrics
+from sparkdl.events import EpochSummary, are_measured, are_metrics
 from sparkdl.outputs import OutputKey, Widths, names_output
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Encoding, Padding, SequenceInput
 from sparkdl.randomness import borrowed_random_numbers
@@ -219,8 +219,10 @@ def _padding(value: float, input: SequenceInput | None) -> Padding:
 def _epoch(**fields: Any) -> EpochSummary:
     if not are_metrics(fields.get("metrics", {})):
         raise ValueError(f"metrics cannot be {fields['metrics']!r:.200}")
+    if not are_measured(fields.get("measured", {})):
+        raise ValueError(f"measured cannot be {fields['measured']!r:.200}")
     for name, value in fields.items():
-        if name == "metrics":
+        if name in ("metrics", "measured"):
             continue
         if isinstance(value, bool) or not isinstance(value, _EPOCH_TYPES.get(name, object) | int):
             raise ValueError(f"{name} cannot be {value!r}")

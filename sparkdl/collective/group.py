@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -71,13 +71,25 @@ class Collective:
     def within_host(self) -> Collective:
         """The group of the workers on this worker's host; all workers of the run have to ask."""
         hosts = self.meeting.hosts
+        return self.within(
+            [
+                tuple(rank for rank in self.members if hosts[rank] == host)
+                for host in dict.fromkeys(hosts)
+            ]
+        )
+
+    def within(self, parts: Sequence[tuple[int, ...]]) -> Collective:
+        """The group of the part that this worker is in; all workers of the run have to ask.
+
+        Args:
+            parts: the ranks of each, of which every member is in one.
+        """
         own = self
-        with self.guarded("the forming of groups within hosts"):
-            for host in dict.fromkeys(hosts):
-                members = tuple(rank for rank in self.members if hosts[rank] == host)
+        with self.guarded("the forming of groups of workers"):
+            for members in parts:
                 group = dist.new_group(list(members), timedelta(seconds=self.deadline_s))
                 if self.rank in members:
-                    own = replace(self, members=members, _group=group)
+                    own = replace(self, members=tuple(members), _group=group)
         return own
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

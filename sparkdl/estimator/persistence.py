@@ -45,6 +45,7 @@ PLACES = {
             **classes_of(strategies, strategies.Strategy),
             **classes_of(strategies, strategies.Barrier),
             **classes_of(strategies, strategies.CenterUpdate),
+            **classes_of(strategies, strategies.KFACPreconditioner),
         },
     ),
     "callbacks": Place(

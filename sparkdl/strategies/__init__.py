@@ -13,6 +13,7 @@ from sparkdl.averager.wire_format import (
     SparseChanges,
     WireFormat,
 )
+from sparkdl.strategies.adascale import AdaScale
 from sparkdl.strategies.asynchronous_outer_optimizer import (
     AsynchronousOuterOptimizer,
     DelayedNesterov,
@@ -24,6 +25,7 @@ from sparkdl.strategies.compression import Compression, Compressor
 from sparkdl.strategies.elastic_averaging import ElasticAveraging
 from sparkdl.strategies.gossip_averaging import GossipAveraging
 from sparkdl.strategies.gradient_all_reduce import GradientAllReduce
+from sparkdl.strategies.kfac import KFACPreconditioner
 from sparkdl.strategies.one_bit_adam import OneBitAdam
 from sparkdl.strategies.outer_optimizer import OuterOptimizer, OuterSGD
 from sparkdl.strategies.parameter_averaging import ParameterAveraging
@@ -37,6 +39,7 @@ __all__ = [
     "PBSP",
     "PSSP",
     "SSP",
+    "AdaScale",
     "All",
     "AsynchronousOuterOptimizer",
     "AsynchronousSGD",
@@ -54,6 +57,7 @@ __all__ = [
     "FullPrecision",
     "GossipAveraging",
     "GradientAllReduce",
+    "KFACPreconditioner",
     "Needs",
     "Nobody",
     "OneBitAdam",

@@ -53,6 +53,8 @@ class Run:
     """Rows trained on since the last round."""
     loss_sum: float | Tensor = 0.0
     """Sum of the loss over those rows; on a GPU a float64 scalar there."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """What the strategy has measured, by name, for the history: goes with the next window."""
     calls: StepCalls | None = None
     """To the callbacks on this worker, if there are any."""
     clock: PhaseClock = field(default_factory=PhaseClock)
@@ -65,6 +67,7 @@ class Run:
         self.step_of_epoch = position.step_of_epoch
         self.examples = 0
         self.loss_sum = 0.0
+        self.measured = {}
         if self.calls is not None:
             self.calls.begin_anew()
 
@@ -113,9 +116,10 @@ class Run:
         if last:
             # Before the epoch counts: its end may become a checkpoint.
             self.replica.frozen.require_unchanged()
-        report = replace(self.window(), last=last, stands_for=stands_for)
+        report = replace(self.window(), last=last, stands_for=stands_for, measured=self.measured)
         self.examples = 0
         self.loss_sum = 0.0
+        self.measured = {}
         return report
 
     def window(self) -> WindowReport:
@@ -171,6 +175,9 @@ class Needs:
     steps_ahead: int = 0
     """By how many steps a worker may be ahead of the last commit when it says what belongs to it.
     ``train_epoch`` then begins with those once more, of which nothing is to be trained."""
+    leads_schedule: bool = False
+    """Whether it takes schedules by the step further than the optimizer's steps, at the most as
+    many times as far as there are workers."""
 
     def __post_init__(self) -> None:
         if self.collective and (self.resumes_alone or not self.gang_start):

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.averager.wire_format import FullPrecision, WireFormat
@@ -32,9 +31,14 @@ from sparkdl.protocols import Batch, OptimizerBuilder
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
 from sparkdl.strategies.compression import Compression, Compressor
+from sparkdl.strategies.gradient_noise import DECAY, EVERY, NoiseMeter
 from sparkdl.strategies.gradients import ROUNDED, FiniteGradients, FiniteSum, reduce_by
-from sparkdl.strategies.synchronized_norm import Turn, synchronize
+from sparkdl.strategies.kfac import KFACPreconditioner, Preconditioning
+from sparkdl.strategies.model_and_loss import ModelAndLoss, distribute
+from sparkdl.strategies.synchronized_norm import synchronize
 from sparkdl.strategies.worker_group import WorkerGroup
+
+SWITCHES = ("shard_optimizer", "find_unused_parameters", "sync_batch_norm", "measure_noise")
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,11 @@ class GradientAllReduce(Strategy["_Reducer"]):
             the graph in every step.
         sync_batch_norm: whether BatchNorm layers normalize over the minibatches of all workers
             together, also on CPUs; costs two messages a layer and step. Every worker needs rows.
+        measure_noise: whether the history says of each epoch, in ``measured``, at its end the
+            ``gradient_noise_scale``, the rows up to which larger steps pay, and what would be the
+            ``adascale_gain``. Every tenth step takes a look more at each gradient. It takes two or
+            more workers, or minibatches a step.
+        preconditioner: what is done to the gradients before the optimizer steps; None for nothing.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -72,6 +81,8 @@ class GradientAllReduce(Strategy["_Reducer"]):
     commit_every: int | None = None
     find_unused_parameters: bool = False
     sync_batch_norm: bool = False
+    measure_noise: bool = False
+    preconditioner: KFACPreconditioner | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.bucket_mb, bool) or not isinstance(self.bucket_mb, (int, float)):
@@ -90,9 +101,28 @@ class GradientAllReduce(Strategy["_Reducer"]):
                 f"{self.compression!r}"
             )
         require_steps("commit_every", self.commit_every)
-        for name in ("shard_optimizer", "find_unused_parameters", "sync_batch_norm"):
+        for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if not isinstance(self.preconditioner, KFACPreconditioner | None):
+            raise ConfigError(
+                "preconditioner must be None or a KFACPreconditioner, got "
+                f"{self.preconditioner!r:.200}"
+            )
+        if isinstance(self.compression, Compression):
+            self._require_whole_gradients(type(self.compression).__name__)
+
+    def _require_whole_gradients(self, compression: str) -> None:
+        if self.measure_noise:
+            raise ConfigError(
+                f"compression={compression}(...) leaves too little of the gradients to measure "
+                "their noise: leave one of the two out"
+            )
+        if self.preconditioner is not None:
+            raise ConfigError(
+                f"compression={compression}(...) and a preconditioner each take the gradients for "
+                "what the workers have computed: leave one of the two out"
+            )
 
     @property
     def wire_format(self) -> WireFormat:
@@ -118,7 +148,12 @@ class GradientAllReduce(Strategy["_Reducer"]):
             run.replica.rebuild_optimizer(_sharded)
         together = WorkerGroup(run, run.batch_size * self.accumulate)
         turn = synchronize(run.replica.module) if self.sync_batch_norm else None
-        model = _wrap(self, run.replica, turn)
+        model = distribute(
+            run.replica,
+            turn,
+            bucket_mb=self.bucket_mb,
+            find_unused_parameters=self.find_unused_parameters,
+        )
         run.cleanup.callback(release_model, model)  # before the group ends
         compressor, rounding = None, None
         if isinstance(self.compression, Compression):
@@ -126,16 +161,35 @@ class GradientAllReduce(Strategy["_Reducer"]):
         else:
             rounding = self.compression
         finite = reduce_by(rounding, compressor, model, run)
-        return _Reducer(model, together, finite, compressor, run.batch_size)
+        meter = self._meter(run, together) if self.measure_noise else None
+        preconditioning = None
+        if self.preconditioner is not None:
+            preconditioning = self.preconditioner.start(run)
+        return _Reducer(model, together, finite, compressor, run.batch_size, meter, preconditioning)
+
+    def _meter(self, run: Run, together: WorkerGroup) -> NoiseMeter:
+        return NoiseMeter(run, together, DECAY, every=EVERY, agreeing=False)
 
     def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
-        """What a compression has left out so far, if there is one."""
-        return {} if state.compressor is None else state.compressor.saved()
+        """What was left out of the gradients, measured of them and collected, if anything is."""
+        saved: dict[str, Any] = {}
+        if state.compressor is not None:
+            saved |= state.compressor.saved()
+        if state.meter is not None:
+            state.meter.settle()
+            saved["noise"] = state.meter.noise.saved
+        if state.preconditioning is not None:
+            saved |= state.preconditioning.saved()
+        return saved
 
     def restore_state(self, state: _Reducer, saved: Mapping[str, Any]) -> None:
-        """Send it later."""
+        """Go on from there."""
         if state.compressor is not None:
             state.compressor.restore(saved)
+        if state.meter is not None:
+            state.meter.noise.restore(saved["noise"])
+        if state.preconditioning is not None:
+            state.preconditioning.restore(saved)
 
     def rows_changed(self, run: Run, state: _Reducer) -> None:
         """Learn how many steps all workers have now."""
@@ -158,7 +212,12 @@ class GradientAllReduce(Strategy["_Reducer"]):
 
     def end_epoch(self, run: Run, state: _Reducer) -> None:
         """Hand the driver a copy of it all."""
+        if state.meter is not None:
+            run.measured = self._measured(state, state.meter)
         state.together.hand_over(run, self._agreed(run, state), last=True)
+
+    def _measured(self, state: _Reducer, meter: NoiseMeter) -> dict[str, float]:
+        return meter.measured()
 
     def _agreed(self, run: Run, state: _Reducer) -> list[Tensor]:
         """The replica's state, after averaging what gradients do not keep equal: the buffers."""
@@ -183,6 +242,11 @@ class _Reducer:
         finite: looks at its gradients.
         compressor: has what was left out of them; None if nothing is.
         batch_size: rows a minibatch.
+        meter: measures their noise; None if nobody asks.
+        preconditioning: what is done to them; None for nothing.
+
+    Attributes:
+        update: takes the optimizer's step, given the replica and the rows of all workers in it.
     """
 
     def __init__(
@@ -192,13 +256,18 @@ class _Reducer:
         finite: FiniteGradients | FiniteSum,
         compressor: Compressor | None,
         batch_size: int,
+        meter: NoiseMeter | None,
+        preconditioning: Preconditioning | None,
     ) -> None:
         self.model = model
         self.together = together
         self.finite = finite
         self.compressor = compressor
+        self.meter = meter
+        self.preconditioning = preconditioning
+        self.update: Callable[[Replica, int], None] = lambda replica, rows: replica.update()
         self._batch_size = batch_size
-        self._loss: _ModelAndLoss = model.module
+        self._loss: ModelAndLoss = model.module
 
     def step(
         self, replica: Replica, batches: Iterator[Batch], *, all_turns: bool
@@ -230,101 +299,26 @@ class _Reducer:
                 # DDP divides by the number of workers, whatever each has contributed.
                 examples = 0 if batch is None else batch.examples
                 weight = examples * collective.world_size / total
-                (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+                with self._measured(weight, examples):
+                    (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
             if batch is not None:
                 yield batch, self.finite.loss
         self.finite.before_update(trained)
         if self.compressor is not None:
             self.compressor.before_update()
+        if self.meter is not None:
+            self.meter.end_step(total)
+        if self.preconditioning is not None:
+            self.preconditioning.precondition(replica, total)
         with collective.guarded("the exchange of parameter shards"):
-            replica.update()
+            self.update(replica, total)
+
+    def _measured(self, weight: float, examples: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.meter is None else self.meter.backward(weight, examples)
 
     def _sync(self, *, now: bool) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = nullcontext() if now else self.model.no_sync()
         return context
-
-
-class _ModelAndLoss(nn.Module):
-    """From a minibatch to its loss: the whole graph is DDP's, also where there is no minibatch.
-
-    Args:
-        replica: the worker's.
-        turn: of its synchronized BatchNorm layers, if it has any.
-        all_used: whether every parameter takes part in every loss.
-    """
-
-    def __init__(self, replica: Replica, turn: Turn | None, *, all_used: bool) -> None:
-        super().__init__()
-        self.module = replica.module
-        self._forward = replica.forward
-        self._trainable = replica.trainable()
-        self._touched = self._trainable if all_used else self._trainable[:1]
-        self._all_used = all_used
-        self._turn = turn
-        self._earlier: Batch | None = None
-
-    def forward(self, batch: Batch | None) -> Tensor:
-        """The mean loss; without a batch a zero whose gradients are zero."""
-        if self._turn is not None:
-            return self._in_turn(batch, self._turn)
-        if batch is None:
-            loss: Tensor = _NoRows.apply(*self._touched)  # type: ignore[no-untyped-call]
-            return loss
-        return self._forward(batch)
-
-    def remember_used(self) -> None:
-        """Choose what a loss without rows depends on; called while the last gradients are there.
-
-        What one worker's loss depends on, all give to their optimizers. One parameter is enough
-        for DDP, and one that the workers with rows use anyway does no harm.
-        """
-        if not self._all_used:
-            used = next((p for p in self._trainable if p.grad is not None), None)
-            self._touched = self._touched if used is None else [used]
-
-    def _in_turn(self, batch: Batch | None, turn: Turn) -> Tensor:
-        """Run the model in any case: others wait for what its layers add."""
-        turn.counts = batch is not None
-        self._earlier = self._earlier if batch is None else batch
-        if self._earlier is None:
-            raise ConfigError(
-                "this worker has no rows left before its first step, and sync_batch_norm needs a "
-                "minibatch of every worker. Use fewer workers, or more rows"
-            )
-        loss = self._forward(self._earlier)
-        return loss if turn.counts else loss * 0.0
-
-
-class _NoRows(torch.autograd.Function):
-    """A loss that is zero and gives the parameters a gradient of zero."""
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        """The zero."""
-        ctx.save_for_backward(*parameters)
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        """The zeros."""
-        return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
-
-
-def _wrap(
-    strategy: GradientAllReduce, replica: Replica, turn: Turn | None
-) -> DistributedDataParallel:
-    with warnings.catch_warnings():
-        # torch renames the argument; what it is called next is not known to older versions.
-        warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
-        return DistributedDataParallel(
-            _ModelAndLoss(replica, turn, all_used=not strategy.find_unused_parameters),
-            bucket_cap_mb=strategy.bucket_mb,
-            find_unused_parameters=strategy.find_unused_parameters,
-            gradient_as_bucket_view=True,
-            # All hold the initial center already, and buffers are averaged once an epoch.
-            init_sync=False,
-            broadcast_buffers=False,
-        )
 
 
 def _sharded(build: OptimizerBuilder, named: NamedParameters) -> torch.optim.Optimizer:

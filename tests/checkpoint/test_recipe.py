@@ -21,7 +21,10 @@ ANYTHING = Place(
     "anything",
     object,
     instance=True,
-    harmless=classes_of(strategies, strategies.Strategy),
+    harmless={
+        **classes_of(strategies, strategies.Strategy),
+        **classes_of(strategies, strategies.KFACPreconditioner),
+    },
 )
 
 
@@ -60,6 +63,8 @@ def test_nested_partials_lists_and_dicts_come_back(tmp_path: Path) -> None:
         ParameterAveraging(period=9, average_optimizer_state=False, wire_dtype="bfloat16"),
         strategies.ElasticAveraging(period=9, moving_rate=0.2, mode="asynchronous"),
         strategies.GossipAveraging(3, "pull", "ring"),
+        strategies.AdaScale(decay=0.5),
+        strategies.GradientAllReduce(preconditioner=strategies.KFACPreconditioner(0.1)),
         strategies.ThresholdGradientSharing(0.02, sparsity=(0.001, 0.1), clip=None),
     ],
     ids=repr,

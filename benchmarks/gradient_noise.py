@@ -1,0 +1,146 @@
+"""What it costs to measure the noise of gradients while they are reduced: steps with and without.
+
+Two workers in processes of their own, gloo, one torch thread each. Every worker has two replicas,
+one of ``GradientAllReduce()`` and one that measures, and trains ten minibatches with the one, then
+the same ten with the other, which of them first in turns. What is compared is, pair by pair, the
+processor time of all of a worker's threads, for the time on a wall says more of what else runs on
+the machine; that is printed too.
+"""
+
+import copy
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import harness
+import networks
+import numpy as np
+import torch
+from torch import nn
+
+from sparkdl import GradientAllReduce
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.protocols import Batch, ColumnSpec
+from sparkdl.replica import Replica
+from sparkdl.strategies import Run
+from sparkdl.testing import batches_of, run_world
+from sparkdl.worker import Job
+
+PIXELS = 784
+ROWS = 4_000
+BATCH_SIZE = 64
+BLOCK = 10
+WARM_UP = 3
+"""Pairs of blocks that are left out: in the first steps things are set up."""
+EPOCHS = 3
+TARGET = 1.02
+OPTIMIZER = partial(torch.optim.SGD, lr=0.01)
+
+
+@dataclass(frozen=True)
+class InTurns(GradientAllReduce):
+    """Trains two replicas, of which one measures."""
+
+    path: str = ""
+
+    def start(self, run: Run) -> Any:
+        """Start both."""
+        other = Replica(copy.deepcopy(run.replica.module), OPTIMIZER, nn.CrossEntropyLoss())
+        runs = [run, replace(run, replica=other)]
+        measuring = GradientAllReduce(measure_noise=True)
+        self._kept.extend([runs, [super().start(run), measuring.start(runs[1])], []])
+        return self._kept[1][0]
+
+    @property
+    def _kept(self) -> list[Any]:
+        return self.__dict__.setdefault("kept", [])
+
+    def train_epoch(self, run: Run, state: Any, batches: Iterable[Batch]) -> None:
+        """Train block by block."""
+        runs, states, times = self._kept
+        remaining = iter(batches)
+        while block := list(itertools.islice(remaining, BLOCK)):
+            pair: dict[int, tuple[float, float]] = {}
+            for which in (0, 1) if len(times) % 2 else (1, 0):
+                wall, cpu = time.perf_counter(), time.process_time()
+                for _ in self._steps(runs[which], states[which], block):
+                    pass
+                pair[which] = (time.perf_counter() - wall, time.process_time() - cpu)
+            times.append([pair[0], pair[1]])
+        states[1].meter.measured()
+        states[1].together.steps = 0
+        self.end_epoch(run, state)
+        if run.rank == 0:
+            Path(self.path).write_text(json.dumps(times))
+
+    def _steps(self, run: Run, state: Any, block: list[Batch]) -> Iterator[None]:
+        for batch in block:
+            run.step += 1
+            for trained, loss in state.step(run.replica, iter([batch]), all_turns=False):
+                run.count(trained, loss)
+            state.together.steps += 1
+            yield
+
+
+def measure(network: str) -> list[Any]:
+    """Trains once; returns (wall, processor) seconds without and with, of each pair of blocks."""
+    draws = np.random.default_rng(0)
+    shards = [
+        batches_of(
+            1000,
+            features=draws.normal(size=(ROWS, PIXELS)).astype(np.float32),
+            label=draws.integers(0, 10, ROWS),
+        )
+        for _ in range(2)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "times"
+        job = Job(
+            model=networks.BUILDERS[network],
+            loss=nn.CrossEntropyLoss(),
+            optimizer=OPTIMIZER,
+            strategy=InTurns(path=str(path)),
+            schema=FeedSchema(
+                (ColumnSpec("features", torch.float32, (PIXELS,)),),
+                ColumnSpec("label", torch.int64),
+            ),
+            epochs=EPOCHS,
+            batch_size=BATCH_SIZE,
+            seed=1,
+            deadline_s=300.0,
+        )
+        run_world(job, shards, ranks_as="processes")
+        times: list[Any] = json.loads(path.read_text())
+        return times[WARM_UP:]
+
+
+def main() -> None:
+    """Measures, prints and judges."""
+    options = harness.arguments(__doc__, repeats=3)
+    turns = {network: partial(measure, network) for network in networks.BUILDERS}
+    measured = harness.interleave(turns, repeats=options.repeats)
+    claims, facts = [], {}
+    for network, repeats in measured.items():
+        pairs = [pair for repeat in repeats for pair in repeat]
+        for which, kind in enumerate(("without", "with")):
+            milliseconds = [1000 * pair[which][1] / BLOCK for pair in pairs]
+            name = f"processor time of a step {kind}, {network}"
+            facts[name] = harness.show(name, milliseconds, unit="ms")
+        walls = [measuring[0] / plain[0] for plain, measuring in pairs]
+        facts[f"wall, {network}"] = harness.show(f"with / without, wall, {network}", walls, unit="")
+        ratio = statistics.median(measuring[1] / plain[1] for plain, measuring in pairs)
+        claims.append(
+            harness.Claim(name=f"measuring / not measuring, {network}", ratio=ratio, target=TARGET)
+        )
+    harness.report("gradient_noise", claims, facts)
+
+
+if __name__ == "__main__":
+    main()

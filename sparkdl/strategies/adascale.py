@@ -1,0 +1,136 @@
+"""AdaScale: synchronous SGD whose learning rate follows what many workers gain in each step.
+
+Johnson, Agrawal, Gu, Guestrin 2020, "AdaScale SGD: A User-Friendly Algorithm for Distributed
+Training" (arXiv 2007.05105), algorithm 1. With S workers whose mean gradients g_i of m rows each
+have the mean g, and running means with the decay max(1 - S / 1000, 0), corrected for their start:
+
+    variance  <-  running mean of (mean_i |g_i|^2 - |g|^2) * S / (S - 1)
+    square    <-  running mean of |g|^2 - the same estimate / S
+    gain      <-  (variance + square) / (variance / S + square)           from 1 to S
+    w         <-  optimizer step on g at gain * (learning rate of the schedule at floor(steps))
+    steps     <-  steps + gain
+
+so that learning rate and schedule are those of one worker, whatever S is. Where S times the rate
+would diverge, early or where gradients agree, the gain is small; later it approaches S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sparkdl.errors import ConfigError
+from sparkdl.replica import Replica
+from sparkdl.strategies.base import Needs, Run
+from sparkdl.strategies.gradient_all_reduce import GradientAllReduce, _Reducer
+from sparkdl.strategies.gradient_noise import NoiseMeter, gain
+from sparkdl.strategies.worker_group import WorkerGroup
+
+STEPS = "adascale_steps"
+
+
+@dataclass(frozen=True)
+class AdaScale(GradientAllReduce):
+    """``GradientAllReduce`` at the learning rate and the schedule of one worker.
+
+    The learning rate is multiplied by the gain, and a schedule by the step (``schedulerEvery=
+    "step"``) takes gain many for one of the optimizer's; one by the epoch stays with the epochs.
+    What is gained is in each epoch's ``measured``: ``adascale_gain`` as it was at its end, and
+    ``adascale_steps``, how many of one worker's steps those since the start were worth.
+
+    Choose it for SGD, with momentum or without, that was tuned on one worker and is to run on any
+    number of them without being tuned again. Do not for Adam and others that divide by the size
+    of the gradients, for which the rule was not derived; nor to train all rows as many times as
+    before: to be done sooner, lower ``epochs`` by about the gain, or end the fit by
+    ``adascale_steps``.
+
+    Args:
+        bucket_mb: and the others as of ``GradientAllReduce``; ``accumulate`` makes each worker's
+            step, to which the gain is relative, one of so many minibatches.
+        measure_noise: always.
+        decay: of the running means, in [0, 1); None for the paper's max(1 - S / 1000, 0).
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    measure_noise: bool = True
+    decay: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.measure_noise:
+            raise ConfigError("AdaScale follows the noise of gradients: leave out measure_noise")
+        known = self.decay is None or type(self.decay) in (int, float)
+        if not known or not 0 <= (self.decay or 0) < 1:
+            raise ConfigError(f"decay must be None or a number in [0, 1), got {self.decay!r}")
+
+    @property
+    def needs(self) -> Needs:
+        """As ``GradientAllReduce``, but for the schedule."""
+        return replace(super().needs, leads_schedule=True)
+
+    def start(self, run: Run) -> _Reducer:
+        """As ``GradientAllReduce``, with steps that are worth more."""
+        state = super().start(run)
+        if any("lr" not in group for group in run.replica.optimizer.param_groups):
+            raise ConfigError(
+                f"{type(run.replica.optimizer).__name__} has no learning rate by the name of 'lr', "
+                "which AdaScale multiplies. Use SGD, or GradientAllReduce"
+            )
+        assert state.meter is not None
+        state.update = _Scaled(state.meter, state.together.rows_a_step)
+        return state
+
+    def _meter(self, run: Run, together: WorkerGroup) -> NoiseMeter:
+        workers = together.collective.world_size
+        decay = max(1 - workers / 1000, 0.0) if self.decay is None else self.decay
+        return NoiseMeter(run, together, decay, every=1, agreeing=True)
+
+    def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
+        """What the noise was, and what the steps were worth."""
+        assert isinstance(state.update, _Scaled)
+        return {**super().saved_state(state), "steps": state.update.steps}
+
+    def restore_state(self, state: _Reducer, saved: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        super().restore_state(state, saved)
+        assert isinstance(state.update, _Scaled)
+        state.update.steps = saved["steps"]
+
+    def _measured(self, state: _Reducer, meter: NoiseMeter) -> dict[str, float]:
+        assert isinstance(state.update, _Scaled)
+        return {**super()._measured(state, meter), STEPS: state.update.steps}
+
+
+class _Scaled:
+    """Takes the optimizer's steps.
+
+    Args:
+        meter: measures the noise.
+        base_rows: of one worker in a step.
+
+    Attributes:
+        steps: of one worker that those until now were worth.
+    """
+
+    def __init__(self, meter: NoiseMeter, base_rows: int) -> None:
+        self.steps = 0.0
+        self._noise = meter.noise
+        self._base_rows = base_rows
+
+    def __call__(self, replica: Replica, rows: int) -> None:
+        """Take one.
+
+        Args:
+            replica: this worker's, which has the gradients of all.
+            rows: that these are of; fewer than all workers have at the end of an epoch.
+        """
+        means = self._noise.means
+        worth = 1.0
+        if means is not None and rows > self._base_rows:
+            worth = gain(*means, rows, self._base_rows)
+        replica.update(worth)
+        self.steps += worth
+        replica.schedule.lead_to(int(self.steps))

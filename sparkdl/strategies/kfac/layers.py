@@ -1,0 +1,127 @@
+"""The layers that K-FAC knows, and what it collects of them while a model trains.
+
+Of a row's inputs a_t and output gradients g_t at the positions t = 1..T of a layer (1 for a Linear
+layer on vectors, the pixels of a convolution's output, the items of a sequence):
+
+    A = E[sum_t a_t a_t^T]        a_t with a 1 behind it, if the layer has a bias; patches if Conv2d
+    G = E[sum_t g_t g_t^T] / T
+
+whose Kronecker product stands for the Fisher matrix of the layer's weights (Martens & Grosse 2015;
+Grosse & Martens 2016). The expectation is over rows with the labels that they have.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class FactoredLayer:
+    """One Linear or Conv2d layer.
+
+    Args:
+        module: the layer.
+
+    Attributes:
+        input_size: rows and columns of A.
+        output_size: those of G.
+    """
+
+    def __init__(self, module: nn.Linear | nn.Conv2d) -> None:
+        self.module = module
+        bias = module.bias
+        self._bias = bias if bias is not None and bias.requires_grad else None
+        self.output_size = module.weight.shape[0]
+        self.input_size = module.weight[0].numel() + (self._bias is not None)
+        self.dtype = torch.promote_types(module.weight.dtype, torch.float32)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """(output_size, input_size), a copy; None if there is none."""
+        weight = self.module.weight.grad
+        if weight is None:
+            return None
+        parts = [weight.reshape(self.output_size, -1)]
+        if self._bias is not None:
+            bias = self._bias.grad
+            parts.append(weight.new_zeros(self.output_size, 1) if bias is None else bias[:, None])
+        return torch.cat(parts, dim=1).to(self.dtype)
+
+    def set_gradient(self, values: Tensor) -> None:
+        """Overwrite the gradient that is there.
+
+        Args:
+            values: (output_size, input_size).
+        """
+        weight = self.module.weight.grad
+        assert weight is not None
+        if self._bias is not None:
+            if self._bias.grad is not None:
+                self._bias.grad.copy_(values[:, -1])
+            values = values[:, :-1]
+        weight.copy_(values.reshape(weight.shape))
+
+    def moments(self, inputs: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over the rows of a minibatch: of A, and of G.
+
+        Args:
+            inputs: what the layer was given, shape (rows, ...).
+            gradients: of its outputs, shape (rows, ...).
+        """
+        a, g = self._positions(inputs.detach(), gradients)
+        positions = max(1, len(g) // max(1, len(gradients)))
+        if self._bias is not None:
+            a = functional.pad(a, (0, 1), value=1.0)
+        return a.T @ a, (g.T @ g).div_(positions)
+
+    def _positions(self, inputs: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """What goes in and what comes back, one line a position."""
+        inputs, gradients = inputs.to(self.dtype), gradients.to(self.dtype)
+        module = self.module
+        if isinstance(module, nn.Linear):
+            return inputs.reshape(-1, inputs.shape[-1]), gradients.reshape(-1, self.output_size)
+        patches = functional.unfold(
+            inputs,
+            module.kernel_size,  # type: ignore[arg-type]
+            dilation=module.dilation,  # type: ignore[arg-type]
+            padding=module.padding,  # type: ignore[arg-type]
+            stride=module.stride,  # type: ignore[arg-type]
+        )
+        return (
+            patches.transpose(1, 2).reshape(-1, patches.shape[1]),
+            gradients.movedim(1, -1).reshape(-1, self.output_size),
+        )
+
+
+def factored_layers(module: nn.Module) -> dict[str, FactoredLayer]:
+    """The layers of a model that K-FAC knows, by name, in the model's order.
+
+    Args:
+        module: the model; what it has beside them keeps its gradients. That is also convolutions in
+            groups or with another padding than so many zeros, layers that are frozen, and those
+            that share their weights with others.
+    """
+    users = Counter(
+        id(parameter) for each in module.modules() for parameter in each.parameters(recurse=False)
+    )
+    return {
+        name: FactoredLayer(each)
+        for name, each in module.named_modules()
+        if _is_known(each) and each.weight.requires_grad and users[id(each.weight)] == 1
+    }
+
+
+def _is_known(module: Any) -> bool:
+    # Subclasses may compute something else with their weights.
+    if type(module) is nn.Linear:
+        return True
+    return (
+        type(module) is nn.Conv2d
+        and module.groups == 1
+        and module.padding_mode == "zeros"
+        and not isinstance(module.padding, str)
+    )

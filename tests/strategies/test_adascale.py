@@ -1,0 +1,167 @@
+"""AdaScale is the paper's algorithm in plain torch, and goes on from checkpoints to the bit."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
+
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.driver import Outcome
+from sparkdl.errors import ConfigError, TrainingError
+from sparkdl.events import WindowReport
+from sparkdl.strategies import AdaScale, GradientAllReduce
+from sparkdl.testing import run_world
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+RATE = [0.1 * 0.8 ** (step // 3) for step in range(100)]
+"""Of ``StepLR(step_size=3, gamma=0.8)``, as a table."""
+
+
+def by_hand(
+    data: Data, workers: int, epochs: int
+) -> tuple[nn.Module, list[dict[str, float]], list[float]]:
+    """Johnson et al. 2020, algorithm 1; each worker has as many rows in each step.
+
+    Returns:
+        The model, what an epoch measures, and each step's gain.
+    """
+    module = mlp().train()
+    parameters = list(module.parameters())
+    velocity = [torch.zeros_like(p) for p in parameters]
+    theta, variance, square, steps = 1 - workers / 1000, 0.0, 0.0, 0.0
+    history, gains = [], []
+    for epoch in range(1, epochs + 1):
+        for parts in zip(
+            *(batches_by_hand(data, w, epoch, 4) for w in range(workers)), strict=True
+        ):
+            each = []
+            for features, targets in parts:
+                loss = nn.functional.cross_entropy(
+                    module(torch.from_numpy(features)), torch.from_numpy(targets)
+                )
+                each.append(torch.autograd.grad(loss, parameters))
+            mean = [sum(gs) / workers for gs in zip(*each, strict=True)]
+            norm = sum(float(g.square().sum()) for g in mean)
+            norms = [sum(float(g.square().sum()) for g in one) for one in each]
+            now = (np.mean(norms) - norm) * workers / (workers - 1)
+            variance = theta * variance + (1 - theta) * now
+            square = theta * square + (1 - theta) * (norm - now / workers)
+            # The correction for the start is the same for both means, and cancels.
+            signal = max(square, 0.0)  # means of few steps may be less
+            gain = (variance + signal) / (variance / workers + signal)
+            with torch.no_grad():
+                for p, v, g in zip(parameters, velocity, mean, strict=True):
+                    v.mul_(0.9).add_(g)
+                    p.sub_(gain * RATE[int(steps)] * v)
+            steps += gain
+            gains.append(gain)
+        history.append({"adascale_gain": gain, "adascale_steps": steps})
+        if square > 0:
+            history[-1]["gradient_noise_scale"] = 4 * variance / square
+    return module, history, gains
+
+
+def test_it_is_the_papers_algorithm_with_its_schedule_in_steps_of_one_worker() -> None:
+    data = classification([16, 16, 16])
+    job = make_job(
+        mlp(),
+        strategy=AdaScale(),
+        optimizer=SGD,
+        scheduler=partial(StepLR, step_size=3, gamma=0.8),
+        scheduler_every="step",
+        epochs=2,
+    )
+    outcome = run_world(job, data.shards(), ranks_as="processes")
+    module, history, gains = by_hand(data, 3, 2)
+    assert 1.2 < min(gains) < 2.8  # or all this would be as well without it
+    assert relative_error(outcome.module, module) < 1e-9
+    for summary, expected in zip(outcome.history, history, strict=True):
+        assert summary.measured == pytest.approx(expected, rel=1e-9)
+
+
+def bits(outcome: Outcome) -> list[bytes]:
+    return [p.detach().numpy().tobytes() for p in outcome.module.parameters()]
+
+
+def test_one_worker_trains_as_without_it() -> None:
+    shards = classification([22]).shards()
+    settings: dict[str, Any] = {
+        "optimizer": SGD,
+        "scheduler": partial(ExponentialLR, gamma=0.9),
+        "scheduler_every": "step",
+        "epochs": 2,
+    }
+    gained = run_world(make_job(mlp(), strategy=AdaScale(), **settings), shards)
+    plain = run_world(make_job(mlp(), strategy=GradientAllReduce(), **settings), shards)
+    assert bits(gained) == bits(plain)
+    assert [row.measured for row in gained.history] == [
+        {"adascale_steps": 6.0},
+        {"adascale_steps": 12.0},
+    ]
+
+
+class Interrupted(Exception):
+    """The driver dies."""
+
+
+def test_resumed_in_the_middle_of_an_epoch_it_ends_in_the_same_bits(tmp_path: Path) -> None:
+    data = classification([22, 14])
+    job = make_job(
+        mlp(),
+        strategy=AdaScale(commit_every=2),
+        optimizer=SGD,
+        # Each step starts from the rate before, so one that is left out would show.
+        scheduler=partial(ExponentialLR, gamma=0.9),
+        scheduler_every="step",
+        epochs=3,
+    )
+    whole = run_world(job, data.shards(), ranks_as="processes")
+    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
+    seen = 0
+
+    def on_event(event: object) -> None:
+        nonlocal seen
+        seen += isinstance(event, WindowReport)
+        if seen > 9:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run_world(job, data.shards(), ranks_as="processes", checkpoints=policy, on_event=on_event)
+    resumed = run_world(job, data.shards(), ranks_as="processes", checkpoints=policy)
+    assert bits(resumed) == bits(whole)
+    assert [e.measured for e in resumed.history] == [e.measured for e in whole.history]
+
+
+@pytest.mark.parametrize("decay", [1, -0.1, True, "0.9", float("nan")])
+def test_a_decay_out_of_range_is_refused(decay: Any) -> None:
+    with pytest.raises(ConfigError, match="decay must be"):
+        AdaScale(decay=decay)
+
+
+def test_without_measuring_there_is_nothing_to_follow() -> None:
+    with pytest.raises(ConfigError, match="measure_noise"):
+        AdaScale(measure_noise=False)
+
+
+class Rateless(torch.optim.Optimizer):
+    """Keeps its learning rate to itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        """Take none."""
+
+
+def test_an_optimizer_without_a_learning_rate_is_refused() -> None:
+    job = make_job(mlp(), strategy=AdaScale(), optimizer=Rateless)
+    with pytest.raises(TrainingError, match="Rateless has no learning rate"):
+        run_world(job, classification([8]).shards())
