@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +73,24 @@ PAGES = {
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(#[^)]*)?\)")
 
 
-def _link(found: re.Match[str]) -> str:
+def _link(found: re.Match[str], to_docs: str) -> str:
     text, path, anchor = found.groups()
     if path in PAGES:
-        return f"[{text}]({PAGES[path]}{anchor or ''})"
+        return f"[{text}]({to_docs}{PAGES[path]}{anchor or ''})"
+    if path.startswith("docs/"):
+        return f"[{text}]({to_docs}{path.removeprefix('docs/')}{anchor or ''})"
     if path.startswith("examples/"):
-        return f"[{text}]({path})"
+        return f"[{text}]({to_docs}{path})"
     if not (ROOT / path).exists():
         raise ValueError(f"a page links to {path}, which is not in the repository")
     return f"{text} (`{path}` in the repository)" if path not in text else f"`{path}`"
 
 
 def stay_on_the_site(app: Any, name: str, source: list[str]) -> None:
-    """Turn links that lead out of docs/, where the repository is read, into links between pages."""
-    if "/" not in name:
-        source[0] = _OUTSIDE.sub(_link, source[0])
+    """Turn links that lead out of docs/ or examples/ in the repository into links between pages."""
+    if "/" not in name or name.startswith("examples/"):
+        to_docs = "../" * name.count("/")
+        source[0] = _OUTSIDE.sub(partial(_link, to_docs=to_docs), source[0])
 
 
 def name_every_page(app: Any, name: str, source: list[str]) -> None:
