@@ -7,6 +7,7 @@ made of the docstrings, and the notebooks of examples/ are shown with the output
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -70,7 +71,7 @@ PAGES = {
 }
 """Files outside this folder that are pages of the site, and as which."""
 
-_OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(#[^)]*)?\)")
+_OUTSIDE = re.compile(r"\[([^\[\]]+)\]\(\.\./([^)#]+)(#[^)]*)?\)")
 
 
 def _link(found: re.Match[str], to_docs: str) -> str:
@@ -107,7 +108,17 @@ def name_every_page(app: Any, name: str, source: list[str]) -> None:
             )
 
 
+def fetch_notebooks(app: Any) -> None:
+    """Copy the notebooks to where Sphinx finds pages; links among them do not outlive a symlink."""
+    copies = Path(app.srcdir) / "examples"
+    shutil.rmtree(copies, ignore_errors=True)
+    copies.mkdir()
+    for notebook in (ROOT / "examples").glob("*.ipynb"):
+        shutil.copy2(notebook, copies)
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.connect("builder-inited", fetch_notebooks)
     app.connect("source-read", stay_on_the_site)
     app.connect("source-read", name_every_page)
