@@ -41,7 +41,8 @@ CLAIMS = {
         assert (history["rounds"] == -(-steps // 5)).all()
         assert 12 < sent / rounds / summary.model_bytes < 13
         assert april["network"] > april["logistic regression"] > 0.6
-        assert abs(tenths["predicted"] - tenths["late"]).max() < 0.2
+        assert (tenths["late"] > tenths["predicted"]).iloc[:-2].all()
+        assert tenths["late"].corr(tenths["predicted"]) > 0.8
         assert "<svg" in page and "http" not in page
     """,
     "text_classification": """
@@ -125,7 +126,9 @@ def tidied(book: Any) -> Any:
 
 
 def without_hosts(text: str) -> str:
-    return ADDRESS.sub("localhost", re.sub(rf"\b{socket.gethostname()}\b", "localhost", text))
+    """Also without where in memory an object was."""
+    named = re.sub(rf"\b{socket.gethostname()}\b", "localhost", text)
+    return re.sub(r" at 0x[0-9a-f]+", "", ADDRESS.sub("localhost", named))
 
 
 def logged(book: Any) -> str:
