@@ -9,6 +9,7 @@ import copy
 import os
 import re
 import socket
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,13 @@ CLAIMS = {
     "choosing_a_strategy": """
         rounds, sent, loss = (table[name] for name in table)
         every, five = "averaging, every step", "averaging, every 5 steps"
-        assert list(rounds) == [23, 5, 1, 5, 10, 0, 0] or rounds
-        assert loss[every] < loss[five] < loss["averaging, once an epoch"]
-        assert abs(loss["all-reduce of gradients"] / loss[every] - 1) < 0.05
-        assert abs(loss["one process"] / loss[every] - 1) < 0.2
-        assert loss["every 5 steps, outer momentum"] < loss[five]
+        momentum, alone = "every 5 steps, outer momentum", "one process"
+        assert list(rounds) == [23, 5, 1, 5, 10, 1, 0]
+        assert 4.4 < sent[every] / sent[five] < 5 and sent[momentum] == sent[five]
+        assert abs(sent["all-reduce of gradients"] / sent[every] - 1) < 0.05
+        for name in ("all-reduce of gradients", five, "averaging, once an epoch", alone):
+            assert abs(loss[name] / loss[every] - 1) < 0.03
+        assert loss[momentum] < 0.85 * loss[five]
     """,
 }
 """What the text of each says of its results, as statements that run behind its last cell."""
@@ -91,7 +94,7 @@ def code_cells(book: Any) -> list[Any]:
 def run(book: Any, claims: str, folder: Path) -> Any:
     """Run a copy in a kernel of its own, and the claims in the same; return it with its outputs."""
     book = copy.deepcopy(book)
-    statements = "\n".join(line.strip() for line in claims.strip().splitlines())
+    statements = textwrap.dedent(claims).strip()
     book.cells.append(nbformat.v4.new_code_cell(statements))
     NotebookClient(
         book,
