@@ -3,6 +3,7 @@
 # make test-all     all of them
 # make test-guests  programs written for Lightning, accelerate and Transformers, which it installs
 # make models-table write the tables of docs/models.md anew, by fitting every row
+# make notebooks    run the notebooks of examples/, and store what they show
 # make lint         ruff and mypy
 # make docs         the site, in build/site/index.html
 # make wheel-test   build a wheel, and train with it in an environment of its own
@@ -12,7 +13,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 MASTER ?= local-cluster[2,1,2048]
 
-.PHONY: quickstart test test-all test-guests models-table lint docs wheel-test java clean
+.PHONY: quickstart test test-all test-guests models-table notebooks lint docs wheel-test java clean
 
 quickstart: java $(VENV)/installed-jobs
 	$(BIN)/python jobs/train.py --config conf/flights.yaml --session.master '$(MASTER)'
@@ -28,6 +29,9 @@ test-guests: java $(VENV)/installed-guests
 
 models-table: java $(VENV)/installed-test
 	REWRITE_MODELS_TABLE=1 $(BIN)/python -m pytest tests/estimator/test_table.py $(ARGS)
+
+notebooks: java $(VENV)/installed-test
+	REWRITE_NOTEBOOKS=1 $(BIN)/python -m pytest tests/docs/test_notebooks.py $(ARGS)
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -7,7 +7,9 @@ made of the docstrings, and the notebooks of examples/ are shown with the output
 from __future__ import annotations
 
 import re
+import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,24 +71,27 @@ PAGES = {
 }
 """Files outside this folder that are pages of the site, and as which."""
 
-_OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(#[^)]*)?\)")
+_OUTSIDE = re.compile(r"\[([^\[\]]+)\]\(\.\./([^)#]+)(#[^)]*)?\)")
 
 
-def _link(found: re.Match[str]) -> str:
+def _link(found: re.Match[str], to_docs: str) -> str:
     text, path, anchor = found.groups()
     if path in PAGES:
-        return f"[{text}]({PAGES[path]}{anchor or ''})"
+        return f"[{text}]({to_docs}{PAGES[path]}{anchor or ''})"
+    if path.startswith("docs/"):
+        return f"[{text}]({to_docs}{path.removeprefix('docs/')}{anchor or ''})"
     if path.startswith("examples/"):
-        return f"[{text}]({path})"
+        return f"[{text}]({to_docs}{path})"
     if not (ROOT / path).exists():
         raise ValueError(f"a page links to {path}, which is not in the repository")
     return f"{text} (`{path}` in the repository)" if path not in text else f"`{path}`"
 
 
 def stay_on_the_site(app: Any, name: str, source: list[str]) -> None:
-    """Turn links that lead out of docs/, where the repository is read, into links between pages."""
-    if "/" not in name:
-        source[0] = _OUTSIDE.sub(_link, source[0])
+    """Turn links that lead out of docs/ or examples/ in the repository into links between pages."""
+    if "/" not in name or name.startswith("examples/"):
+        to_docs = "../" * name.count("/")
+        source[0] = _OUTSIDE.sub(partial(_link, to_docs=to_docs), source[0])
 
 
 def name_every_page(app: Any, name: str, source: list[str]) -> None:
@@ -103,7 +108,17 @@ def name_every_page(app: Any, name: str, source: list[str]) -> None:
             )
 
 
+def fetch_notebooks(app: Any) -> None:
+    """Copy the notebooks to where Sphinx finds pages; links among them do not outlive a symlink."""
+    copies = Path(app.srcdir) / "examples"
+    shutil.rmtree(copies, ignore_errors=True)
+    copies.mkdir()
+    for notebook in (ROOT / "examples").glob("*.ipynb"):
+        shutil.copy2(notebook, copies)
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.connect("builder-inited", fetch_notebooks)
     app.connect("source-read", stay_on_the_site)
     app.connect("source-read", name_every_page)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+import warnings
 from types import TracebackType
 
-from tqdm.auto import tqdm
+from tqdm import TqdmWarning
 
 from sparkdl.averager.run_events import RunEvent as Event
 from sparkdl.averager.run_events import WorkersRestarted, WorkerTimes
@@ -13,6 +14,11 @@ from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.facts import DataFacts
 from sparkdl.phases import COMPUTE, DECODE, PHASES
 from sparkdl.report.findings import UNEVEN
+
+with warnings.catch_warnings():
+    # That ipywidgets are missing: then notebooks show the bar as text, which serves as well.
+    warnings.simplefilter("ignore", TqdmWarning)
+    from tqdm.auto import tqdm
 
 DOING = dict(
     zip(PHASES, ("reading", "decoding", "computing", "waiting", "exchanging", "idle"), strict=True)

@@ -49,7 +49,8 @@ class TrainingSummary:
     def workers(self) -> pd.DataFrame:
         """One row a worker, by its rank.
 
-        ``host``, ``rows`` in its store, ``examples`` trained on in all epochs of this fit,
+        ``host``, ``rows`` to train on that it has read, before workers exchange any among
+        themselves, ``examples`` trained on in all epochs of this fit,
         ``windows``, the seconds in each phase (``read``, ``decode``, ``compute``, ``wait``,
         ``exchange``, ``idle``), ``sent_bytes`` to the driver and ``received_bytes`` from it, and
         ``losses``, how often it was lost.

@@ -60,7 +60,7 @@ def workers(recording: Recording) -> str:
     names = "".join(f"<th>{name}</th>" for name in PHASES)
     return (
         f"<section><h2>Workers</h2>{note}<div class=scroll><table><thead><tr><th>rank</th>"
-        "<th class=text>host</th><th>rows</th><th>rows a second<br>of its own time</th>"
+        "<th class=text>host</th><th>rows<br>as read</th><th>rows a second<br>of its own time</th>"
         f"{names}<th>sent</th><th>received</th></tr></thead><tbody>{''.join(rows)}</tbody>"
         "</table></div></section>"
     )
