@@ -166,7 +166,9 @@ def stepped() -> Oracle:
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
-    ("strategy", "oracle"), [(STRATEGY, averaged), (OUTER, stepped), (PREDICTED, averaged)], ids=str
+    ("strategy", "oracle"),
+    [(STRATEGY, averaged), (OUTER, stepped), (PREDICTED, averaged)],
+    ids=["averaging", "outer", "predicted"],
 )
 def test_every_schedule_ends_with_the_center_that_its_commits_give(
     strategy: Strategy[Any], oracle: Any
