@@ -21,7 +21,8 @@ from test_preemption import processes_of, start, wait_for_checkpoint
 import sparkdl
 from sparkdl.errors import TrainingError
 
-pytestmark = pytest.mark.slow  # it waits, and needs sessions of its own
+# They wait, and need sessions of their own.
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 def jobs_of(spark: SparkSession) -> int:

@@ -15,6 +15,7 @@ reason = reason_not_to()
 pytestmark = [
     pytest.mark.skipif(reason is not None, reason=str(reason)),
     pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.timeout(400),
 ]
 

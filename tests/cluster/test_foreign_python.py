@@ -104,6 +104,7 @@ EXPECTED = {
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", EXPECTED)
 def test_an_executor_with_another_environment_is_named_with_the_fix(
     answers: dict[str, tuple[str, str, float]], case: str
@@ -117,6 +118,7 @@ def test_an_executor_with_another_environment_is_named_with_the_fix(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_session_trains_once_its_executors_have_the_packages(
     answers: dict[str, tuple[str, str, float]],
 ) -> None:

@@ -115,6 +115,7 @@ UNCOUNTED = {"spark.executor.instances": None, "spark.executor.cores": None}
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "promise", [{}, UNCOUNTED, {**UNCOUNTED, "spark.cores.max": None}], ids=["all", "cores", "none"]

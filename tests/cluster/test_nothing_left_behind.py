@@ -23,7 +23,8 @@ from sparkdl import GradientAllReduce
 from sparkdl.errors import DataError, WorkerError
 
 LISTENING = "0A"
-pytestmark = pytest.mark.slow  # whoever counts what is left has to wait until all is quiet
+# Whoever counts what is left has to wait until all is quiet.
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 @dataclass(frozen=True)

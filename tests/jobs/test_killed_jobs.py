@@ -102,6 +102,7 @@ def test_killed_at_random_moments_and_started_again_it_leaves_one_right_model(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_of_two_at_once_one_is_told_to_come_back_later(folder: Path) -> None:
     first = started(folder, "--run_id", "a")

@@ -123,6 +123,7 @@ def test_the_last_executor_of_a_session_registered_some_time_ago(spark: SparkSes
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("cpus", "slots"), [(1, 4), (2, 1)])
 def test_cores_max_is_what_spark_gives_and_nothing_more_is_waited_for(
     cpus: int, slots: int

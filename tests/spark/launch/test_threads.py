@@ -57,6 +57,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_task_of_three_cores_computes_on_three_threads(tmp_path: Path) -> None:
     program, notes = tmp_path / "program.py", tmp_path / "notes"
     program.write_text(PROGRAM)

@@ -97,6 +97,7 @@ assert spark.range(3).count() == 3
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_sessions_of_a_prepared_machine_map_sparks_classes(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
 
