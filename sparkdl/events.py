@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +15,8 @@ MOST_MEASURED = 16
 """How many numbers a strategy may measure."""
 LONGEST_NAME = 64
 """Characters of such a number's name."""
+LARGEST = sys.float_info.max
+"""Beyond it there are infinity and, of JSON, whole numbers that no float holds."""
 
 
 def is_metric_value(value: object) -> bool:
@@ -32,7 +34,7 @@ def are_measured(value: object) -> bool:
         isinstance(value, dict)
         and len(value) <= MOST_MEASURED
         and all(isinstance(name, str) and len(name) <= LONGEST_NAME for name in value)
-        and all(type(each) in (float, int) and abs(each) < math.inf for each in value.values())
+        and all(type(each) in (float, int) and abs(each) <= LARGEST for each in value.values())
     )
 
 

@@ -36,7 +36,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("events", "hooks", "phases"),
     ("lazy_compiler",),
     ("randomness",),
-    ("torch_settings", "tracebacks", "references", "missing_modules"),
+    ("torch_settings", "tracebacks", "references", "missing_modules", "exported"),
     ("errors",),
     ("version",),
 ]

@@ -189,6 +189,7 @@ def _steps(draw: random.Random) -> dict[str, Any]:
         "keeps": draw.random() < 0.5,
         "reads": draw.random() < 0.3,
         "stands_for": draw.choice([None, None, None, 2]),
+        "measured": draw.choice([{}, {}, {"noise": 2.5}]),
         "weightless": draw.random() < 0.1,
         "takes_reply": draw.random() < 0.8,
     }
@@ -219,6 +220,7 @@ def _messages(steps: dict[str, Any], rank: int, wire_format: str, *, saves: bool
                 last=number == windows,
                 step_of_epoch=number,
                 stands_for=steps["stands_for"],
+                measured=steps["measured"],
             )
             said += [*_contribution(steps, report, wire_format), *own_state]
         if not all_read:

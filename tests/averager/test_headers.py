@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import math
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,19 @@ def test_a_window_of_numbers_beyond_64_bits_is_refused(name: str, number: int) -
     header = window_header(WINDOW)
     header["window"][name] = number
     with pytest.raises(TrainingError, match="rank 0 sent"):
+        read_window(header, 0)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [HUGE, -HUGE, math.inf, math.nan, True, None],
+    ids=["huge", "-huge", "inf", "nan", "true", "null"],
+)
+def test_what_a_window_has_measured_is_a_few_numbers_that_floats_hold(number: Any) -> None:
+    header = window_header(replace(WINDOW, measured={"noise": 2.0}))
+    assert read_window(header, 0).measured == {"noise": 2.0}
+    header["window"]["measured"]["noise"] = number
+    with pytest.raises(TrainingError, match="rank 0 sent a window that cannot be its own"):
         read_window(header, 0)
 
 

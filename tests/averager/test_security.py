@@ -61,6 +61,7 @@ WINDOW = {
     "last": False,
     "step_of_epoch": 1,
     "stands_for": None,
+    "measured": {},
 }
 
 
@@ -328,6 +329,8 @@ WRONG_MESSAGES: dict[str, tuple[Message, ...]] = {
     "examples-is-text": (header(examples="many"), torch.ones(5)),
     "examples-is-negative": (header(examples=-4), torch.ones(5)),
     "stands-for-less-than-nothing": (header(stands_for=-1), torch.ones(5)),
+    "measured-is-text": (header(measured={"noise": "low"}), torch.ones(5)),
+    "measured-too-much": (header(measured=dict.fromkeys("abcdefghijklmnopq", 1.0)), torch.ones(5)),
     "loss-is-text": (header(loss_sum="low", last=True), torch.ones(5)),
     "failure-without-fields": (Raw(b'{"failure": {}}'),),
     "failure-no-object": (Raw(b'{"failure": 3}'),),
