@@ -45,10 +45,23 @@ MANIFEST_ODD = [
     ),
 ]
 REPORT = WindowReport(
-    rank=0, epoch=2, step=5, examples=2, loss_sum=0.5, last=False, step_of_epoch=1
+    rank=0,
+    epoch=2,
+    step=5,
+    examples=2,
+    loss_sum=0.5,
+    last=False,
+    step_of_epoch=1,
+    measured={"noise": 2.5},
 )
 SUMMARY = EpochSummary(
-    epoch=1, loss=0.5, examples=3, rounds=2, seconds=1.5, metrics={"f1": [0.5, {"a": 1.0}]}
+    epoch=1,
+    loss=0.5,
+    examples=3,
+    rounds=2,
+    seconds=1.5,
+    metrics={"f1": [0.5, {"a": 1.0}]},
+    measured={"noise": 2.5},
 )
 PROGRESS = Progress(
     epoch=2,
@@ -65,6 +78,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "int | None": (int, type(None)),
     "float | None": (float, int, type(None)),
     "Mapping[str, MetricValue]": (dict,),
+    "Mapping[str, float]": (dict,),
 }
 """What a field of these may be, by the words of its annotation."""
 WORKERS, EPOCHS = 2, 5
@@ -129,8 +143,10 @@ class _Stored(Target):
                 value = getattr(each, field.name)
                 if not isinstance(value, _KINDS[str(field.type)]):
                     raise Fault(f"{field.name} of a {type(each).__name__} is {type(value)}")
-        if not all(_holds_numbers(each.metrics) for each in told.history):
-            raise Fault("a metric has come to something else than numbers")
+        named = [each.metrics for each in told.history]
+        named += [each.measured for each in (*told.reports, *told.history)]
+        if not all(map(_holds_numbers, named)):
+            raise Fault("what was measured has come to something else than numbers")
 
     def _put(self, files: dict[str, bytes]) -> None:
         shutil.rmtree(self._path)

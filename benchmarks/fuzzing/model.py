@@ -22,7 +22,7 @@ from sparkdl.estimator.persistence import ModelWriter
 from sparkdl.events import EpochSummary
 from sparkdl.protocols import ColumnSpec
 
-SUMMARY = EpochSummary(epoch=1, loss=0.5, examples=3, rounds=2, seconds=1.5)
+SUMMARY = EpochSummary(epoch=1, loss=0.5, examples=3, rounds=2, seconds=1.5, measured={"n": 1.0})
 
 
 class ModelTarget(Target):
