@@ -76,10 +76,13 @@ CLAIMS = {
 }
 """What the text of each says of its results, as statements that run behind its last cell."""
 
-LONG = [pytest.mark.slow]
 NAMES = [
-    "first_model",
-    *(pytest.param(name, marks=LONG) for name in CLAIMS if name != "first_model"),
+    pytest.param("first_model", marks=pytest.mark.slow),
+    *(
+        pytest.param(name, marks=[pytest.mark.slow, pytest.mark.nightly])
+        for name in CLAIMS
+        if name != "first_model"
+    ),
 ]
 
 
