@@ -55,7 +55,7 @@ class Ragged:
         items = items_of((self.lengths.cumsum(0) - self.lengths)[rows], lengths)
         shape = (len(items), *self.values.shape[1:])
         out = torch.empty(shape, dtype=self.values.dtype, pin_memory=pinned)
-        return Ragged(torch.index_select(self.values, 0, items, out=out), lengths)
+        return Ragged(torch.index_select(self.values.detach(), 0, items, out=out), lengths)
 
     def to(self, device: torch.device) -> Ragged:
         """The same rows with their values on a device."""
@@ -137,14 +137,15 @@ def picked(column: Column, rows: Tensor, *, pinned: bool = False) -> Column:
     """Copy rows in any order.
 
     Args:
-        column: of more rows.
+        column: of more rows; a model may have begun to differentiate by it, the copy has no part in
+            that.
         rows: which ones, shape (n,), int64.
         pinned: whether the copy is to lie in pinned memory.
     """
     if isinstance(column, Ragged):
         return column.pick(rows, pinned=pinned)
     out = torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype, pin_memory=pinned)
-    return torch.index_select(column, 0, rows, out=out)
+    return torch.index_select(column.detach(), 0, rows, out=out)
 
 
 def cut(column: Column, sizes: Sequence[int]) -> Sequence[Column]:

@@ -31,7 +31,7 @@ from sparkdl.feed.decode import tensors_of
 from sparkdl.feed.facts import ColumnFacts, DataFacts, ShardFacts, check_facts
 from sparkdl.feed.feed import Feed
 from sparkdl.feed.fingerprint import fingerprint
-from sparkdl.feed.ragged import Column, Ragged
+from sparkdl.feed.ragged import Column, Ragged, picked
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec, Padding
 
@@ -386,3 +386,13 @@ def test_masks_are_what_torch_and_hugging_face_take() -> None:
         batch_first=True,
     )
     assert packed.data[:, 0].tolist() == [1, 3, 2]
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["equal", "unequal"])
+def test_rows_are_copied_though_a_model_differentiates_by_what_it_was_given(ragged: bool) -> None:
+    values = torch.arange(6.0).requires_grad_()
+    column = Ragged(values, torch.tensor([1, 2, 3])) if ragged else values
+    copy = picked(column, torch.tensor([2, 0]))
+    found = copy.values if isinstance(copy, Ragged) else copy
+    assert not found.requires_grad
+    assert found.tolist() == ([3.0, 4.0, 5.0, 0.0] if ragged else [2.0, 0.0])
