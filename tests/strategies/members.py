@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparkdl.driver import Outcome
+
 PATIENCE_S = 30.0
 
 
@@ -62,3 +64,11 @@ def of_all(world_size: int, body: Callable[[Any], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(world_size) as threads:
         return list(threads.map(guarded, members))
+
+
+def same_bits(first: Outcome, second: Outcome) -> bool:
+    """Whether two trainings came to exactly the same model."""
+    pairs = zip(
+        first.module.state_dict().values(), second.module.state_dict().values(), strict=True
+    )
+    return all(torch.equal(mine, other) for mine, other in pairs)

@@ -17,13 +17,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from members import of_all
+from members import of_all, same_bits
 from misbehaving import KillsOnce, die_after
 from torch import Tensor, nn
 from toys import classification, make_job, mlp, schema
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.strategies import GradientAllReduce, OneBitAdam
 from sparkdl.strategies.one_bit_adam import chunk_sizes, chunks_of, decode, encode
@@ -45,16 +44,9 @@ def job(model: nn.Module | None = None, **changes: Any) -> Job:
         "optimizer": ADAM,
         "epochs": 4,
         "max_failures": 1,
+        "deadline_s": 90.0,  # a busy machine may keep ranks from starting
     }
-    settings["deadline_s"] = 90.0  # the others of the machine may keep ranks from starting
     return make_job(model or mlp(), **{**settings, **changes})
-
-
-def same_bits(first: Outcome, second: Outcome) -> bool:
-    pairs = zip(
-        first.module.state_dict().values(), second.module.state_dict().values(), strict=True
-    )
-    return all(torch.equal(mine, other) for mine, other in pairs)
 
 
 @pytest.mark.parametrize("entries", [1, 7, 8, 9, 64, 100])

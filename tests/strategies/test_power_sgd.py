@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from members import of_all
+from members import of_all, same_bits
 from misbehaving import KillsOnce, die_after
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
@@ -25,7 +25,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 from toys import classification, cnn, make_job, mlp, relative_error, schema
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.strategies import GradientAllReduce, PowerSGD, Run
 from sparkdl.strategies.power_sgd import first_right
@@ -49,16 +48,9 @@ def job(model: nn.Module | None = None, **changes: Any) -> Job:
         "optimizer": MOMENTUM,
         "epochs": 3,
         "max_failures": 1,
+        "deadline_s": 90.0,  # a busy machine may keep ranks from starting
     }
-    settings["deadline_s"] = 90.0  # the others of the machine may keep ranks from starting
     return make_job(model or mlp(), **{**settings, **changes})
-
-
-def same_bits(first: Outcome, second: Outcome) -> bool:
-    pairs = zip(
-        first.module.state_dict().values(), second.module.state_dict().values(), strict=True
-    )
-    return all(torch.equal(mine, other) for mine, other in pairs)
 
 
 class OfTorch(GradientAllReduce):
