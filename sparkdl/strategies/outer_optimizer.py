@@ -163,7 +163,8 @@ class OuterOptimizer(Strategy["Stream | None"]):
             and drops what was trained while the round was under way.
         cutoff: whom rounds do without, as in ``ParameterAveraging``: ``none`` waits for everyone, a
             number for all but so many, ``predicted`` for as many as pay. The others take part in
-            the next outer step.
+            the next outer step. There are more outer steps then: with momentum lower it, or the
+            outer learning rate.
 
     Raises:
         ConfigError: an argument is out of range, or fragments, overlap or merge are given with
