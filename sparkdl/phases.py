@@ -124,7 +124,7 @@ class PhaseClock:
             self._ahead = theirs - (asked + answered) / 2
 
     def forget_comparison(self) -> None:
-        """Compare anew: the driver's clock may be another one."""
+        """Compare again: the driver's clock may be another one."""
         self._uncertainty = math.inf
 
     @property

@@ -233,7 +233,7 @@ class CenterExchange(Protocol):
             StoppedError: the averager ended the run.
         """
 
-    def hand_over(self, segments: Sequence[Tensor], window: WindowReport) -> None:
+    def commit(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in a round, the outcome of which every replica holds already.
 
         For workers that have agreed among themselves: what one contributes is what all have.
@@ -248,7 +248,7 @@ class CenterExchange(Protocol):
             StoppedError: the averager ended the run.
         """
 
-    def give_sign_of_life(self) -> None:
+    def heartbeat(self) -> None:
         """Let the averager hear of this worker, for windows that may be long; cheap in every step.
 
         Raises:

@@ -83,7 +83,7 @@ class StepCalls:
         self._step: WorkerStep
         self._under_way = False
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Forget a step that was not taken to its end."""
         self._under_way = False
 

@@ -2,6 +2,6 @@
 
 from sparkdl.averager.client import AveragerClient
 from sparkdl.averager.server import Averager
-from sparkdl.transport.address import AveragerAddress
+from sparkdl.transport.address import ServiceAddress
 
-__all__ = ["Averager", "AveragerAddress", "AveragerClient"]
+__all__ = ["Averager", "AveragerClient", "ServiceAddress"]

@@ -25,12 +25,12 @@ One worker is one connection (``framing.py`` has its form):
                                           contributing its first window,
                                           "rounds_of_epoch": how many it had, which says of what
                                           fragment the next one is,
-                                          "own_state": bytes of it, or null at the very start,
+                                          "worker_state": bytes of it, or null at the very start,
                                           "mean_weight": of a row, "shard_rows": by rank,
-                                          "row_servers": by rank}
+                                          "held_out_rows": by rank, "row_servers": by rank}
                                  <------ the center's parameters and buffers, chunk by chunk
                                  <------ unless at the very start: the rest of the center, and the
-                                         worker's own state from the checkpoint, or from the
+                                         worker's state from the checkpoint, or from the
                                          last commit of the workers before, if all start again
     {"gather": something small}  ------> wait for all ranks, whenever these agree to
                                  <------ {"gathered": [everyone's, by rank]}
@@ -39,7 +39,7 @@ One worker is one connection (``framing.py`` has its form):
                                  <------ {"go_on": true}
     {"rows": true}               ------> when all rows were read by all, or one is served elsewhere
                                  <------ {"mean_weight": of a row, "shard_rows": by rank,
-                                          "row_servers": by rank}
+                                          "held_out_rows": by rank, "row_servers": by rank}
     {"validation": report,
      "states": bytes}, bytes     ------> after an epoch, if rows are held out: the loss, and what
                                          metrics have counted
@@ -51,7 +51,7 @@ One worker is one connection (``framing.py`` has its form):
     {"alive": true}              ------> now and then, from who trains for long between two windows
     {"window": report,
      "takes_reply": whether,
-     "own_state": bytes}, bytes,
+     "worker_state": bytes}, bytes,
     chunks                       ------> add in rank order, wait for the round
                                  <------ with "may_wait", of the first window between the bytes
                                          and the chunks: {"waiting": true}, now and then, and
@@ -62,7 +62,7 @@ One worker is one connection (``framing.py`` has its form):
                                          "now" where it waits as above: send your own state at
                                          once
                                  <------ the reply, chunk by chunk, or {"committed": true}
-    {"own_state": bytes}, bytes  ------> only if it becomes a checkpoint
+    {"worker_state": bytes}, bytes  ------> only if it becomes a checkpoint
                                  <------ or {"again": true}: a member of the round was lost;
     {"window": report}, chunks   ------> the same once more
     ... a round a window ...
@@ -77,7 +77,7 @@ time went since it told that last (``phases.py``). Nothing is decided by it.
 Where rounds are of fragments, chunks and reply are of the one whose turn it is, but for the reply
 to an epoch's last window, which is the center.
 A worker that sends faster than its chunks can be added is held back by the connection itself.
-A worker whose connection breaks may come back: it joins anew, and its training goes on behind its
+A worker whose connection breaks may come back: it joins again, and its training goes on behind its
 last committed window. If the run ends elsewhere, the next thing that a worker hears is {"stopped":
 reason}.
 """
@@ -85,6 +85,7 @@ reason}.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
@@ -94,32 +95,35 @@ from torch import Tensor
 
 from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
-from sparkdl.averager.accumulator import Accumulator
-from sparkdl.averager.center import Center
-from sparkdl.averager.channel import HEADER, PAUSE, Channel, Conversation, UpTo
-from sparkdl.averager.coordinator import Coordinator
+from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.events import Member
-from sparkdl.averager.finite import require_finite
 from sparkdl.averager.headers import (
+    raise_reported_failure,
     read_epoch_losses,
     read_gather,
     read_join,
-    read_own_state,
     read_phases,
     read_row_server,
     read_shard,
     read_states_size,
     read_validation,
     read_window,
+    read_worker_state,
 )
-from sparkdl.averager.kept import KeptState
+from sparkdl.averager.kept import WorkerState
 from sparkdl.averager.run_events import RunEvent, WorkerTimes
 from sparkdl.averager.saving import Resumed, Saving
-from sparkdl.averager.wire import Chunk
-from sparkdl.errors import TrainingError
+from sparkdl.averager.values.accumulator import Accumulator
+from sparkdl.averager.values.center import Center
+from sparkdl.averager.values.chunks import Chunk
+from sparkdl.averager.values.finite import require_finite
+from sparkdl.errors import SparkDLError, TrainingError
+from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError, UpTo
 from sparkdl.transport.framing import octets_of, values_prefix
 
-MAX_OWN_STATE_BYTES = 1 << 40
+logger = logging.getLogger(__name__)
+
+MAX_WORKER_STATE_BYTES = 1 << 40
 """It goes to the checkpoint's storage block by block, or to a file, so this bounds no memory."""
 
 T = TypeVar("T")
@@ -139,8 +143,17 @@ class Edge(Protocol):
     def report(self, event: RunEvent) -> None:
         """Tell the driver something of which nothing follows for the run."""
 
+    def begins(self, worker: Worker) -> bool:
+        """Take note of a worker that has said something; returns whether it is listened to."""
+
     def joined(self, member: Member, worker: Worker) -> None:
         """Take note of whom decisions about a member concern."""
+
+    def left(self, worker: Worker) -> None:
+        """Take note that a worker's connection is closed."""
+
+    def failed(self, worker: Worker, error: SparkDLError) -> None:
+        """End the run for what a worker has sent, unless it has ended."""
 
     def await_turn(self, worker: Worker, index: int) -> None:
         """Wake a worker when it is its turn to add a chunk."""
@@ -153,7 +166,7 @@ class Edge(Protocol):
 
 
 class Worker:
-    """One worker at its connection.
+    """One worker at its connection; see ``service.Peer``.
 
     Args:
         channel: to it.
@@ -170,7 +183,7 @@ class Worker:
         self.member: Member | None = None
         self.sum: Accumulator | None = None
         self._edge = edge
-        self._owes_own_state = False
+        self._owes_worker_state = False
         self._awaits_entry = False
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -181,19 +194,19 @@ class Worker:
         edge, member = self._edge, self._member()
         committed, resumed, rank = edge.coordinator.committed, edge.resumed, member.rank
         position, kept = committed.positions[rank], committed.kept.get(rank)
-        own_state_bytes, from_checkpoint = None, False
+        worker_state_bytes, from_checkpoint = None, False
         if kept is not None:
-            own_state_bytes = kept.size
+            worker_state_bytes = kept.size
         elif resumed is not None and position == resumed.progress.positions[rank]:
-            own_state_bytes, from_checkpoint = resumed.own_state_bytes(rank), True
+            worker_state_bytes, from_checkpoint = resumed.worker_state_bytes(rank), True
         elif committed.begun:
-            own_state_bytes = 0
+            worker_state_bytes = 0
         self._awaits_entry = not edge.coordinator.round.policy.in_step
         self.channel.send_header(
             {
                 "chunk_bytes": edge.center.chunk_bytes,
                 "position": dataclasses.asdict(position),
-                "own_state": own_state_bytes,
+                "worker_state": worker_state_bytes,
                 "epoch_ended": committed.at_end_of_epoch,
                 "asks_leave": edge.coordinator.followed,
                 "may_wait": self._awaits_entry,
@@ -202,19 +215,19 @@ class Worker:
             }
         )
         self.channel.send(edge.center.state("parameters", "buffers"))
-        if own_state_bytes is not None:
+        if worker_state_bytes is not None:
             self.channel.send(edge.center.state("optimizer"))
         if kept is not None:
             self._send_blocks(kept.blocks(edge.center.chunk_bytes))
-        elif resumed is not None and from_checkpoint and own_state_bytes:
-            self._send_blocks(resumed.own_state(rank, edge.center.chunk_bytes))
+        elif resumed is not None and from_checkpoint and worker_state_bytes:
+            self._send_blocks(resumed.worker_state(rank, edge.center.chunk_bytes))
         else:
             self.channel.send([], then=self._taken)
 
     def reply(self, decision: do.Reply) -> None:
         """Send what a round came to."""
-        if decision.own_state:
-            self.ask_own_state()
+        if decision.worker_state:
+            self.ask_worker_state()
         if not decision.values:
             self.channel.send_header({"committed": True})
         # Who was done early has missed rounds: the changes of the last one would not be enough.
@@ -222,9 +235,9 @@ class Worker:
         frames = center.state() if decision.final else center.reply()
         self.channel.send(frames if decision.values else [], then=self._taken)
 
-    def ask_own_state(self, *, now: bool = False) -> None:
+    def ask_worker_state(self, *, now: bool = False) -> None:
         """Have the worker send its own state, after the reply that follows or ``now``."""
-        self._owes_own_state = True
+        self._owes_worker_state = True
         self.channel.send_header({"checkpoint": True, **({"now": True} if now else {})})
 
     def receive(self, total: Accumulator, weight: int, scale: float) -> None:
@@ -246,7 +259,7 @@ class Worker:
         self._edge.tell(on.Taken(self._member()))
 
     def _send_blocks(self, blocks: Iterator[bytes]) -> None:
-        """Send the worker's own state, and read each block when it has the one before."""
+        """Send the worker's state, and read each block when it has the one before."""
 
         def send(block: bytes) -> None:
             if block:
@@ -262,10 +275,14 @@ class Worker:
 
     # What the worker says.
 
-    def conversation(self) -> Conversation:
+    def conversation(self, said: dict[str, Any]) -> Conversation:
         """Listen to the worker, from joining to leaving."""
         edge = self._edge
-        self.member = member = Member(*read_join((yield HEADER)))
+        if not edge.begins(self):
+            return
+        self.channel.check = raise_reported_failure
+        raise_reported_failure(said)
+        self.member = member = Member(*read_join(said))
         edge.joined(member, self)
         edge.tell(on.Joined(member))
         while True:
@@ -273,8 +290,8 @@ class Worker:
             times = read_phases(header, member.rank)
             if times is not None:
                 edge.report(WorkerTimes(member.rank, member.host, times))
-            if self._owes_own_state:
-                yield from self._take_own_state(header)
+            if self._owes_worker_state:
+                yield from self._take_worker_state(header)
             elif "window" in header:
                 yield from self._contribute(header)
             elif "gather" in header:
@@ -297,13 +314,34 @@ class Worker:
             elif "reading" not in header and "alive" not in header:
                 raise TrainingError(f"{member} sent a header that no worker sends: {header}")
 
+    def heard(self) -> None:
+        """It is there."""
+        if self.member is not None:
+            self._edge.coordinator.heartbeat(self.member, time.monotonic())
+
+    def left(self, error: LeftError) -> None:
+        """It has gone."""
+        if self.member is None:
+            logger.info("a worker left before it had joined: %s", error)
+            return
+        why = f"ended its connection in the middle of training ({error}). The executor's log "
+        self._edge.tell(on.Lost(self.member, why + "says why"))
+
+    def failed(self, error: SparkDLError) -> None:
+        """It has reported a failure, or has sent what no worker sends."""
+        self._edge.failed(self, error)
+
+    def closed(self) -> None:
+        """Nothing is sent to it any more."""
+        self._edge.left(self)
+
     def _validate(self, header: dict[str, Any]) -> Conversation:
         """Take what was found on held-out rows, and receive what metrics have counted there."""
         member = self._member()
         report = read_validation(header, member.rank)
         world_size = self._edge.coordinator.members.world_size
         size = read_states_size(header, member.rank, world_size)
-        states = KeptState() if size else None
+        states = WorkerState() if size else None
         for block in self._blocks(size):
             yield block
             states.add(block)  # type: ignore[union-attr]
@@ -314,8 +352,8 @@ class Worker:
         edge, member = self._edge, self._member()
         rank = member.rank
         report = read_window(header, rank)
-        size = read_own_state({"own_state": 0, **header}, rank, MAX_OWN_STATE_BYTES)
-        kept = KeptState() if size else None
+        size = read_worker_state({"worker_state": 0, **header}, rank, MAX_WORKER_STATE_BYTES)
+        kept = WorkerState() if size else None
         for block in self._blocks(size):
             yield block
             kept.add(block)  # type: ignore[union-attr]
@@ -347,13 +385,13 @@ class Worker:
             self.sum = None
             edge.tell(on.Contributed(member))
 
-    def _take_own_state(self, header: dict[str, Any]) -> Conversation:
-        """Write the worker's own state into the checkpoint that waits for it."""
+    def _take_worker_state(self, header: dict[str, Any]) -> Conversation:
+        """Write the worker's state into the checkpoint that waits for it."""
         edge, member = self._edge, self._member()
-        size = read_own_state(header, member.rank, MAX_OWN_STATE_BYTES)
-        self._owes_own_state = False
+        size = read_worker_state(header, member.rank, MAX_WORKER_STATE_BYTES)
+        self._owes_worker_state = False
         assert edge.saving is not None
-        file = edge.saving.own_state(member.rank)
+        file = edge.saving.worker_state(member.rank)
         try:
             for block in self._blocks(size):
                 yield block
@@ -362,7 +400,7 @@ class Worker:
         finally:
             edge.in_background(file.close, self.channel.wake)
         yield PAUSE
-        edge.tell(on.OwnStateWritten(member))
+        edge.tell(on.WorkerStateWritten(member))
 
     def _member(self) -> Member:
         assert self.member is not None
@@ -371,8 +409,9 @@ class Worker:
     def _all_rows(self) -> dict[str, object]:
         shards = self._edge.coordinator.shards
         return {
-            "mean_weight": shards.facts.mean_weight,
-            "shard_rows": list(shards.facts.shard_rows),
+            "mean_weight": shards.statistics.mean_weight,
+            "shard_rows": list(shards.statistics.shard_rows),
+            "held_out_rows": shards.held_out_rows,
             "row_servers": shards.row_servers,
         }
 

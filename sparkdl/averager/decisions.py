@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sparkdl.averager.center_update import Contributions
 from sparkdl.averager.events import Member
 from sparkdl.averager.progress import Progress
 from sparkdl.averager.run_events import RunEvent
+from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError
-from sparkdl.feed.facts import DataFacts
+from sparkdl.feed.statistics import DataStatistics
 
 # What is to be done at a worker's connection.
 
@@ -85,18 +85,18 @@ class Reply:
         member: the worker.
         final: whether it is sent the epoch's final center in place of the round's outcome.
         values: whether it wants them; it is told that they are committed otherwise.
-        own_state: whether its own state belongs to a checkpoint of this commit: it is asked for,
-            and ``OwnStateWritten`` has to follow.
+        worker_state: whether its own state belongs to a checkpoint of this commit: it is asked for,
+            and ``WorkerStateWritten`` has to follow.
     """
 
     member: Member
     final: bool
     values: bool
-    own_state: bool
+    worker_state: bool
 
 
 @dataclass(frozen=True, slots=True)
-class AskOwnState:
+class AskWorkerState:
     """Have a worker that waits for an epoch's end send its own state for a checkpoint now."""
 
     member: Member
@@ -166,11 +166,11 @@ class BeginCheckpoint:
 
     Attributes:
         progress: how far the training has come.
-        data: the facts about the rows.
+        data: the statistics of the rows.
     """
 
     progress: Progress
-    data: DataFacts
+    data: DataStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ Decision = (
     | Receive
     | StartOver
     | Reply
-    | AskOwnState
+    | AskWorkerState
     | SayWaiting
     | Drop
     | Refuse

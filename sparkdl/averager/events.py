@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sparkdl.averager.kept import KeptState
+from sparkdl.averager.kept import WorkerState
 from sparkdl.errors import SparkDLError
 from sparkdl.events import MetricValue, ValidationReport, WindowReport
-from sparkdl.feed.facts import ShardFacts
+from sparkdl.feed.statistics import ShardStatistics
 
 
 @dataclass(eq=False, slots=True)
@@ -72,7 +72,7 @@ class RowsFound:
     """
 
     member: Member
-    shard: ShardFacts
+    shard: ShardStatistics
     row_server: object = None
 
 
@@ -97,7 +97,7 @@ class WindowClosed:
 
     member: Member
     report: WindowReport
-    kept: KeptState | None = None
+    kept: WorkerState | None = None
     takes_reply: bool = True
 
 
@@ -116,8 +116,8 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnStateWritten:
-    """A worker's own state is in the checkpoint that waited for it."""
+class WorkerStateWritten:
+    """A worker's state is in the checkpoint that waited for it."""
 
     member: Member
 
@@ -134,7 +134,7 @@ class Validated:
 
     member: Member
     report: ValidationReport
-    states: KeptState | None = None
+    states: WorkerState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The driver has looked at the facts about the rows: the workers may train."""
+    """The driver has looked at the statistics of the rows: the workers may train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ Event = (
     | WindowClosed
     | Contributed
     | Taken
-    | OwnStateWritten
+    | WorkerStateWritten
     | Validated
     | EpochLossesWanted
     | Finished

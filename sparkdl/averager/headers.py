@@ -11,7 +11,13 @@ from typing import Any, cast
 
 from sparkdl.errors import CollectiveError, DataError, NonFiniteError, TrainingError, WorkerError
 from sparkdl.events import ValidationReport, WindowReport, are_measured
-from sparkdl.feed.facts import COUNTS, ColumnFacts, DataFacts, Place, ShardFacts
+from sparkdl.feed.statistics import (
+    COUNTS,
+    ColumnStatistics,
+    DataStatistics,
+    RowLocation,
+    ShardStatistics,
+)
 from sparkdl.phases import PHASES, PhaseTimes
 from sparkdl.transport.framing import MAX_HEADER_BYTES
 
@@ -101,21 +107,21 @@ def failure_header(error: WorkerError | CollectiveError) -> dict[str, Any]:
 
 
 def window_header(
-    window: WindowReport, *, takes_reply: bool = True, own_state: int = 0
+    window: WindowReport, *, takes_reply: bool = True, worker_state: int = 0
 ) -> dict[str, Any]:
     """What a worker sends before a contribution.
 
     Args:
         window: what was trained on.
         takes_reply: whether it wants to know what came out.
-        own_state: bytes that follow, which the averager is to keep of the worker.
+        worker_state: bytes that follow, which the averager is to keep of the worker.
     """
     fields = {name: getattr(window, name) for name in _WINDOW_TYPES}
     fields["measured"] = dict(window.measured)
-    return {"window": fields, "takes_reply": takes_reply, "own_state": own_state}
+    return {"window": fields, "takes_reply": takes_reply, "worker_state": worker_state}
 
 
-def shard_header(shard: ShardFacts) -> dict[str, Any]:
+def shard_header(shard: ShardStatistics) -> dict[str, Any]:
     """What a worker sends once it has read its rows.
 
     Raises:
@@ -133,15 +139,19 @@ def shard_header(shard: ShardFacts) -> dict[str, Any]:
     return header
 
 
-def facts_header(facts: DataFacts) -> dict[str, Any]:
+def statistics_header(statistics: DataStatistics) -> dict[str, Any]:
     """What a worker is told of the rows of all: as much as one worker tells, however many."""
-    everything = ShardFacts(
-        facts.rows, facts.columns, facts.held_out, facts.weight, complete=facts.complete
+    everything = ShardStatistics(
+        statistics.rows,
+        statistics.columns,
+        statistics.held_out,
+        statistics.weight,
+        complete=statistics.complete,
     )
-    return {"shard_rows": list(facts.shard_rows), **shard_header(everything)}
+    return {"shard_rows": list(statistics.shard_rows), **shard_header(everything)}
 
 
-def read_facts(header: dict[str, Any]) -> DataFacts:
+def read_statistics(header: dict[str, Any]) -> DataStatistics:
     """The rows of all workers.
 
     Raises:
@@ -150,7 +160,7 @@ def read_facts(header: dict[str, Any]) -> DataFacts:
     everything, rows = read_shard(header, None), header.get("shard_rows")
     if not isinstance(rows, list) or not all(type(count) is int and count >= 0 for count in rows):
         raise TrainingError(f"the driver sent {rows!r} where the workers' rows belong")
-    return DataFacts(tuple(rows), everything.columns, everything.held_out, everything.weight)
+    return DataStatistics(tuple(rows), everything.columns, everything.held_out, everything.weight)
 
 
 def join_header(rank: int, attempt: int, task: int | None, frozen: str) -> dict[str, Any]:
@@ -175,7 +185,7 @@ def read_join(header: dict[str, Any]) -> tuple[int, str, int, int, str]:
     return cast(int, rank), host, attempt, cast(int, task), frozen
 
 
-def read_shard(header: dict[str, Any], rank: int | None) -> ShardFacts:
+def read_shard(header: dict[str, Any], rank: int | None) -> ShardStatistics:
     """What a worker found in its rows.
 
     Raises:
@@ -189,9 +199,9 @@ def read_shard(header: dict[str, Any], rank: int | None) -> ShardFacts:
         raise TrainingError(f"rank {rank} counted less than nothing in its rows: {shown}")
     for column in columns:
         column["places"] = {k: _place(place, rank) for k, place in column["places"].items()}
-    fields["columns"] = tuple(ColumnFacts(**column) for column in columns)
+    fields["columns"] = tuple(ColumnStatistics(**column) for column in columns)
     fields["weight"] = float(fields["weight"])
-    return ShardFacts(**fields)
+    return ShardStatistics(**fields)
 
 
 def read_row_server(header: dict[str, Any], rank: int) -> object:
@@ -264,13 +274,13 @@ def read_phases(header: dict[str, Any], rank: int) -> PhaseTimes | None:
     return PhaseTimes(seconds=tuple(map(float, seconds)), **fields)
 
 
-def read_own_state(header: dict[str, Any], rank: int, limit: int) -> int:
+def read_worker_state(header: dict[str, Any], rank: int, limit: int) -> int:
     """How many bytes of its own state a worker is about to send.
 
     Raises:
         TrainingError: the header does not say, or more than ``limit``.
     """
-    size = header.get("own_state")
+    size = header.get("worker_state")
     if type(size) is not int or not 0 <= size <= limit:
         raise TrainingError(f"rank {rank} sent {_quoted(header)} where its own state was due")
     return size
@@ -286,9 +296,25 @@ def validation_header(report: ValidationReport, states: int = 0) -> dict[str, An
     return {"validation": dataclasses.asdict(report), "states": states}
 
 
-def most_states(world_size: int) -> int:
-    """How many bytes of states a worker may send after an epoch."""
-    return MAX_STATES_BYTES // world_size
+def require_share_of_states(size: int, report: ValidationReport, world_size: int) -> None:
+    """Check that a worker may send what its metrics have counted after an epoch.
+
+    Args:
+        size: bytes of that.
+        report: on how many rows.
+        world_size: of how many workers the driver has to hold as much.
+
+    Raises:
+        DataError: it is more than a worker's share of the driver's memory.
+    """
+    most = MAX_STATES_BYTES // world_size
+    if size > most:
+        raise DataError(
+            f"the metrics have counted {size} bytes on the {report.examples} held-out rows of this "
+            f"worker, and each of {world_size} may send {most} to the driver. Metrics that keep "
+            "every score (AUROC, average precision) take a fixed size with thresholds=200; or hold "
+            "fewer rows out"
+        )
 
 
 def read_states_size(header: dict[str, Any], rank: int, world_size: int) -> int:
@@ -298,7 +324,7 @@ def read_states_size(header: dict[str, Any], rank: int, world_size: int) -> int:
         TrainingError: the header does not say, or more than its share.
     """
     size = header.get("states", 0)
-    if type(size) is not int or not 0 <= size <= most_states(world_size):
+    if type(size) is not int or not 0 <= size <= MAX_STATES_BYTES // world_size:
         raise TrainingError(
             f"rank {rank} sent {_quoted(header)} where its metrics' states were due"
         )
@@ -346,7 +372,7 @@ def raise_reported_failure(header: dict[str, Any]) -> None:
     raise kind(fields.pop("message"), **fields)
 
 
-def _place(place: Any, rank: int | None) -> Place:
+def _place(place: Any, rank: int | None) -> RowLocation:
     if (
         not isinstance(place, list)
         or [type(number) for number in place] != _PLACE_TYPES

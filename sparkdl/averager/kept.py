@@ -15,7 +15,7 @@ IN_MEMORY_BYTES = 1 << 20
 does, for the driver's memory must not grow with the workers."""
 
 
-class KeptState:
+class WorkerState:
     """Some bytes of a worker; used by one thread at a time.
 
     Attributes:

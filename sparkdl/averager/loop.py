@@ -1,53 +1,45 @@
-"""The one thread at the averager's edge: bytes into events, decisions into bytes.
+"""What the averager does in its service's thread: bytes into events, decisions into bytes.
 
-It serves all connections, however many, and never waits for one of them; what takes long (files
-of checkpoints) is done by a few threads beside it. Values go from the socket straight into the
-memory where they are summed. The clock is looked at only when the sockets have been.
+Values go from the socket straight into the memory where they are summed; what takes long (files
+of checkpoints) is done beside the thread. The clock is looked at only when the sockets have been.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
-import selectors
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
-from sparkdl.averager.center import Center
-from sparkdl.averager.channel import Channel, LeftError
 from sparkdl.averager.conversation import Worker
-from sparkdl.averager.coordinator import Coordinator
+from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.events import Event, Member
 from sparkdl.averager.kept import KeptModel
 from sparkdl.averager.run_events import RunEvent, WorkerLost
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
+from sparkdl.averager.values.center import Center
 from sparkdl.errors import CheckpointError, SparkDLError, TrainingError
 from sparkdl.events import EpochSummary
 from sparkdl.transport.framing import header_message
-from sparkdl.transport.streams import Stream
+from sparkdl.transport.service import Service
 
 logger = logging.getLogger(__name__)
 
-FAREWELL_S = 5.0
-"""Seconds that a worker has to read why it was stopped."""
 CLOSE_S = 10.0
-"""Seconds to wait for the loop's threads when it closes."""
-FILE_THREADS = 4
-STAGING_BYTES = 64 << 10
+"""Seconds to wait, at the end, for a checkpoint that is being written."""
 
 T = TypeVar("T")
 
 
-class Loop:
-    """Serve connections until closed, in a thread of its own.
+class Loop(Service):
+    """The averager's service: it may serve others besides the workers in their rounds.
 
     Args:
         coordinator: decides; only this loop hands it events.
@@ -55,6 +47,9 @@ class Loop:
         plan: where checkpoints go; None for none.
         resumed: the checkpoint with which this process began, if there was one.
         kept_model: what was kept of the center until then.
+        host: see ``Service``.
+        advertised_host: see ``Service``.
+        encrypted: see ``Service``.
 
     Attributes:
         reports: what the driver is told; None when the run has ended.
@@ -70,6 +65,10 @@ class Loop:
         plan: CheckpointPlan | None,
         resumed: Resumed | None,
         kept_model: KeptModel | None = None,
+        *,
+        host: str,
+        advertised_host: str | None = None,
+        encrypted: bool = False,
     ) -> None:
         self.coordinator = coordinator
         self.center = center
@@ -79,81 +78,37 @@ class Loop:
         self.reports: queue.SimpleQueue[RunEvent | None] = queue.SimpleQueue()
         self.lock = threading.RLock()
         self._plan = plan
-        self._workers: dict[Channel, Worker] = {}
+        self._workers: set[Worker] = set()
         self._by_member: dict[Member, Worker] = {}
         self._await_turn: dict[int, tuple[Worker, int]] = {}
         self._events: deque[Event] = deque()
         self._wakes: deque[Worker] = deque()
-        self._touched: set[Channel] = set()
-        self._leaving: dict[Channel, float] = {}
-        self._registered: dict[Channel, int] = {}
-        self._staging = memoryview(bytearray(STAGING_BYTES))
-        self._selector = selectors.DefaultSelector()
-        # What other threads want done here; reentrant, so that a signal handler may.
-        self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._ringing = threading.RLock()
-        self._bell, self._rung = socket.socketpair()
-        self._rung.setblocking(False)
-        self._bell.setblocking(False)
-        self._closed = False
-        self._selector.register(self._rung, selectors.EVENT_READ)
-        self._closing = False
-        self._files = ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="sparkdl-files")
         self._writer: threading.Thread | None = None
-        self._tick_at = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="sparkdl-averager", daemon=True)
-        self._thread.start()
+        super().__init__(
+            host,
+            {"join": lambda channel: Worker(channel, self)},
+            advertised_host=advertised_host,
+            encrypted=encrypted,
+            name="sparkdl-averager",
+        )
 
     # Called by other threads.
 
-    def post(self, event: Event) -> None:
+    def post_event(self, event: Event) -> None:
         """Have an event decided on."""
-        self._post(lambda: self.tell(event))
-
-    def adopt(self, stream: Stream, proof: bytes) -> None:
-        """Serve a connection whose other end has proved that it knows the token.
-
-        Args:
-            stream: owned from here on.
-            proof: what the other end waits for, as the averager's own.
-        """
-        self._post(lambda: self._adopt(stream, proof))
+        self.post(partial(self.tell, event))
 
     def close(self) -> None:
         """End every connection, and wait a little for a checkpoint that is being written."""
-        self._closing = True
-        self._post(lambda: None)
-        self._thread.join(CLOSE_S)
-        if self._thread.is_alive():
-            logger.warning("the averager's thread did not end in %.0f s", CLOSE_S)
+        super().close()
         self.join_writer()
         if self.saving is not None and not (self._writer and self._writer.is_alive()):
             self.saving.abandon()  # it waits for workers that have left
-        self._files.shutdown(wait=False, cancel_futures=True)
 
     def join_writer(self) -> None:
         """Wait a little for a checkpoint that is being written."""
         if self._writer is not None:
             self._writer.join(CLOSE_S)
-
-    def _post(self, call: Callable[[], None]) -> None:
-        self._posted.put(call)
-        with self._ringing:
-            if not self._closed:
-                with contextlib.suppress(BlockingIOError):  # it has been rung often enough
-                    self._bell.send(b"\0")
-            elif threading.current_thread() is not self._thread:
-                self._refuse_late()
-
-    def _refuse_late(self) -> None:
-        """See that nothing that was posted stays undone: whoever connects now is left."""
-        self._do_posted()
-        for channel in list(self._workers):
-            self._close(channel)
-
-    def _do_posted(self) -> None:
-        while not self._posted.empty():
-            self._posted.get()()
 
     # What conversations need.
 
@@ -165,9 +120,35 @@ class Loop:
         """Tell the driver something of which nothing follows for the run."""
         self.reports.put(event)
 
+    def begins(self, worker: Worker) -> bool:
+        """Take note of a worker that has said something; returns whether it is listened to."""
+        if self.coordinator.ended:  # nothing that it could say would change that
+            self.part(worker.channel, {"stopped": self.coordinator.farewell})
+            return False
+        self._workers.add(worker)
+        return True
+
     def joined(self, member: Member, worker: Worker) -> None:
         """Take note of whom decisions about a member concern."""
         self._by_member[member] = worker
+
+    def left(self, worker: Worker) -> None:
+        """Take note that a worker's connection is closed."""
+        self._workers.discard(worker)
+        if worker.member is None:
+            return
+        self._by_member.pop(worker.member, None)
+        waiting = self._await_turn.get(worker.member.rank)
+        if waiting is not None and waiting[0] is worker:
+            del self._await_turn[worker.member.rank]
+
+    def failed(self, worker: Worker, error: SparkDLError) -> None:
+        """End the run for what a worker has sent, unless it has ended."""
+        if self.coordinator.ended:
+            farewell = {"stopped": str(self.coordinator.failure or error)}
+            self.part(worker.channel, farewell)
+        self._workers.add(worker)  # it is told why, also if this was its first word
+        self.tell(on.Failed(error))
 
     def await_turn(self, worker: Worker, index: int) -> None:
         """Wake a worker when it is its turn to add a chunk."""
@@ -185,168 +166,39 @@ class Loop:
         """Do what may take long, with files, elsewhere; ``then`` gets what it has returned."""
 
         def done(future: Future[T]) -> None:
-            if not future.cancelled():
-                self._post(lambda: self._return(future, then))
-
-        self._files.submit(job).add_done_callback(done)
-
-    def _return(self, future: Future[T], then: Callable[[T], None]) -> None:
-        error = future.exception()
-        if error is None:
-            then(future.result())
-        elif isinstance(error, SparkDLError):
-            self.tell(on.Failed(error))
-        else:
-            raise error
-
-    # The loop.
-
-    def _run(self) -> None:
-        try:
-            while not self._closing:
-                self._turn()
-            self._do_posted()
-            self._settle()  # farewells go as far as they go at once
-        except Exception as error:  # a mistake of ours must not leave the driver waiting
-            logger.exception("the averager's thread ended")
-            failure = TrainingError(f"the averager's thread ended with {error!r}")
-            self._decide(on.Failed(failure))
-        finally:
-            for channel in list(self._workers):
-                self._close(channel)
-            self._selector.close()
-            with self._ringing:
-                self._closed = True
-                self._bell.close()
-                self._rung.close()
-            self._refuse_late()
-
-    def _turn(self) -> None:
-        timeout_s = 0.0 if self._touched else max(0.0, self._tick_at - time.monotonic())
-        for key, mask in self._selector.select(timeout_s):
-            if key.data is None:
-                self._rung.recv(1 << 12)
+            error = future.exception()
+            if error is None:
+                then(future.result())
+            elif isinstance(error, SparkDLError):
+                self.tell(on.Failed(error))
             else:
-                self._serve(key.data, mask)
-        self._do_posted()
-        self._settle()
-        now = time.monotonic()
-        if now >= self._tick_at:
-            self._tick_at = now + self.coordinator.members.tick_s
-            self.tell(on.Tick())
-            for channel in [each for each, until in self._leaving.items() if now >= until]:
-                self._close(channel)
-            self._settle()
+                raise error
 
-    def _serve(self, channel: Channel, mask: int) -> None:
-        if mask & selectors.EVENT_READ and channel in self._workers:
-            self._guard(channel, channel.receive)
-            self._hear(channel)
-        self._touched.add(channel)  # what can be sent now is sent there
+        self.elsewhere(job, done)
 
-    def _settle(self) -> None:
-        """Do everything that follows from what has happened."""
-        while True:
+    # The service's thread.
+
+    def follow_up(self) -> bool:
+        """Wake who waits for its turn, and decide on what has happened."""
+        if not (self._wakes or self._events):
+            return False
+        while self._wakes or self._events:
             if self._wakes:
-                worker = self._wakes.popleft()
-                self._guard(worker.channel, worker.channel.wake)
-            elif self._events:
+                channel = self._wakes.popleft().channel
+                self.guard(channel, channel.wake)
+            else:
                 self._decide(self._events.popleft())
-            elif not self._attend():
-                return
+        return True
 
-    def _attend(self) -> bool:
-        """Go on with channels on which something may be done; returns whether anything was."""
-        touched, self._touched = self._touched, set()
-        for channel in touched:
-            if channel not in self._workers:
-                continue
-            if channel.sends and self._guard(channel, channel.flush):
-                self._hear(channel)
-            if channel.has_left:
-                self._guard(channel, channel.receive)
-            self._register(channel)
-        return bool(self._wakes or self._events)
+    def tick(self) -> float:
+        """Have the coordinator look at the time."""
+        self.tell(on.Tick())
+        return self.coordinator.members.tick_s
 
-    def _touch(self, channel: Channel) -> None:
-        self._touched.add(channel)
-
-    def _hear(self, channel: Channel) -> None:
-        worker = self._workers.get(channel)
-        if worker is not None and worker.member is not None:
-            self.coordinator.heard(worker.member, time.monotonic())
-
-    def _guard(self, channel: Channel, call: Callable[[], Any]) -> Any:
-        """Do something at a connection, whose errors end it, and perhaps the run."""
-        try:
-            return call()
-        except LeftError as error:
-            self._left(channel, error)
-        except SparkDLError as error:
-            if self.coordinator.ended:
-                self._part(channel, {"stopped": str(self.coordinator.failure or error)})
-            self.tell(on.Failed(error))
-        return None
-
-    def _left(self, channel: Channel, error: LeftError) -> None:
-        worker = self._workers.get(channel)
-        if worker is None:
-            return
-        if worker.member is None:
-            logger.info("a worker left before it had joined: %s", error)
-        elif channel not in self._leaving:
-            why = f"ended its connection in the middle of training ({error}). The executor's log "
-            self.tell(on.Lost(worker.member, why + "says why"))
-        self._close(channel)
-
-    def _adopt(self, stream: Stream, proof: bytes) -> None:
-        channel = Channel(stream, self._staging, self._touch)
-        channel.send([memoryview(proof)])
-        self._workers[channel] = worker = Worker(channel, self)
-        channel.begin(worker.conversation())
-        self._touched.add(channel)
-        if self.coordinator.ended:  # nothing that it could say would change that
-            self._part(channel, {"stopped": self.coordinator.farewell})
-
-    def _register(self, channel: Channel) -> None:
-        mask = selectors.EVENT_READ if channel.listens else 0
-        mask |= selectors.EVENT_WRITE if channel.sends else 0
-        before = self._registered.get(channel, 0)
-        if mask == before or channel not in self._workers:
-            return
-        if not before:
-            self._selector.register(channel.stream, mask, channel)
-        elif not mask:
-            self._selector.unregister(channel.stream)
-        else:
-            self._selector.modify(channel.stream, mask, channel)
-        self._registered[channel] = mask
-
-    def _part(self, channel: Channel, farewell: dict[str, Any]) -> None:
-        """Say something last to a worker, and close once it has read that."""
-        if channel in self._leaving:
-            return
-        self._leaving[channel] = time.monotonic() + FAREWELL_S
-        channel.end_conversation()
-        channel.send([memoryview(header_message(farewell))], then=channel.end_sending)
-
-    def _close(self, channel: Channel) -> None:
-        worker = self._workers.pop(channel, None)
-        if worker is None:
-            return
-        if self._registered.pop(channel, 0):
-            self._selector.unregister(channel.stream)
-        self._leaving.pop(channel, None)
-        if worker.member is not None:
-            self._by_member.pop(worker.member, None)
-            self._forget_turn(worker)
-        channel.close()
-
-    def _forget_turn(self, worker: Worker) -> None:
-        assert worker.member is not None
-        waiting = self._await_turn.get(worker.member.rank)
-        if waiting is not None and waiting[0] is worker:
-            del self._await_turn[worker.member.rank]
+    def broke(self, error: Exception) -> None:
+        """End the run."""
+        failure = TrainingError(f"the averager's thread ended with {error!r}")
+        self._decide(on.Failed(failure))
 
     # Decisions.
 
@@ -382,8 +234,8 @@ class Loop:
                 self._do(member, lambda worker: worker.channel.send_header({"read_on": True}))
             case do.GoOn(member):
                 self._do(member, lambda worker: worker.channel.send_header({"go_on": True}))
-            case do.AskOwnState(member):
-                self._do(member, lambda worker: worker.ask_own_state(now=True))
+            case do.AskWorkerState(member):
+                self._do(member, lambda worker: worker.ask_worker_state(now=True))
             case do.Tell(members, gathered):
                 self._send_all(members, {"gathered": list(gathered)})
             case do.TellEpochLosses(member, losses):
@@ -393,13 +245,13 @@ class Loop:
             case do.StartOver(members):
                 self._start_over(members)
             case do.Drop(member, why):
-                self._do(member, lambda worker: self._close(worker.channel))
+                self._do(member, lambda worker: self.close_channel(worker.channel))
                 if not self.coordinator.followed:  # else the coordinator has it reported
                     self.report(WorkerLost(member.rank, why))
             case do.Dismiss(member):
-                self._do(member, lambda worker: self._part(worker.channel, {"finished": True}))
+                self._do(member, lambda worker: self.part(worker.channel, {"finished": True}))
             case do.Refuse(member, reason):
-                self._do(member, lambda worker: self._part(worker.channel, {"stopped": reason}))
+                self._do(member, lambda worker: self.part(worker.channel, {"stopped": reason}))
             case do.BeginCheckpoint():
                 self._begin_checkpoint(decision)
             case do.WriteCheckpoint():
@@ -410,7 +262,7 @@ class Loop:
     def _do(self, member: Member, act: Callable[[Worker], None]) -> None:
         worker = self._by_member.get(member)
         if worker is not None:
-            self._guard(worker.channel, lambda: act(worker))
+            self.guard(worker.channel, lambda: act(worker))
 
     def _send_all(self, members: tuple[Member, ...], fields: dict[str, Any]) -> None:
         message = memoryview(header_message(fields))
@@ -447,9 +299,9 @@ class Loop:
                 saving.publish()
             except Exception as error:  # a mistake of ours must not leave the workers waiting
                 failure = CheckpointError(f"the thread that writes checkpoints: {error!r}")
-                self.post(on.Failed(failure))
+                self.post_event(on.Failed(failure))
                 raise
-            self.post(on.CheckpointWritten())
+            self.post_event(on.CheckpointWritten())
 
         self._writer = threading.Thread(target=write, name="sparkdl-saving", daemon=True)
         self._writer.start()
@@ -458,6 +310,6 @@ class Loop:
         if decision.failure is not None or decision.stopped is not None:
             self._await_turn.clear()
             farewell = {"stopped": self.coordinator.farewell}
-            for channel in list(self._workers):
-                self._part(channel, farewell)
+            for worker in list(self._workers):
+                self.part(worker.channel, farewell)
         self.reports.put(None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparkdl.averager.line import Line
+from sparkdl.averager.worker_channel import WorkerChannel
 from sparkdl.events import WindowReport
 
 
@@ -46,7 +46,7 @@ class OverlappedRound:
     """Send a contribution and receive the reply, in a thread of its own.
 
     Args:
-        line: to the averager; nobody else may use it before ``wait`` has returned.
+        channel: to the averager; nobody else may use it before ``wait`` has returned.
         contribution: what is sent.
         reply: room for what comes back, a tensor a message.
         varies: whether that may be less.
@@ -58,14 +58,19 @@ class OverlappedRound:
     """
 
     def __init__(
-        self, line: Line, contribution: Contribution, reply: Sequence[Tensor], *, varies: bool
+        self,
+        channel: WorkerChannel,
+        contribution: Contribution,
+        reply: Sequence[Tensor],
+        *,
+        varies: bool,
     ) -> None:
         self.window = contribution.window
         self.reply: list[Tensor] = []
         self._room = reply
         self._varies = varies
         self.notes: list[dict[str, Any]] = []
-        self._line = line
+        self._channel = channel
         self._contribution = contribution
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="sparkdl-round", daemon=True)
@@ -83,8 +88,8 @@ class OverlappedRound:
             raise self._error
 
     def abandon(self) -> None:
-        """Break the line, and see that nobody uses it any more."""
-        self._line.break_off()
+        """Break the channel, and see that nobody uses it any more."""
+        self._channel.break_off()
         self._thread.join()
 
     def _run(self) -> None:
@@ -97,11 +102,11 @@ class OverlappedRound:
 
     def _take_part(self) -> bool:
         """Returns whether the round has come to its end."""
-        self._line.send_header(self._contribution.header)
+        self._channel.send_header(self._contribution.header)
         for values in self._contribution.messages:
-            self._line.send_values(values)
+            self._channel.send_values(values)
         for room in self._room:
-            while isinstance(came := self._line.receive_packed(room, varies=self._varies), dict):
+            while isinstance(came := self._channel.receive_packed(room, varies=self._varies), dict):
                 if "again" in came:
                     return False
                 self.notes.append(came)

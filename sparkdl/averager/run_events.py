@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparkdl.averager.kept import KeptState
+from sparkdl.averager.kept import WorkerState
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.facts import DataFacts, ShardFacts
+from sparkdl.feed.statistics import DataStatistics, ShardStatistics
 from sparkdl.phases import PhaseTimes
 
 
@@ -20,7 +20,7 @@ class NewRows:
     """
 
     rank: int
-    shard: ShardFacts
+    shard: ShardStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class EpochCounted:
     """
 
     epoch: int
-    states: tuple[KeptState | None, ...]
+    states: tuple[WorkerState | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class CheckpointSaved:
 
 
 RunEvent = (
-    DataFacts
+    DataStatistics
     | NewRows
     | WindowReport
     | EpochSummary

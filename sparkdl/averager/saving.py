@@ -1,4 +1,4 @@
-"""One checkpoint being put together: the workers' own states arrive, then the center is written.
+"""One checkpoint being put together: the workers' states arrive, then the center is written.
 
 It is made at a commit, of a copy of the center. Workers send their own states when they have taken
 that commit's center; the rest is written in the background while training goes on.
@@ -20,10 +20,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from sparkdl.averager.center import named
-from sparkdl.averager.center_update import CenterUpdate, Memory, ReplaceByMean, new_memory
 from sparkdl.averager.kept import KeptModel
 from sparkdl.averager.progress import Progress
+from sparkdl.averager.values.center import named
+from sparkdl.averager.values.center_update import CenterUpdate, Memory, ReplaceByMean, new_memory
 from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint, SavedCheckpoint
 from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
 from sparkdl.errors import CheckpointError
@@ -41,29 +41,29 @@ class CheckpointPlan:
 
     Attributes:
         store: where.
-        every: epochs between two.
+        every_epochs: epochs between two.
         every_rounds: rounds between two; None for the ends of epochs only.
         last_epoch: after which there is one in any case.
         config: what the training is, for whoever resumes it; JSON.
     """
 
     store: CheckpointStore
-    every: int
+    every_epochs: int
     every_rounds: int | None
     last_epoch: int
     config: Mapping[str, Any]
 
     def due(self, epoch: int) -> bool:
         """Whether the end of an epoch is a checkpoint."""
-        return epoch % self.every == 0 or epoch == self.last_epoch
+        return epoch % self.every_epochs == 0 or epoch == self.last_epoch
 
     def due_within(self, rounds: int) -> bool:
         """Whether it is time for a checkpoint, so many rounds after the last."""
         return self.every_rounds is not None and rounds >= self.every_rounds
 
 
-def own_state_file(rank: int) -> str:
-    """Name of the file with one worker's own state."""
+def worker_state_file(rank: int) -> str:
+    """Name of the file with one worker's state."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -76,7 +76,7 @@ class Saving:
     Args:
         plan: where it goes.
         progress: what it is of.
-        data: the facts about the rows, for whoever resumes; JSON.
+        data: the statistics of the rows, for whoever resumes; JSON.
         center: the center's tensors by name, not written to any more.
         kept_model: what the fit is to return instead of the last center, if a callback says so.
     """
@@ -99,12 +99,12 @@ class Saving:
         self._lock = threading.Lock()
         self._pending: PendingCheckpoint | None = None
 
-    def own_state(self, rank: int) -> OwnStateFile:
-        """Where a rank's own state goes, block by block."""
-        return OwnStateFile(self, own_state_file(rank))
+    def worker_state(self, rank: int) -> WorkerStateFile:
+        """Where a rank's state goes, block by block."""
+        return WorkerStateFile(self, worker_state_file(rank))
 
-    def take_over_own_states(self) -> None:
-        """Take the workers' own states from the newest checkpoint, if it is of the same commit."""
+    def take_over_worker_states(self) -> None:
+        """Take the workers' states from the newest checkpoint, if it is of the same commit."""
         with self.giving_up():
             newest = self._plan.store.newest()
             if newest is None:
@@ -115,13 +115,13 @@ class Saving:
                 self._progress.positions,
             ):
                 return
-            for name in map(own_state_file, range(len(before.positions))):
+            for name in map(worker_state_file, range(len(before.positions))):
                 if newest.has(name):
                     with newest.open(name) as source, self.create(name) as target:
                         shutil.copyfileobj(source, target)
 
     def publish(self) -> None:
-        """Write the center and make the checkpoint exist; every own state is there."""
+        """Write the center and make the checkpoint exist; every worker's state is there."""
         with self.giving_up():
             with self.create(CENTER) as file:
                 write_tensors(file, self._center)
@@ -183,8 +183,8 @@ class Saving:
                 )
 
 
-class OwnStateFile:
-    """One rank's own state in a checkpoint; used by one thread at a time.
+class WorkerStateFile:
+    """One rank's state in a checkpoint; used by one thread at a time.
 
     Args:
         saving: the checkpoint.
@@ -308,17 +308,17 @@ class Resumed:
             )
         return KeptModel(int(epoch), [tensors[name] for name in due], saved=True)
 
-    def own_state_bytes(self, rank: int) -> int:
-        """Size of a rank's own state; 0 if there is none."""
-        name = own_state_file(rank)
+    def worker_state_bytes(self, rank: int) -> int:
+        """Size of a rank's state; 0 if there is none."""
+        name = worker_state_file(rank)
         return self.saved.size(name) if self.saved.has(name) else 0
 
-    def own_state(self, rank: int, block_bytes: int) -> Iterator[bytes]:
-        """A rank's own state, block by block.
+    def worker_state(self, rank: int, block_bytes: int) -> Iterator[bytes]:
+        """A rank's state, block by block.
 
         Raises:
             CheckpointError: it cannot be read.
         """
-        with self.saved.open(own_state_file(rank)) as file:
+        with self.saved.open(worker_state_file(rank)) as file:
             while block := file.read(block_bytes):
                 yield block

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import queue
-import secrets
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -12,25 +10,21 @@ from types import TracebackType
 from torch import Tensor
 
 from sparkdl.averager import events as on
-from sparkdl.averager.center import Center
-from sparkdl.averager.center_update import CenterUpdate, Memory
-from sparkdl.averager.coordinator import Coordinator
-from sparkdl.averager.kept import KeptModel, KeptState
+from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.membership import Tolerance
+from sparkdl.averager.coordination.round_policy import RoundPolicy
+from sparkdl.averager.kept import KeptModel, WorkerState
 from sparkdl.averager.loop import Loop
-from sparkdl.averager.membership import Tolerance
 from sparkdl.averager.progress import Progress
-from sparkdl.averager.round_policy import RoundPolicy
 from sparkdl.averager.run_events import RunEvent
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
-from sparkdl.averager.wire_format import WireFormat
+from sparkdl.averager.values.center import Center
+from sparkdl.averager.values.center_update import CenterUpdate, Memory
+from sparkdl.averager.values.wire_format import WireFormat
 from sparkdl.errors import ConfigError, SparkDLError, TrainingError
 from sparkdl.events import EpochSummary, MetricValue
 from sparkdl.protocols import Layout
-from sparkdl.transport.address import AveragerAddress
-from sparkdl.transport.connection import set_up
-from sparkdl.transport.port import Listener
-from sparkdl.transport.streams import stream_over
-from sparkdl.transport.tls import Encrypted
+from sparkdl.transport.service import Service
 
 
 class Averager:
@@ -63,6 +57,10 @@ class Averager:
         metric: the metric that workers want to know of each epoch, instead of the loss.
         kept_model: what was kept of the center before; by default nothing.
 
+    Attributes:
+        service: takes the workers' connections, and others if it is told who serves them.
+        address: of the service.
+
     Raises:
         ConfigError: the wire format, or fragments, are for workers that stay in step, and the
             policy lets them get out of it; or there are more fragments than values.
@@ -85,7 +83,7 @@ class Averager:
         plan: CheckpointPlan | None = None,
         resumed: Resumed | None = None,
         progress: Progress | None = None,
-        kept: Mapping[int, KeptState] | None = None,
+        kept: Mapping[int, WorkerState] | None = None,
         tolerance: Tolerance | None = None,
         tls: bool = False,
         frozen: str = "",
@@ -138,13 +136,18 @@ class Averager:
             rounds=0 if progress is None else progress.all_rounds,
             rounds_of_epoch=0 if progress is None else progress.rounds,
         )
-        self._loop = Loop(self._coordinator, self._center, plan, resumed, kept_model)
-        token = secrets.token_urlsafe(32)
-        name = advertised_host or host
-        self._port = Listener(host, token, self._admit, advertised_host=name, encrypted=tls)
-        name = f"[{name}]" if ":" in name else name
-        uri = f"tcp://{name}:{self._port.number}"
-        self.address = AveragerAddress(uri, token, self._port.fingerprint)
+        self._loop = Loop(
+            self._coordinator,
+            self._center,
+            plan,
+            resumed,
+            kept_model,
+            host=host,
+            advertised_host=advertised_host,
+            encrypted=tls,
+        )
+        self.service: Service = self._loop
+        self.address = self._loop.address
 
     def __enter__(self) -> Averager:
         return self
@@ -156,7 +159,6 @@ class Averager:
         traceback: TracebackType | None,
     ) -> None:
         self.fail(TrainingError("the driver closed the averager"))
-        self._port.close()
         self._loop.close()
 
     @property
@@ -182,7 +184,7 @@ class Averager:
             return self._coordinator.committed.progress()
 
     @property
-    def kept(self) -> dict[int, KeptState]:
+    def kept(self) -> dict[int, WorkerState]:
         """What is kept of each rank, to start it again from ``progress``."""
         with self._loop.lock:
             return dict(self._coordinator.committed.kept)
@@ -205,35 +207,35 @@ class Averager:
         return self._coordinator.members.joined > 0
 
     def postpone_deadline(self) -> None:
-        """Begin anew to count the time in which workers have to join.
+        """Restart the time in which workers have to join.
 
         For whoever starts them and knows that they are about to be started.
         """
-        self._loop.post(on.WorkersExpected())
+        self._loop.post_event(on.WorkersExpected())
 
     def start(self) -> None:
-        """Let the workers train, if they do not, for the facts about their rows were found good."""
-        self._loop.post(on.Started())
+        """Let the workers train, if they do not: the statistics of their rows were found good."""
+        self._loop.post_event(on.Started())
 
     def approve(self, rank: int) -> None:
         """Let a worker train on rows that arrived while it trains; the answer to ``NewRows``."""
-        self._loop.post(on.Approved(rank))
+        self._loop.post_event(on.Approved(rank))
 
     def approve_epoch(self, epoch: int) -> None:
         """Let workers that ask for leave begin the epoch after this one."""
-        self._loop.post(on.EpochApproved(epoch))
+        self._loop.post_event(on.EpochApproved(epoch))
 
     def measured(self, epoch: int, values: Mapping[str, MetricValue]) -> None:
         """Say what an epoch's metrics came to; the answer to ``EpochCounted``."""
-        self._loop.post(on.EpochMeasured(epoch, values))
+        self._loop.post_event(on.EpochMeasured(epoch, values))
 
     def stop(self, reason: str) -> None:
         """End the run as if it had come to its end; ``center`` is that of the last commit."""
-        self._loop.post(on.StopWanted(reason))
+        self._loop.post_event(on.StopWanted(reason))
 
     def save_and_fail(self, reason: SparkDLError) -> None:
         """End the run with ``reason`` as soon as a commit has become a checkpoint."""
-        self._loop.post(on.Preempted(reason))
+        self._loop.post_event(on.Preempted(reason))
 
     @property
     def kept_model(self) -> KeptModel | None:
@@ -253,7 +255,7 @@ class Averager:
     def save_center(self) -> None:
         """After the end, write a checkpoint if the last one lacks the last commit or what is kept.
 
-        Nothing if nothing was committed. The workers' own states are in it if they were saved with
+        Nothing if nothing was committed. The workers' states are in it if they were saved with
         that commit before.
         """
         self._loop.join_writer()
@@ -264,21 +266,21 @@ class Averager:
             kept = self.kept_model
             if self._plan is None or (is_saved and (kept is None or kept.saved)):
                 return
-            data = self._coordinator.shards.facts.lasting()
+            data = self._coordinator.shards.statistics.lasting()
             progress = self._coordinator.committed.progress()
             saving = Saving(self._plan, progress, data, self._center.named(), kept)
         if is_saved:
-            saving.take_over_own_states()
+            saving.take_over_worker_states()
         saving.publish()
 
     def fail(self, error: SparkDLError) -> None:
         """End the run from the driver's side; ``events`` then raises the error."""
-        self._loop.post(on.Failed(error))
+        self._loop.post_event(on.Failed(error))
 
     def events(self) -> Iterator[RunEvent]:
-        """Yield what is reported: the data's facts, then what happens until all have finished.
+        """Yield what is reported: the data's statistics, then what happens until all have finished.
 
-        The workers train only after ``start``, which has to follow the facts.
+        The workers train only after ``start``, which has to follow the statistics.
 
         Raises:
             WorkerError: the user's code raised on a worker.
@@ -297,7 +299,3 @@ class Averager:
                 raise self._coordinator.failure
             else:
                 return
-
-    def _admit(self, connected: socket.socket | Encrypted, proof: bytes) -> None:
-        set_up(connected)
-        self._loop.adopt(stream_over(connected), proof)

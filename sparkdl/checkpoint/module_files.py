@@ -2,7 +2,7 @@
 
 module.json           how to build the module, what its inputs and outputs are, its history
 module.safetensors    parameters and buffers
-model.pkl             only if the architecture could not be described; see ``recipe``
+model.pkl             only if the architecture could not be described; see ``object_spec``
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import nn
 
 from sparkdl.checkpoint.json_file import read_json_object
 from sparkdl.checkpoint.local_files import whole_directory
-from sparkdl.checkpoint.recipe import LOSS, MODEL, load_recipe, save_recipe
+from sparkdl.checkpoint.object_spec import LOSS, MODEL, load_object, save_object
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, are_measured, are_metrics
 from sparkdl.outputs import OutputKey, Widths, names_output
+from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Encoding, Padding, SequenceInput
-from sparkdl.randomness import borrowed_random_numbers
 
 DESCRIPTION = "module.json"
 WEIGHTS = "module.safetensors"
@@ -72,10 +72,10 @@ def write_module(saved: SavedModule, directory: Path) -> None:
     save_file(state, directory / WEIGHTS)
     description = {
         "format": FORMAT,
-        "model": save_recipe(saved.builder, directory, "model"),
+        "model": save_object(saved.builder, directory, "model"),
         "features": list(map(_column_fields, saved.features)),
         "labels": list(map(_column_fields, saved.labels)),
-        "loss": None if saved.loss is None else save_recipe(saved.loss, directory, "loss"),
+        "loss": None if saved.loss is None else save_object(saved.loss, directory, "loss"),
         "head": saved.head,
         "outputs": [{"key": key, "width": width} for key, width in saved.widths.items()],
         "history": [dataclasses.asdict(epoch) for epoch in saved.history],
@@ -103,10 +103,10 @@ def read_module(directory: Path, *, trust: TrustArgument) -> SavedModule:
     labels = _entries(path, description, "labels", _column)
     history = _entries(path, description, "history", _epoch)
     widths = dict(_entries(path, description, "outputs", _output))
-    builder = load_recipe(description.get("model"), directory, "model", place=MODEL, trust=trust)
-    recipe, loss = description.get("loss"), None
-    if recipe is not None:
-        loss = load_recipe(recipe, directory, "loss", place=LOSS, trust=trust)
+    builder = load_object(description.get("model"), directory, "model", expected=MODEL, trust=trust)
+    spec, loss = description.get("loss"), None
+    if spec is not None:
+        loss = load_object(spec, directory, "loss", expected=LOSS, trust=trust)
     module = _build_module(builder)
     _put_weights(module, directory / WEIGHTS)
     return SavedModule(

@@ -27,16 +27,16 @@ class CheckpointPolicy:
 
     Attributes:
         path: the directory; see ``storage.CheckpointStore``.
-        every: epochs between two.
+        every_epochs: epochs between two.
         every_rounds: rounds between two, besides those at the ends of epochs; None for no others.
         keep_last: how many are kept.
-        resume: ``auto`` goes on from the newest checkpoint if there is one; ``never`` starts anew.
+        resume: ``auto`` resumes from the newest checkpoint if there is one; ``never`` starts over.
         open_elsewhere: see ``storage.CheckpointStore``.
         application: what the driver belongs to, for another that is refused the same directory.
     """
 
     path: str
-    every: int = 1
+    every_epochs: int = 1
     every_rounds: int | None = None
     keep_last: int = 2
     resume: Literal["auto", "never"] = "auto"
@@ -64,7 +64,7 @@ def require_same(
         raise ConfigError(
             f"{directory} was written by an earlier version of sparkdl-torch, which did not record "
             f"{', '.join(unknown)}: whether it is of this training cannot be told. Let that "
-            "version end it, give another checkpointPath, or start anew with resume='never'"
+            "version end it, give another checkpointPath, or start over with resume='never'"
         )
     try:
         found = list(differences(saved, present))
@@ -94,7 +94,7 @@ def refuse(directory: str, found: Sequence[str], advice: str = "") -> None:
     raise OtherTrainingError(
         f"{directory} is a checkpoint of another training:{lines}\nTrain as then to go on from it "
         "or to have its model again. For a training of its own give another checkpointPath, or "
-        f"start anew in this one with resume='never'.{advice and f' {advice}'}"
+        f"start over in this one with resume='never'.{advice and f' {advice}'}"
     )
 
 

@@ -14,8 +14,8 @@ import cloudpickle
 from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
-from sparkdl.randomness import borrowed_random_numbers
-from sparkdl.references import ReferencePickler
+from sparkdl.process.randomness import borrowed_random_numbers
+from sparkdl.user_code.references import ReferencePickler
 
 
 def pickled_module(module: nn.Module, builder: Any, names: set[str] | None = None) -> bytes:

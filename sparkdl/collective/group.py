@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from sparkdl.collective.network import Network
 from sparkdl.collective.rendezvous import Gather, Meeting, interface_settings, meet
 from sparkdl.errors import CollectiveError
-from sparkdl.lazy_compiler import defer_compiler
 from sparkdl.phases import EXCHANGE, PhaseClock
+from sparkdl.process.lazy_compiler import defer_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,21 @@ class Collective:
         with self.guarded("a sum over all workers"), self.clock.phase(EXCHANGE):
             dist.all_reduce(tensor, group=self._group)
         return tensor
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
+        """Begin to overwrite a tensor with the sum of all ranks'; returns what waits for the end.
+
+        Every rank has to begin, and to wait, in the same order.
+        """
+        what = "a sum over all workers"
+        with self.guarded(what):
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+
+        def arrive() -> None:
+            with self.guarded(what), self.clock.phase(EXCHANGE):
+                work.wait()
+
+        return arrive
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Overwrite a tensor with that of rank ``source`` and return it."""

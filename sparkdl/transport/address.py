@@ -1,4 +1,4 @@
-"""Where an averager is."""
+"""Where a service is."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 
 @dataclass(frozen=True, slots=True)
-class AveragerAddress:
-    """Where the averager is and what opens it; travels to the workers with the task."""
+class ServiceAddress:
+    """Where a service in the driver is and what opens it; travels to the workers with the task."""
 
     uri: str
     """``tcp://host:port``"""

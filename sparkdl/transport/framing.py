@@ -17,7 +17,7 @@ from torch import Tensor
 from sparkdl.errors import TrainingError
 
 MAX_HEADER_BYTES = 16 << 20
-"""Longest header; the facts about 50,000 columns fit in it."""
+"""Longest header; the statistics of 50,000 columns fit in it."""
 HEADER_KIND, VALUES_KIND = 1, 2
 _PREFIX = struct.Struct("!BI")
 PREFIX_BYTES = _PREFIX.size

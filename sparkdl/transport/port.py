@@ -1,8 +1,8 @@
 """Ports that let in who knows the job's token.
 
-The averager has one, and so has whoever else is connected to: the driver that gathers the workers'
-output, a worker that others send rows to. The averager serves all in one thread, the others each in
-one of its own.
+The driver has one a fit or run, whose service serves all in one thread (``service.py``). A worker
+has one that others fetch rows from, or visit: it serves each in a thread of its own, which may wait
+for the training and for the disk.
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ import torch
 from toys import drive
 
 from sparkdl.averager import Averager, AveragerClient
-from sparkdl.averager.membership import Tolerance
+from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.run_events import RunEvent as Event
-from sparkdl.averager.wire_format import FullPrecision, WireFormat
+from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
 from sparkdl.events import WindowReport
-from sparkdl.feed.facts import ShardFacts
+from sparkdl.feed.statistics import ShardStatistics
 from sparkdl.protocols import Segment
 
 LAYOUT = (Segment("parameters", torch.float32, 3),)
@@ -55,7 +55,7 @@ class Crew:
         if rank in self._clients:
             self._left.append(self._clients[rank])
         self._clients[rank] = client
-        return self.call(client.start, ShardFacts(2, ()), [torch.zeros(3)], LAYOUT)
+        return self.call(client.start, ShardStatistics(2, ()), [torch.zeros(3)], LAYOUT)
 
     def exchange(self, report: WindowReport, value: float = 1.0) -> Future[list[float]]:
         """A worker contributes ``value`` three times; returns what it has afterwards."""

@@ -9,23 +9,25 @@ import pytest
 
 from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
-from sparkdl.averager.center_update import Contributions
-from sparkdl.averager.coordinator import Coordinator, Schedule
+from sparkdl.averager.coordination.coordinator import Coordinator, Schedule
+from sparkdl.averager.coordination.membership import Tolerance
+from sparkdl.averager.coordination.round_policy import RoundPolicy
 from sparkdl.averager.decisions import Decision
 from sparkdl.averager.events import Event, Member
-from sparkdl.averager.membership import Tolerance
 from sparkdl.averager.progress import Progress
-from sparkdl.averager.round_policy import RoundPolicy
+from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError
 from sparkdl.events import WindowReport
-from sparkdl.feed.facts import ColumnFacts, ShardFacts
+from sparkdl.feed.statistics import ColumnStatistics, ShardStatistics
 
 T = TypeVar("T")
 
 
-def shard(rows: int = 1, *, complete: bool = True, columns: int = 1, **found: Any) -> ShardFacts:
+def shard(
+    rows: int = 1, *, complete: bool = True, columns: int = 1, **found: Any
+) -> ShardStatistics:
     """A worker's rows."""
-    return ShardFacts(rows, (ColumnFacts(**found),) * columns, complete=complete)
+    return ShardStatistics(rows, (ColumnStatistics(**found),) * columns, complete=complete)
 
 
 def report(
@@ -119,7 +121,7 @@ class Run:
         return self.tell(on.Joined(self.members[rank]))
 
     def read(
-        self, rank: int, found: ShardFacts | None = None, row_server: object = None
+        self, rank: int, found: ShardStatistics | None = None, row_server: object = None
     ) -> list[Decision]:
         return self.tell(on.RowsFound(self.members[rank], found or shard(), row_server))
 

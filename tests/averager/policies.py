@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparkdl.averager.round_policy import All
+from sparkdl.averager.coordination.round_policy import All
 
 
 class AllButStragglers(All):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +13,15 @@ from decisions import Every, Run, commit, expect_failure, only, report, started
 
 from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
-from sparkdl.averager.center_update import Contributions
-from sparkdl.averager.coordinator import Coordinator
+from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.round_policy import All, Nobody, RoundPolicy
 from sparkdl.averager.progress import Position, Progress
-from sparkdl.averager.round_policy import All, Nobody, RoundPolicy
+from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.strategies import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
 from sparkdl.strategies.barriers import BoundedStaleness, SampledStaleness
-from sparkdl.testing.simulation import Outcome, Plan, Violation, random_plan, simulate
+from sparkdl.testing.simulation import Outcome, Violation, random_plan, simulate
 
 MANY = 99
 """More than any world or epoch here has."""
@@ -163,19 +163,19 @@ def test_everyone_starts_over_behind_a_barrier_if_the_contribution_breaks() -> N
     assert going_on(decisions) == {0}
 
 
-def test_a_checkpoint_has_the_own_states_of_those_who_wait() -> None:
+def test_a_checkpoint_has_the_worker_states_of_those_who_wait() -> None:
     run = run_of(3, SSP(0), checkpoints=Every(2))
     contribute(run, 0, steps=1)
     run.take()
     decisions = contribute(run, 1, steps=1)
-    asked = {decision.member.rank for decision in only(do.AskOwnState, decisions)}
+    asked = {decision.member.rank for decision in only(do.AskWorkerState, decisions)}
     assert asked == run.coordinator.checkpoints.awaited == {0, 1}
     for rank in asked:
-        run.tell(on.OwnStateWritten(run.members[rank]))
+        run.tell(on.WorkerStateWritten(run.members[rank]))
     run.tell(on.CheckpointWritten())
     decisions = contribute(run, 2, steps=1)
     assert going_on(decisions) == {0, 1, 2}
-    assert only(do.AskOwnState, decisions) == []
+    assert only(do.AskWorkerState, decisions) == []
 
 
 @pytest.mark.parametrize("barrier", [SSP(1), PSSP(MANY, 1)], ids=str)
@@ -361,49 +361,17 @@ def test_what_a_contribution_costs_does_not_grow_with_the_workers(barrier: Barri
 # In many schedules.
 
 
-class Ahead(Coordinator):
-    """Looks, whenever a rank is let train, how far it is ahead of the slowest that is there."""
-
-    furthest = 0
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.done: set[int] = set()
-        self.newcomers: set[int] = set()
-        super().__init__(*arguments, **options)
-
-    def handle(self, event: on.Event, now: float) -> list[do.Decision]:
-        decisions = super().handle(event, now)
-        told = [decision.event for decision in decisions if isinstance(decision, do.Report)]
-        self.done |= {each.rank for each in told if isinstance(each, WindowReport) and each.last}
-        if any(isinstance(each, EpochSummary) for each in told):
-            self.done = set()
-        self.newcomers |= {welcome.member.rank for welcome in only(do.Welcome, decisions)}
-        # Newcomers train at once, and are looked at when they contribute.
-        received = {receive.member.rank for receive in only(do.Receive, decisions)}
-        sent = {reply.member.rank for reply in only(do.Reply, decisions)}
-        for rank in (sent | self.newcomers & received) - self.done:
-            self.look(rank, self.round.active - self.done)
-        self.newcomers -= received
-        return decisions
-
-    def look(self, rank: int, active: Collection[int]) -> None:
-        at = self.committed.positions
-        slowest = min((at[other].step_of_epoch for other in active), default=0)
-        Ahead.furthest = max(Ahead.furthest, at[rank].step_of_epoch - slowest)
-
-
-def longer(seed: int) -> Plan:
-    """A plan with epochs of up to six windows."""
-    plan = random_plan(seed)
-    return replace(plan, windows=tuple(2 * count for count in plan.windows))
-
-
-def outcomes(barrier: Barrier, seeds: range, kind: Any = Coordinator) -> list[Outcome]:
+def deciding_by(make: Callable[[], RoundPolicy]) -> Callable[..., Coordinator]:
     def coordinator(*arguments: Any, **options: Any) -> Coordinator:
-        made: Coordinator = kind(*arguments, policy=barrier.policy(1), **options)
-        return made
+        return Coordinator(*arguments, policy=make(), **options)
 
-    return [simulate(longer(seed), coordinator) for seed in seeds]
+    return coordinator
+
+
+def outcomes(barrier: Barrier, seeds: range) -> list[Outcome]:
+    """Of epochs of up to six windows."""
+    coordinator = deciding_by(lambda: barrier.policy(1))
+    return [simulate(random_plan(seed, times=2), coordinator) for seed in seeds]
 
 
 @pytest.mark.usefixtures("quiet")
@@ -425,11 +393,10 @@ def outcomes(barrier: Barrier, seeds: range, kind: Any = Coordinator) -> list[Ou
 def test_in_every_schedule_nobody_goes_on_beyond_the_bound(
     barrier: Barrier, least: int, most: int
 ) -> None:
-    Ahead.furthest = 0
-    ended = outcomes(barrier, range(150), Ahead)
+    ended = outcomes(barrier, range(150))
     assert sum(outcome.failure is None for outcome in ended) > 100
     assert sum(outcome.losses for outcome in ended) > 35
-    assert least <= Ahead.furthest <= most
+    assert least <= max(outcome.ahead for outcome in ended) <= most
 
 
 @pytest.mark.usefixtures("quiet")
@@ -452,7 +419,7 @@ def test_limits_decide_the_same_in_every_schedule(barrier: Barrier, limit: Barri
 
 
 class Forgets(BoundedStaleness):
-    """Asks nobody anew."""
+    """Asks nobody again."""
 
     def committed(self, windows: Any, active: Any) -> tuple[()]:
         super().committed(windows, active)
@@ -465,24 +432,15 @@ class AnyoneMayGoOn(BoundedStaleness):
 
 
 @pytest.mark.usefixtures("quiet")
-def test_the_simulation_finds_a_policy_that_forgets_who_waits() -> None:
-    def coordinator(*arguments: Any, **options: Any) -> Coordinator:
-        return Coordinator(*arguments, policy=Forgets(0, 1), **options)
-
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [(Forgets, "did not end"), (AnyoneMayGoOn, r"goes on after \d windows, .* slowest has")],
+)
+def test_the_simulation_finds_a_policy_that(policy: type[BoundedStaleness], words: str) -> None:
     def simulate_many() -> None:
         for seed in range(100):
-            simulate(longer(seed), coordinator)
+            plan = random_plan(seed, times=2)
+            simulate(plan, deciding_by(lambda: policy(1, 1)), most_ahead=1)
 
-    with pytest.raises(Violation, match="did not end"):
+    with pytest.raises(Violation, match=words):
         simulate_many()
-
-
-@pytest.mark.usefixtures("quiet")
-def test_the_simulation_sees_a_bound_that_is_not_kept() -> None:
-    def coordinator(*arguments: Any, **options: Any) -> Coordinator:
-        return Ahead(*arguments, policy=AnyoneMayGoOn(1, 1), **options)
-
-    Ahead.furthest = 0
-    for seed in range(100):
-        simulate(longer(seed), coordinator)
-    assert Ahead.furthest > 1

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 from crew import WAIT_S, Crew, crew, eventually, window
 
-from sparkdl.averager.saving import CheckpointPlan, own_state_file
+from sparkdl.averager.saving import CheckpointPlan, worker_state_file
 from sparkdl.checkpoint.storage import CheckpointStore
 
 
 def plan(path: Path, every_rounds: int) -> CheckpointPlan:
     store = CheckpointStore(str(path), keep_last=9)
-    return CheckpointPlan(store=store, every=1, every_rounds=every_rounds, last_epoch=1, config={})
+    return CheckpointPlan(
+        store=store, every_epochs=1, every_rounds=every_rounds, last_epoch=1, config={}
+    )
 
 
 def exchanged(workers: Crew, ranks: Sequence[int], step: int, **fields: Any) -> None:
@@ -26,12 +28,12 @@ def exchanged(workers: Crew, ranks: Sequence[int], step: int, **fields: Any) -> 
 
 
 def saved_ranks(path: Path) -> dict[tuple[int, ...], list[int]]:
-    """By the steps that the ranks had taken: whose own states are in each checkpoint."""
+    """By the steps that the ranks had taken: whose worker states are in each checkpoint."""
     found = {}
     store = CheckpointStore(str(path), keep_last=9)
     while (saved := store.newest()) is not None:
         steps = tuple(position["step"] for position in saved.description["progress"]["positions"])
-        found[steps] = [rank for rank in range(3) if saved.has(own_state_file(rank))]
+        found[steps] = [rank for rank in range(3) if saved.has(worker_state_file(rank))]
         (Path(saved.directory) / "manifest.json").unlink()
     return found
 

@@ -13,13 +13,13 @@ from crew import WAIT_S, crew
 from crew import window as crew_window
 from torch import Tensor
 
-from sparkdl.averager import client
 from sparkdl.averager.client import AveragerClient
 from sparkdl.averager.server import Averager
-from sparkdl.averager.wire_format import BFloat16Changes, FullPrecision, WireFormat
+from sparkdl.averager.values import replica_codec
+from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision, WireFormat
 from sparkdl.errors import NonFiniteError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.facts import DataFacts, ShardFacts
+from sparkdl.feed.statistics import DataStatistics, ShardStatistics
 from sparkdl.protocols import Segment
 
 LAYOUT = (Segment("parameters", torch.float32, 3),)
@@ -44,13 +44,13 @@ def three_workers() -> Iterator[tuple[Averager, list[AveragerClient]]]:
         ]
 
         def begin() -> None:
-            assert isinstance(next(averager.events()), DataFacts)
+            assert isinstance(next(averager.events()), DataStatistics)
             averager.start()
 
         at_once(
             begin,
             *[
-                lambda client=client: client.start(ShardFacts(2, ()), [torch.zeros(3)], LAYOUT)
+                lambda client=client: client.start(ShardStatistics(2, ()), [torch.zeros(3)], LAYOUT)
                 for client in clients
             ],
         )
@@ -117,7 +117,7 @@ def test_what_is_not_finite_never_reaches_the_center_and_is_said_whose_it_is(
     wire_format: WireFormat, rank: int, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker looks at what it sends; one that does not know how to still has the token."""
-    monkeypatch.setattr(client, "require_finite", lambda values, report: None)
+    monkeypatch.setattr(replica_codec, "require_finite", lambda values, report: None)
     with crew(2, wire_format=wire_format, center=1.0) as workers:
         workers.exchange(crew_window(rank, 4), bad)
         workers.exchange(crew_window(1 - rank, 4), 2.0)

@@ -10,10 +10,10 @@ from test_epoch_losses import HELD_OUT, ask, told, with_held_out_rows
 
 from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
-from sparkdl.averager.coordinator import Coordinator
+from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.headers import MAX_STATES_BYTES, read_states_size
-from sparkdl.averager.kept import KeptState
-from sparkdl.averager.membership import Tolerance
+from sparkdl.averager.kept import WorkerState
 from sparkdl.averager.run_events import EpochCounted, EpochValidated
 from sparkdl.errors import TrainingError
 from sparkdl.events import ValidationReport
@@ -35,7 +35,7 @@ def measuring(max_failures: int = 0, metric: str | None = None) -> Run:
 
 def count(run: Run, rank: int, epoch: int = 1) -> list[do.Decision]:
     report = ValidationReport(rank=rank, epoch=epoch, examples=1, loss_sum=2.0, weight=1.0)
-    states = KeptState()
+    states = WorkerState()
     states.add(f"{rank} in {epoch}".encode())
     return run.tell(on.Validated(run.members[rank], report, states))
 

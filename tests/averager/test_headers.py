@@ -20,11 +20,11 @@ from sparkdl.averager.headers import (
 )
 from sparkdl.errors import TrainingError
 from sparkdl.events import ValidationReport, WindowReport
-from sparkdl.feed.facts import ColumnFacts, ShardFacts
+from sparkdl.feed.statistics import ColumnStatistics, ShardStatistics
 
 WINDOW = WindowReport(rank=0, epoch=1, step=1, examples=2, loss_sum=0.5, last=False)
 VALIDATION = ValidationReport(rank=0, epoch=1, examples=2, loss_sum=0.5, weight=2.0)
-SHARD = ShardFacts(3, (ColumnFacts(smallest=0, largest=2),))
+SHARD = ShardStatistics(3, (ColumnStatistics(smallest=0, largest=2),))
 HUGE = 10**400
 """JSON can say it, and no float holds it: sums and means of it are an OverflowError."""
 
@@ -68,7 +68,7 @@ def test_rows_beyond_64_bits_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["nulls", "longest", "smallest", "places"])
-def test_facts_beyond_64_bits_are_refused(name: str) -> None:
+def test_statistics_beyond_64_bits_are_refused(name: str) -> None:
     header = shard_header(SHARD)
     (column,) = header["shard"]["columns"]
     column[name] = {"smallest": [HUGE, 1]} if name == "places" else HUGE

@@ -12,10 +12,10 @@ from crew import WAIT_S, window
 from toys import drive
 
 from sparkdl.averager import Averager, AveragerClient
-from sparkdl.averager.membership import Tolerance
+from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.progress import Position, Progress
-from sparkdl.averager.wire_format import Changes
-from sparkdl.feed.facts import ShardFacts
+from sparkdl.averager.values.wire_format import Changes
+from sparkdl.feed.statistics import ShardStatistics
 from sparkdl.protocols import Segment
 from sparkdl.strategies import SSP
 
@@ -53,7 +53,7 @@ def test_it_is_not_lost_though_others_take_longer_than_twice_the_deadline() -> N
         outcome = pool.submit(drive, averager)
         states = [torch.zeros(VALUES), torch.zeros(VALUES)]
         for started in [
-            pool.submit(client.start, ShardFacts(2, ()), [state], LAYOUT)
+            pool.submit(client.start, ShardStatistics(2, ()), [state], LAYOUT)
             for client, state in zip(clients, states, strict=True)
         ]:
             started.result(WAIT_S)

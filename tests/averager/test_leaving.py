@@ -13,7 +13,7 @@ import torch
 from crew import LAYOUT, WAIT_S, Crew, crew, eventually, window
 
 from sparkdl.averager import Averager
-from sparkdl.averager.wire_format import FullPrecision
+from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.errors import DeadlineError, StoppedError, TrainingError
 from sparkdl.transport.connecting import dial
 
@@ -136,12 +136,13 @@ def test_who_has_finished_may_leave_before_the_others_have() -> None:
         assert workers.outcome.exception() is None
 
 
-def test_who_comes_when_the_run_has_ended_hears_it_before_it_has_said_anything() -> None:
+def test_who_comes_when_the_run_has_ended_hears_it_whatever_it_has_to_say() -> None:
     with Averager(LAYOUT, [torch.zeros(3)], 1, FullPrecision()) as averager:
         averager.fail(TrainingError("it was enough"))
         with pytest.raises(TrainingError):
             list(averager.events())
         address = averager.address
         late = dial(address.host_and_port, address.token, None, WAIT_S, 2.0)
+        late.send_header({"failure": "of no interest any more"})
         assert late.receive_header() == {"stopped": "the run ended: it was enough"}
         late.close()

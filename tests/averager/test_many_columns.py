@@ -12,25 +12,25 @@ from crew import LAYOUT, WAIT_S, crew
 from toys import drive
 
 from sparkdl.averager import Averager, AveragerClient, headers
-from sparkdl.averager.headers import facts_header, read_facts, shard_header
-from sparkdl.averager.wire_format import FullPrecision
+from sparkdl.averager.headers import read_statistics, shard_header, statistics_header
+from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.errors import DataError, TrainingError
-from sparkdl.feed.facts import ColumnFacts, DataFacts, ShardFacts
+from sparkdl.feed.statistics import ColumnStatistics, DataStatistics, ShardStatistics
 
 WORKERS, COLUMNS = 8, 50
 
 
-def test_the_facts_about_columns_are_added_up_once_however_many_workers_ask(
+def test_the_statistics_about_columns_are_added_up_once_however_many_workers_ask(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    added, add = [0], ColumnFacts.__add__
+    added, add = [0], ColumnStatistics.__add__
 
-    def counted(one: ColumnFacts, other: ColumnFacts) -> ColumnFacts:
+    def counted(one: ColumnStatistics, other: ColumnStatistics) -> ColumnStatistics:
         added[0] += 1
         return add(one, other)
 
-    monkeypatch.setattr(ColumnFacts, "__add__", counted)
-    shard = ShardFacts(2, (ColumnFacts(),) * COLUMNS)
+    monkeypatch.setattr(ColumnStatistics, "__add__", counted)
+    shard = ShardStatistics(2, (ColumnStatistics(),) * COLUMNS)
     with (
         ExitStack() as stack,
         ThreadPoolExecutor(WORKERS + 1) as pool,
@@ -52,7 +52,7 @@ def test_more_columns_than_a_header_holds_are_refused_in_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By who has read them, before the driver hears of them."""
-    shard = ShardFacts(2, (ColumnFacts(smallest=-1.5, largest=2.5),) * 2000)
+    shard = ShardStatistics(2, (ColumnStatistics(smallest=-1.5, largest=2.5),) * 2000)
     size = len(json.dumps(shard_header(shard)))
     monkeypatch.setattr(headers, "MAX_HEADER_BYTES", size)
     shard_header(shard)
@@ -61,14 +61,16 @@ def test_more_columns_than_a_header_holds_are_refused_in_words(
         shard_header(shard)
 
 
-def test_the_facts_of_all_survive_their_header() -> None:
-    facts = DataFacts((3, 0), (ColumnFacts(nulls=1, places={"nulls": (0, 2)}),), 4, 2.5)
-    text = json.dumps(facts_header(facts))
-    found = read_facts(json.loads(text))
-    assert found == facts
+def test_the_statistics_of_all_survive_their_header() -> None:
+    statistics = DataStatistics(
+        (3, 0), (ColumnStatistics(nulls=1, places={"nulls": (0, 2)}),), 4, 2.5
+    )
+    text = json.dumps(statistics_header(statistics))
+    found = read_statistics(json.loads(text))
+    assert found == statistics
     assert found.columns[0].where("nulls") == "row 2 of partition 0"
     with pytest.raises(TrainingError, match="where the workers' rows belong"):
-        read_facts(json.loads(text) | {"shard_rows": [3, -1]})
+        read_statistics(json.loads(text) | {"shard_rows": [3, -1]})
 
 
 def test_more_than_all_may_tell_each_other_is_refused_in_words(

@@ -8,7 +8,7 @@ from crew import WAIT_S, Crew, crew, eventually, window
 
 from sparkdl.averager.client import AveragerClient
 from sparkdl.averager.headers import window_header
-from sparkdl.averager.wire_format import BFloat16Changes, FullPrecision, WireFormat
+from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision, WireFormat
 from sparkdl.errors import DisconnectedError, NonFiniteError, WorkerError
 
 
@@ -37,7 +37,7 @@ def test_what_was_trained_meanwhile_is_merged_with_the_center(
 def test_what_is_sent_once_more_is_what_was_sent_first() -> None:
     with crew(2) as workers:
         client, state = begun(workers, 0, 5.0)
-        line = workers.client(1)._line
+        line = workers.client(1)._channel
         line.send_header(window_header(window(1)))
         entered = workers.averager._coordinator.round.entered
         assert eventually(lambda: len(entered) == 2)
@@ -64,7 +64,7 @@ def test_who_leaves_while_a_round_is_under_way_comes_back_behind_it() -> None:
 def test_a_connection_that_breaks_is_told_of_when_the_reply_is_wanted() -> None:
     with crew(2) as workers:
         client, state = begun(workers, 0, 5.0)
-        client._own_line.break_off()
+        client._own_channel.break_off()
         with pytest.raises(DisconnectedError):
             client.end_exchange([state], 0.0)
 

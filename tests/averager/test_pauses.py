@@ -18,13 +18,14 @@ import torch
 from crew import LAYOUT, WAIT_S, crew, window
 from toys import drive
 
-from sparkdl.averager import Averager, AveragerClient, membership
-from sparkdl.averager.membership import Tolerance
+from sparkdl.averager import Averager, AveragerClient
+from sparkdl.averager.coordination import membership
+from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.saving import CheckpointPlan
-from sparkdl.averager.wire_format import FullPrecision
+from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import SparkDLError
-from sparkdl.feed.facts import ShardFacts
+from sparkdl.feed.statistics import ShardStatistics
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["sparkdl.testing"])
@@ -68,7 +69,7 @@ def driver(max_failures: int) -> Iterator[tuple[BaseProcess, Pipe, list[Averager
             ]
             pool = stack.enter_context(ThreadPoolExecutor(2))
             starts = [
-                pool.submit(client.start, ShardFacts(2, ()), [torch.zeros(3)], LAYOUT)
+                pool.submit(client.start, ShardStatistics(2, ()), [torch.zeros(3)], LAYOUT)
                 for client in clients
             ]
             for start in starts:
@@ -102,6 +103,7 @@ def said(pipe: Pipe) -> object:
     return pipe.recv()
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize("max_failures", [0, 5])
 def test_workers_survive_a_pause_of_the_driver(max_failures: int) -> None:
     with driver(max_failures) as (process, pipe, clients), ThreadPoolExecutor(1) as pool:
@@ -147,14 +149,14 @@ def test_a_pause_is_no_long_window_by_which_patience_is_measured(
 
 
 def test_a_pause_is_not_the_storages_fault(passed: list[float], tmp_path: Path) -> None:
-    def own_state() -> bytes:
+    def worker_state() -> bytes:
         passed[0] = 100.0
         time.sleep(0.8)  # longer than the driver takes to look at its clock
         return b"state"
 
     store = CheckpointStore(str(tmp_path), keep_last=1)
-    plan = CheckpointPlan(store=store, every=1, every_rounds=None, last_epoch=1, config={})
-    with crew(1, deadline_s=2.0, plan=plan, options={"own_state": own_state}) as workers:
+    plan = CheckpointPlan(store=store, every_epochs=1, every_rounds=None, last_epoch=1, config={})
+    with crew(1, deadline_s=2.0, plan=plan, options={"worker_state": worker_state}) as workers:
         workers.exchange(window(0, last=True)).result(WAIT_S)
         workers.client(0).finish()
         workers.outcome.result(WAIT_S)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from toys import drive, sparkdl_threads
 
-from sparkdl.averager import Averager, AveragerAddress, AveragerClient
-from sparkdl.averager.wire_format import FullPrecision
+from sparkdl.averager import Averager, AveragerClient, ServiceAddress
+from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError
-from sparkdl.feed.facts import DataFacts, ShardFacts
+from sparkdl.feed.statistics import DataStatistics, ShardStatistics
 from sparkdl.protocols import Segment
 from sparkdl.transport.acceptor import MAX_STRANGERS
 from sparkdl.transport.connection import Connection, ConnectionLostError
@@ -84,9 +84,9 @@ def train_alone(averager: Averager) -> list[float]:
         AveragerClient(averager.address, 0, FullPrecision(), deadline_s=5) as client,
     ):
         driver = pool.submit(drive, averager)
-        client.start(ShardFacts(2, ()), segments, LAYOUT)
+        client.start(ShardStatistics(2, ()), segments, LAYOUT)
         client.finish()
-        assert driver.result(timeout=10) == [DataFacts((2,), ())]
+        assert driver.result(timeout=10) == [DataStatistics((2,), ())]
     received: list[float] = segments[0].tolist()
     return received
 
@@ -157,7 +157,7 @@ def test_a_refused_connection_does_not_end_the_run(averager: Averager) -> None:
 
 
 def test_a_worker_with_a_wrong_token_is_stopped(averager: Averager) -> None:
-    address = AveragerAddress(averager.address.uri, "wrong")
+    address = ServiceAddress(averager.address.uri, "wrong")
     with pytest.raises(StoppedError, match="do not have the same token"):
         AveragerClient(address, 0, FullPrecision(), deadline_s=5)
 
@@ -189,7 +189,7 @@ def test_the_advertised_host_is_the_one_in_the_address() -> None:
 
 
 def test_an_ipv6_address_survives_its_uri() -> None:
-    assert AveragerAddress("tcp://[::1]:5000", "t").host_and_port == ("::1", 5000)
+    assert ServiceAddress("tcp://[::1]:5000", "t").host_and_port == ("::1", 5000)
 
 
 def test_closing_the_port_ends_connections_of_every_kind() -> None:
@@ -234,7 +234,7 @@ class Intruder:
     def train(self, *messages: Message) -> None:
         """Start as a worker does, take the center, then send these."""
         self.send(Raw(json.dumps({"shard": SHARD}).encode()))
-        assert isinstance(next(self.events), DataFacts)
+        assert isinstance(next(self.events), DataStatistics)
         self.averager.start()
         while "chunk_bytes" not in self.connection.receive_header():
             pass
@@ -259,7 +259,7 @@ def header(**changes: Any) -> Raw:
 
 def keeping(size: object) -> Raw:
     """A window with so many bytes that the averager is to keep of the worker."""
-    return Raw(json.dumps({"window": WINDOW, "own_state": size}).encode())
+    return Raw(json.dumps({"window": WINDOW, "worker_state": size}).encode())
 
 
 def shard(**changes: Any) -> Raw:

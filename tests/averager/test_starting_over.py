@@ -15,13 +15,13 @@ def test_what_is_on_its_way_into_a_sum_that_is_forgotten_goes_nowhere() -> None:
             segment.fill_(float("nan"))  # what lies there is nobody's contribution
         octets = bytes(octets_of(torch.full((3,), 7.0)))
         for rank in (0, 1):
-            line = workers.client(rank)._line
+            line = workers.client(rank)._channel
             line.send_header(window_header(window(rank)))
             line._connection._send(bytes(values_prefix(len(octets))) + octets[:5])
         entered = workers.averager._coordinator.round.entered
         assert eventually(lambda: len(entered) == 2)
-        workers.client(1)._line.close()
-        first = workers.client(0)._line
+        workers.client(1)._channel.close()
+        first = workers.client(0)._channel
         assert first.receive_header() == {"again": True}
         first._connection._send(octets[5:])
         assert workers.exchange(window(0), 7.0).result(WAIT_S) == [7.0] * 3

@@ -19,7 +19,7 @@ def test_whoever_trains_the_others_are_told(trains: int) -> None:
     if trains:
         run.tell(on.Contributed(run.members[0]))
     for _ in range(10):
-        run.coordinator.heard(run.members[trains], run.now)
+        run.coordinator.heartbeat(run.members[trains], run.now)
         (told,) = run.wait(2)
         assert isinstance(told, do.SayWaiting)
         assert set(told.members) == {run.members[rank] for rank in others}

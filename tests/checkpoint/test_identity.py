@@ -136,7 +136,7 @@ def line(first: object, second: object) -> str:
 
 
 def cell(source: str, **given: Any) -> Any:
-    """What a notebook's cell defines as ``it``, run anew."""
+    """What a notebook's cell defines as ``it``, run again."""
     variables: dict[str, Any] = {"__name__": "__main__", "torch": torch, "nn": nn, **given}
     exec(compile(source, "<cell>", "exec"), variables)
     return variables["it"]

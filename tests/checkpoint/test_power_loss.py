@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from power_loss import cuts, recorded
-from pyspark.sql import SparkSession
+from pyspark import SparkContext
 from torch import nn
 
 from sparkdl.checkpoint.local_files import aside
@@ -95,7 +95,7 @@ def test_what_a_training_function_saved_survives(memory: Path) -> None:
 
 @pytest.fixture
 def without_spark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SparkSession, "getActiveSession", lambda: None)
+    monkeypatch.setattr(SparkContext, "_active_spark_context", None)
 
 
 def made(directory: Path, version: int) -> Path:

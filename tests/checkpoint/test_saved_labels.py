@@ -69,7 +69,7 @@ def test_a_loss_of_one_s_own_needs_trust(tmp_path: Path) -> None:
         ({"labels": [{"name": "y", "dtype": "os", "row_shape": []}]}, "an entry of labels is none"),
         ({"loss": {"recipe": {"import": "os:system"}}}, "not torch's own"),
         ({"loss": {"recipe": {"import": "torch.optim.sgd:SGD"}}}, "loss must be an nn.Module or"),
-        ({"loss": []}, "which is no recipe"),
+        ({"loss": []}, "which is no object spec"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:

@@ -27,7 +27,7 @@ from torch import nn
 
 from sparkdl import load_module, trusted_modules, trusted_pickles
 from sparkdl.checkpoint.module_files import SavedModule, write_module
-from sparkdl.checkpoint.recipe import DEEPEST, MODEL, load_recipe, save_recipe
+from sparkdl.checkpoint.object_spec import DEEPEST, MODEL, load_object, save_object
 from sparkdl.errors import ConfigError
 
 
@@ -43,7 +43,7 @@ def test_the_auditing_sees_what_a_trusted_recipe_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", HOSTILE)
 def test_a_hostile_name_is_refused_in_every_position(path: str, tmp_path: Path) -> None:
     argument = f"touch {tmp_path / 'touched'}"
-    recipes = [
+    specs = [
         named(path),
         made(path, command=argument),
         made(path, args=argument, shell=True),
@@ -53,8 +53,8 @@ def test_a_hostile_name_is_refused_in_every_position(path: str, tmp_path: Path) 
         {"partial": bound(path, argument), "args": [], "kwargs": {}},
         {"partial": made(path, command=argument), "args": [], "kwargs": {}},
     ]
-    for recipe in recipes:
-        directory = saved_model(tmp_path / "model", recipe)
+    for spec in specs:
+        directory = saved_model(tmp_path / "model", spec)
         with pytest.raises(ConfigError, match=r"trust=\[|damaged"), deeds() as done:
             load_module(directory)
         assert done == []
@@ -167,18 +167,18 @@ def test_what_is_saved_can_be_as_deep_as_what_is_loaded(tmp_path: Path) -> None:
         for _ in range(depth):
             value = [value]
         saved = json.loads(
-            json.dumps(save_recipe(partial(nn.Sequential, value), tmp_path, "model"))
+            json.dumps(save_object(partial(nn.Sequential, value), tmp_path, "model"))
         )
         if "pickle" not in saved["recipe"]:
-            load_recipe(saved, tmp_path, "model", place=MODEL, trust=False)
+            load_object(saved, tmp_path, "model", expected=MODEL, trust=False)
     assert "pickle" in saved["recipe"]
 
 
 def test_a_list_that_holds_itself_is_pickled(tmp_path: Path) -> None:
     value: list[Any] = []
     value.append(value)
-    saved = save_recipe(partial(nn.Sequential, value), tmp_path, "model")
-    loaded = load_recipe(saved, tmp_path, "model", place=MODEL, trust=True)
+    saved = save_object(partial(nn.Sequential, value), tmp_path, "model")
+    loaded = load_object(saved, tmp_path, "model", expected=MODEL, trust=True)
     assert loaded.args[0][0] is loaded.args[0]
 
 
@@ -198,8 +198,8 @@ def link(path: Path, target: str) -> None:
 )
 def test_a_pickle_elsewhere_is_never_loaded(file: Json, trust: Any, tmp_path: Path) -> None:
     (tmp_path / "model.pkl").write_bytes(evil_pickle(tmp_path / "touched"))
-    recipe = {"pickle": file.format(outside=tmp_path) if isinstance(file, str) else file}
-    directory = saved_model(tmp_path / "model", recipe)
+    spec = {"pickle": file.format(outside=tmp_path) if isinstance(file, str) else file}
+    directory = saved_model(tmp_path / "model", spec)
     (directory / "other.pkl").write_bytes(evil_pickle(tmp_path / "touched"))
     message = r"can only be in model\.pkl" if trust is True else "trust=True"
     with pytest.raises(ConfigError, match=message):
@@ -232,8 +232,8 @@ def test_a_directory_may_itself_be_reached_by_a_link(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", ["module.json", "module.safetensors", "model.pkl"])
 @pytest.mark.parametrize("kind", ["device", "pipe", "directory"])
 def test_what_is_no_plain_file_is_not_read(file: str, kind: str, tmp_path: Path) -> None:
-    recipe = {"pickle": "model.pkl"} if file == "model.pkl" else named(RELU)
-    directory = saved_model(tmp_path / "model", recipe)
+    spec = {"pickle": "model.pkl"} if file == "model.pkl" else named(RELU)
+    directory = saved_model(tmp_path / "model", spec)
     path = directory / file
     path.unlink(missing_ok=True)
     if kind == "device":

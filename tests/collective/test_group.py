@@ -90,6 +90,7 @@ def test_whoever_reaches_the_store_reads_and_overwrites_it() -> None:
         assert collective._store.get(name) == b"elsewhere"
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_rank_killed_in_an_all_reduce_is_named_by_the_others(victim: int) -> None:
     def body(collective: Collective, _: Any) -> Any:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from sparkdl.averager.client import AveragerClient
-from sparkdl.averager.wire_format import FullPrecision
+from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.errors import DisconnectedError
-from sparkdl.transport.address import AveragerAddress
+from sparkdl.transport.address import ServiceAddress
 from sparkdl.transport.connecting import reach
 from sparkdl.transport.connection import ConnectionLostError, SilenceError, StrangerError
 
@@ -80,7 +80,7 @@ def test_patience_ends() -> None:
 
 
 def test_a_closed_port_is_named(free_port: int) -> None:
-    address = AveragerAddress(f"tcp://127.0.0.1:{free_port}", "token", None)
+    address = ServiceAddress(f"tcp://127.0.0.1:{free_port}", "token", None)
     with pytest.raises(
         DisconnectedError, match=rf"rank 3 cannot reach .*127.0.0.1:{free_port}: .*refused"
     ):

@@ -16,7 +16,7 @@ from torch import nn
 from toys import classification, make_job, mlp, parameters_of
 
 from sparkdl.averager import Averager, AveragerClient
-from sparkdl.averager.wire_format import FullPrecision
+from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.driver import run
 from sparkdl.errors import ConfigError, DisconnectedError
 from sparkdl.feed.feed import FeedOptions

@@ -1,0 +1,1 @@
+"""What the averager decides: who is in, who is waited for, what a round comes to; no socket."""

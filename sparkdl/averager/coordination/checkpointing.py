@@ -1,0 +1,127 @@
+"""Which commits become checkpoints, and whose worker states belong to them.
+
+One at a time is put together: its own states come, then it is written while training goes on. A
+round behind which the next is due waits until it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from sparkdl.averager import events as on
+from sparkdl.averager.coordination.committed import CommittedProgress
+from sparkdl.averager.coordination.membership import Membership
+from sparkdl.errors import DeadlineError, SparkDLError
+
+
+class Schedule(Protocol):
+    """Which commits become checkpoints."""
+
+    def due(self, epoch: int) -> bool:
+        """Whether the end of an epoch is one."""
+
+    def due_within(self, rounds: int) -> bool:
+        """Whether it is time for one, so many rounds after the last."""
+
+
+class Checkpointing:
+    """The checkpoint that is being put together, and when the next is due.
+
+    Args:
+        schedule: which commits become checkpoints; None for none.
+        committed: how far the training has come.
+
+    Attributes:
+        awaited: ranks whose worker states have yet to come.
+        told_to_end: why the run is to end once a commit has become a checkpoint.
+    """
+
+    def __init__(self, schedule: Schedule | None, committed: CommittedProgress) -> None:
+        self.awaited: set[int] = set()
+        self.told_to_end: SparkDLError | None = None
+        self._schedule = schedule
+        self._committed = committed
+        self._since: float | None = None
+        self._asked = False
+        self._saved_round = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a checkpoint is being put together."""
+        return self._since is not None
+
+    @property
+    def has_last_commit(self) -> bool:
+        """Whether the last commit has become a checkpoint, or none is written at all."""
+        written = self._since is None and self._saved_round == self._committed.round
+        return self._schedule is None or written
+
+    def preempt(self, reason: SparkDLError) -> None:
+        """Make the next commit a checkpoint, behind which the run ends."""
+        self._asked = True
+        self.told_to_end = reason
+
+    def end_epoch(self, epoch: int) -> None:
+        """Take note that a commit is the end of an epoch."""
+        if self._schedule is not None and self._schedule.due(epoch):
+            self._asked = True
+
+    def holds(self, window: on.WindowClosed) -> bool:
+        """Whether a window's round may become a checkpoint before another one is written."""
+        if self._schedule is None or self._since is None:
+            return False
+        rounds = self._committed.round + 1 - self._saved_round
+        ends = self.told_to_end is not None
+        return ends or window.report.last or self._schedule.due_within(rounds)
+
+    def begin_if_due(self, windows: Iterable[on.WindowClosed], now: float) -> bool:
+        """Begin a checkpoint behind the commit that has just been, if it is time.
+
+        Args:
+            windows: the last ones of those who stand where the commit says: they are asked for
+                their own states, and nobody who comes back behind it.
+            now: the time, in seconds.
+        """
+        if self._schedule is None or self._since is not None:
+            return False
+        rounds = self._committed.round - self._saved_round
+        if not self._asked and not self._schedule.due_within(rounds):
+            return False
+        self._asked = False
+        self._saved_round = self._committed.round
+        self._since = now
+        self.awaited = {window.member.rank for window in windows}
+        return True
+
+    def forgo(self, rank: int) -> bool:
+        """Take note that a rank's state has come, or never will; returns whether all have."""
+        if rank not in self.awaited:
+            return False
+        self.awaited.discard(rank)
+        return not self.awaited
+
+    def finish(self) -> SparkDLError | None:
+        """Take note that the checkpoint is written; returns why the run is to end now, if it is."""
+        self._since = None
+        return None if self._asked else self.told_to_end
+
+    def restart_clock(self, now: float) -> None:
+        """Restart the clock of how long it takes."""
+        self._since = None if self._since is None else now
+
+    def require_in_time(self, members: Membership, now: float) -> None:
+        """Check that it is not being put together for longer than anything may take.
+
+        Raises:
+            DeadlineError: it is.
+        """
+        if self._since is None or now - self._since <= members.deadline_s:
+            return
+        why = "Is the storage of checkpointPath slow or gone?"
+        if self.awaited:
+            why = f"It still waits for the worker state of {members.name(self.awaited)}"
+        raise DeadlineError(
+            f"the checkpoint of epoch {self._committed.epoch} was not written within "
+            f"{members.deadline_s:g} s. {why}"
+        )

@@ -1,0 +1,168 @@
+"""How far a run has come, counted at commits: positions, windows, epochs, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
+from typing import Any
+
+from sparkdl.averager.kept import WorkerState
+from sparkdl.averager.progress import Position, Progress
+from sparkdl.events import (
+    EpochSummary,
+    MetricValue,
+    ValidationReport,
+    WindowReport,
+    summarize_epoch,
+    with_validation,
+)
+
+
+class CommittedProgress:
+    """What has been committed; as far as it has been committed.
+
+    Args:
+        progress: how far the training had come when the run began.
+        kept: what was kept of each rank then.
+        now: the time, in seconds.
+
+    Attributes:
+        round: rounds committed in this run.
+        epoch: the epoch that is under way, counted from 1.
+        positions: where each rank goes on, by rank.
+        kept: of each rank, what it sent with its last committed window to be kept; with position
+            and center the worker goes on exactly as it would have.
+    """
+
+    def __init__(self, progress: Progress, kept: Mapping[int, WorkerState], now: float) -> None:
+        self.round = 0
+        self.epoch = progress.epoch
+        self.positions = list(progress.positions)
+        self._history = list(progress.history)
+        self.kept = dict(kept)
+        self._reports = list(progress.reports)
+        self._first_round = -progress.rounds
+        # By epoch and rank; which epochs' summaries do not have them yet.
+        self._validations: dict[int, dict[int, ValidationReport]] = {}
+        self._not_counted: set[int] = set()
+        self._states: dict[int, WorkerState] = {}
+        self.start_epoch(now)
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was committed ever, in this run or before it."""
+        return self.round > self._first_round or self.epoch > 1
+
+    def start_epoch(self, now: float) -> None:
+        """From now on the time counts as the epoch's."""
+        self._epoch_started = now
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether any window of the epoch that is under way was committed."""
+        return bool(self._reports)
+
+    @property
+    def at_end_of_epoch(self) -> bool:
+        """Whether nothing was committed since an epoch has ended."""
+        return self.epoch > 1 and self.round == self._first_round
+
+    def commit(self, windows: Iterable[WindowReport], kept: Mapping[int, WorkerState]) -> None:
+        """Count a round and its windows: now they have happened.
+
+        Args:
+            windows: by rank.
+            kept: what is to be kept of the ranks that sent something.
+        """
+        self.round += 1
+        self.kept |= kept
+        for report in windows:
+            self.positions[report.rank] = Position.after(report)
+            self._reports.append(report)
+
+    def end_epoch(self, now: float) -> EpochSummary:
+        """Go on to the next epoch; returns what the one that has ended was like."""
+        seconds = now - self._epoch_started
+        rounds = self.round - self._first_round
+        summary = summarize_epoch(self.epoch, self._reports, rounds, seconds)
+        self._history.append(summary)
+        self.epoch += 1
+        self.positions = [position.next_epoch() for position in self.positions]
+        self._first_round = self.round
+        self._reports = []
+        self._states = {}
+        self.start_epoch(now)
+        return summary
+
+    def validated(self, report: ValidationReport, states: WorkerState | None = None) -> None:
+        """Add to an epoch's summary what a rank found on its held-out rows.
+
+        Args:
+            report: the loss.
+            states: what its metrics have counted.
+        """
+        self._validations.setdefault(report.epoch, {})[report.rank] = report
+        self._not_counted.add(report.epoch)
+        if states is not None and report.epoch == self.epoch - 1:
+            self._states[report.rank] = states
+
+    def take_states(self) -> tuple[WorkerState | None, ...]:
+        """What the metrics of each rank have counted after the last epoch; given away."""
+        states, self._states = self._states, {}
+        return tuple(states.get(rank) for rank in range(len(self.positions)))
+
+    def measured(self, epoch: int, values: Mapping[str, MetricValue]) -> EpochSummary:
+        """Add to an epoch's summary what the metrics came to; returns the summary."""
+        summary = replace(self.history[epoch - 1], metrics=dict(values))
+        self._history[epoch - 1] = summary
+        return summary
+
+    @property
+    def validated_by(self) -> Set[int]:
+        """Which ranks have told what they found on their held-out rows after the last epoch."""
+        return self._validations.get(self.epoch - 1, {}).keys()
+
+    def epochs_with_known_loss(self, *, validates: bool) -> int:
+        """Of how many epochs it is known for good what they came to.
+
+        Args:
+            validates: whether that is the loss on held-out rows, of which each rank has to tell.
+        """
+        told = len(self.validated_by) == len(self.positions) or not self.at_end_of_epoch
+        return self.epoch - 1 if told or not validates else self.epoch - 2
+
+    def epoch_losses(self, first: int, last: int, metric: str | None = None) -> tuple[Any, ...]:
+        """What epochs came to: on held-out rows if there are any, else while they were trained.
+
+        Args:
+            first: epoch counted from 1.
+            last: as ``first``; included.
+            metric: the metric that is followed instead of the loss.
+        """
+        epochs = self.history[first - 1 : last]
+        if metric is not None:
+            return tuple(summary.metrics[metric] for summary in epochs)
+        return tuple(
+            summary.loss if summary.validation_loss is None else summary.validation_loss
+            for summary in epochs
+        )
+
+    @property
+    def history(self) -> tuple[EpochSummary, ...]:
+        """The epochs that have ended."""
+        for index, summary in enumerate(self._history):
+            if summary.epoch in self._not_counted:
+                self._not_counted.discard(summary.epoch)
+                found = self._validations[summary.epoch].values()
+                self._history[index] = with_validation(summary, found)
+        return tuple(self._history)
+
+    def progress(self) -> Progress:
+        """How far the training has come, to go on from."""
+        return Progress(
+            epoch=self.epoch,
+            rounds=self.round - self._first_round,
+            positions=tuple(self.positions),
+            reports=tuple(self._reports),
+            history=self.history,
+        )

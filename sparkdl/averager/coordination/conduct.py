@@ -1,0 +1,120 @@
+"""What a worker may do, and when: what it says out of turn ends the run, in words.
+
+Only mistakes in a strategy, or a worker of other code, get so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from sparkdl.averager.coordination.committed import CommittedProgress
+from sparkdl.averager.coordination.gathers import Gathers
+from sparkdl.averager.coordination.membership import Membership
+from sparkdl.averager.coordination.round import Round
+from sparkdl.averager.events import Member, WindowClosed
+from sparkdl.errors import ModelError, TrainingError
+
+ONE_LAST_WINDOW = (
+    "A strategy has to exchange exactly one window with last=True in each epoch, on every rank"
+)
+
+
+class Conduct:
+    """Checks of what workers say against the state of a run, which it does not change.
+
+    Args:
+        members: who is in the run.
+        round: who takes part in the round that is under way.
+        committed: how far the training has come.
+        gathers: what the workers tell each other.
+        frozen: the fingerprint that the frozen parameters of every worker are to have.
+    """
+
+    def __init__(
+        self,
+        members: Membership,
+        round: Round,
+        committed: CommittedProgress,
+        gathers: Gathers,
+        frozen: str,
+    ) -> None:
+        self._members = members
+        self._round = round
+        self._committed = committed
+        self._gathers = gathers
+        self._frozen = frozen
+
+    def require_same_frozen(self, member: Member) -> None:
+        """Check that a worker has built the parameters that are never sent as all have.
+
+        Raises:
+            ModelError: it has not.
+        """
+        if member.frozen != self._frozen:
+            raise ModelError(
+                f"{member} has built the model with other parameters that require no "
+                "gradient than the driver has, or with other values in them. They are never sent, "
+                "so all have to build the same: does the function given as model read a file that "
+                "is another one on that host, or draw random numbers that do not follow from "
+                "torch's seed? A module given as model is sent to all as it is"
+            )
+
+    def require_admitted(self, member: Member) -> None:
+        """Check that a worker has been let start.
+
+        Raises:
+            TrainingError: it has not.
+        """
+        if member.rank not in self._round.admitted:
+            raise TrainingError(f"{member} acts as if it had been let start, and it has not")
+
+    def require_everyone(self, member: Member, what: str, done: Set[int]) -> None:
+        """Check that nobody has left for good whom a worker would wait for.
+
+        Args:
+            member: the worker.
+            what: it does; follows its name.
+            done: ranks that have left.
+
+        Raises:
+            TrainingError: somebody has.
+        """
+        if done:
+            raise TrainingError(
+                f"{member} {what}, but {self._members.name(set(done))} left the run before: each "
+                "worker has to train as many epochs as the others"
+            )
+
+    def require_turn(self, window: WindowClosed) -> None:
+        """Check that a worker may contribute a window now.
+
+        Raises:
+            TrainingError: it may not.
+        """
+        member, report, this = window.member, window.report, self._round
+        rank = member.rank
+        if report.epoch != self._committed.epoch:
+            raise TrainingError(
+                f"{member} contributed a window of epoch {report.epoch}, but the run is in epoch "
+                f"{self._committed.epoch}. {ONE_LAST_WINDOW}"
+            )
+        if rank not in this.active or rank in this.entered or rank in this.at_barrier:
+            raise TrainingError(
+                f"rank {rank} contributed out of turn in epoch {report.epoch}, step {report.step}"
+            )
+
+    def require_end_of_epoch(self, member: Member) -> None:
+        """Check that a rank that leaves does not leave others who wait for it.
+
+        Raises:
+            TrainingError: it does.
+        """
+        this = self._round
+        under_way = this.entered or this.held or this.through
+        if self._gathers.present is not None:
+            what = "while others wait for it in what the workers exchange among themselves"
+        elif under_way or self._committed.has_windows:
+            what = f"in epoch {self._committed.epoch}, which is not over. {ONE_LAST_WINDOW}"
+        else:
+            return
+        raise TrainingError(f"{member} has left the run {what}")

@@ -1,0 +1,253 @@
+"""Who is in a run: joined, heard of, silent, lost, back. Times come from outside.
+
+Heartbeats are the only evidence: whatever arrives of a worker, or is taken by it, is one. A rank is
+overdue when it is waited for and nothing was heard of it for longer than it is granted. What an
+event costs does not depend on the number of workers; only the look at the clock asks after all of
+them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sparkdl.averager.events import Member
+from sparkdl.errors import StoppedError, TrainingError, WorkerLostError
+
+STRAGGLER_S = 15.0
+"""Seconds of silence that a worker is granted in any case, before it is dropped from a round."""
+STRAGGLER_WINDOWS = 5.0
+"""Longest windows of the run so far that it is granted."""
+GAP_TICKS = 4.0
+"""A look at the clock that comes later than so many intervals tells of a pause of the driver."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What a run survives.
+
+    Attributes:
+        max_failures: how often workers may be lost in all; 0 to end the run at the first loss.
+            Workers that are lost with their task are one loss.
+        min_workers: with how many workers rounds go on.
+    """
+
+    max_failures: int = 0
+    min_workers: int = 1
+
+
+def too_many_losses(losses: Sequence[str], allowed: int) -> WorkerLostError:
+    """The error for one loss more than ``maxFailures`` allows; tells of the last few."""
+    return WorkerLostError(
+        f"{len(losses)} workers were lost, more than maxFailures allows ({allowed}): "
+        + "; ".join(losses[-5:])
+    )
+
+
+class FencedError(StoppedError):
+    """The worker's place has been taken by a later attempt of its task."""
+
+
+class Membership:
+    """The workers of a run.
+
+    Args:
+        world_size: how many there are to be.
+        deadline_s: the longest that one may be silent or away while it is waited for, in seconds.
+        tolerance: what the run survives.
+        now: the time, in seconds.
+
+    Attributes:
+        losses: which workers were lost, and why.
+        dropped: the rank of each worker that was dropped for its silence, in that order.
+    """
+
+    def __init__(
+        self, world_size: int, deadline_s: float, tolerance: Tolerance, now: float
+    ) -> None:
+        self.world_size = world_size
+        self.everyone = frozenset(range(world_size))
+        self.deadline_s = deadline_s
+        self.tolerance = tolerance
+        self.losses: list[str] = []
+        self.dropped: list[int] = []
+        self._members: dict[int, Member] = {}
+        self._there: set[int] = set()
+        self._lost: Counter[tuple[int, int, int]] = Counter()
+        self._failures: dict[tuple[int, int], int] = {}
+        self._heard: dict[int, float] = {}
+        # Nobody was expected to be heard of before this.
+        self._silence_began = now
+        self._awaited_began = now
+        self._last_look = now
+        self._longest_window = 0.0
+        # Since when each rank trains that has not closed its window yet.
+        self._window_began: dict[int, float] = {}
+        self._patience = 1.0
+        # Who trains on rows that still arrive, and may have to wait for them.
+        self._reading: set[int] = set()
+
+    def join(self, member: Member, now: float) -> Member | None:
+        """Let a worker in.
+
+        Returns:
+            The one whose place it takes, if that one was not known to be lost.
+
+        Raises:
+            TrainingError: the rank is not one of this run's, or has joined already.
+            FencedError: a later attempt has joined already.
+        """
+        rank, host = member.rank, member.host
+        if not 0 <= rank < self.world_size:
+            raise TrainingError(
+                f"a task with rank {rank} on {host} joined a run of {self.world_size} workers: "
+                "Spark started more tasks than the run has workers"
+            )
+        before = self._members.get(rank)
+        if before is not None and not self.tolerance.max_failures:
+            raise TrainingError(
+                f"rank {rank} joined from {host}, but it has joined from {before.host} "
+                "before: Spark started the task a second time"
+            )
+        if before is not None and member.attempt < before.attempt:
+            raise FencedError(
+                f"attempt {member.attempt} of rank {rank} on {host} is out of date: attempt "
+                f"{before.attempt} runs on {before.host}"
+            )
+        self._members[rank] = member
+        self._there.add(rank)
+        self.note_heartbeat(rank, now)
+        return None if before is None or before.gone else before
+
+    def lose(self, member: Member, why: str, now: float) -> WorkerLostError | None:
+        """Note that a worker is lost; returns the error if that is one too many."""
+        member.gone = True
+        if self._members[member.rank] is member:
+            self._there.discard(member.rank)
+        self._window_began.pop(member.rank, None)
+        self.note_heartbeat(member.rank, now)
+        self.losses.append(f"{member} {why}")
+        self._count_loss(member)
+        allowed = self.tolerance.max_failures
+        if sum(self._failures.values()) <= allowed:
+            return None
+        return (
+            too_many_losses(self.losses, allowed) if allowed else WorkerLostError(self.losses[-1])
+        )
+
+    def _count_loss(self, member: Member) -> None:
+        """Workers of one task that are lost once each are one loss."""
+        attempt = member.task, member.attempt
+        self._lost[*attempt, member.rank] += 1
+        times = self._lost[*attempt, member.rank]
+        self._failures[attempt] = max(times, self._failures.get(attempt, 0))
+
+    def of(self, rank: int) -> Member:
+        """The worker that joined last for a rank."""
+        return self._members[rank]
+
+    @property
+    def joined(self) -> int:
+        """How many ranks have joined at least once."""
+        return len(self._members)
+
+    @property
+    def ever_joined(self) -> set[int]:
+        """Ranks that have joined at least once."""
+        return set(self._members)
+
+    @property
+    def there(self) -> set[int]:
+        """Ranks that have joined and were not lost; not to be written to."""
+        return self._there
+
+    def note_heartbeat(self, rank: int, now: float) -> None:
+        """Take note that a worker is alive."""
+        self._heard[rank] = now
+
+    def restart_clock(self, now: float) -> None:
+        """Restart the clock of everybody's silence: something has happened that all waited for."""
+        self._silence_began = now
+
+    def pass_turn(self, now: float) -> None:
+        """Restart the clock of the silence of whoever waited for another's turn to end."""
+        self._awaited_began = now
+
+    def begin_window(self, rank: int, now: float) -> None:
+        """Take note that a rank has what it needs to train."""
+        self._window_began[rank] = now
+
+    def end_window(self, rank: int, now: float) -> None:
+        """Take note that a rank has finished a window; one that it only sends again is none."""
+        began = self._window_began.pop(rank, None)
+        if began is not None and rank not in self._reading:
+            lasted = now - max(began, self._silence_began)
+            self._longest_window = max(self._longest_window, lasted)
+
+    def note_reading(self, rank: int, *, reading: bool) -> None:
+        """Take note whether a rank's windows take as long as its rows take to arrive."""
+        (self._reading.add if reading else self._reading.discard)(rank)
+
+    def reads(self, rank: int) -> bool:
+        """Whether a rank trains on rows that still arrive."""
+        return rank in self._reading
+
+    def patience_s(self, rank: int) -> float:
+        """Seconds for which a rank may be silent while it is waited for."""
+        can_be_dropped = self.tolerance.max_failures and rank in self._there
+        if not can_be_dropped or not self._longest_window or rank in self._reading:
+            return self.deadline_s
+        granted = max(STRAGGLER_S, STRAGGLER_WINDOWS * self._longest_window)
+        return min(granted * self._patience, self.deadline_s)
+
+    def double_patience(self) -> None:
+        """Grant more, after a worker was dropped that may only have been busy for long."""
+        self._patience *= 2
+
+    @property
+    def tick_s(self) -> float:
+        """Seconds between two looks at the clock."""
+        return min(1.0, self.deadline_s / 4)
+
+    def look(self, now: float) -> bool:
+        """Look at the clock; returns whether this process has paused since it last did.
+
+        Then (garbage collection, swap, a suspended laptop) what was sent meanwhile has not been
+        looked at: nobody is overdue, nor has trained for long, until its silence is counted again.
+        """
+        gap, self._last_look = now - self._last_look, now
+        paused = gap > GAP_TICKS * self.tick_s
+        if paused:
+            self.restart_clock(now)
+        return paused
+
+    def overdue(self, waited_for: Iterable[int], now: float) -> set[int]:
+        """Those of whom nothing was heard for longer than they are granted."""
+        return {
+            rank for rank in waited_for if now - self._silent_since(rank) >= self.patience_s(rank)
+        }
+
+    def overdue_in_turn(self, rank: int, now: float) -> bool:
+        """Whether one whose turn it is was silent for longer than it is granted, since it is."""
+        since = max(self._silent_since(rank), self._awaited_began)
+        return now - since >= self.patience_s(rank)
+
+    def silent_s(self, rank: int, now: float) -> float:
+        """Seconds since something was heard of a rank, or was expected of it."""
+        return now - self._silent_since(rank)
+
+    def _silent_since(self, rank: int) -> float:
+        return max(self._heard.get(rank, self._silence_began), self._silence_began)
+
+    def name(self, ranks: Iterable[int]) -> str:
+        """Ranks with their hosts, for messages."""
+        return ", ".join(
+            str(self._members[rank]) if rank in self._members else f"rank {rank}"
+            for rank in sorted(ranks)
+        )
+
+    def last_loss(self, rank: int) -> str:
+        """Why a rank was lost last, for messages; empty if it never was."""
+        told = [loss for loss in self.losses if loss.startswith(f"rank {rank} ")]
+        return told[-1] if told else ""

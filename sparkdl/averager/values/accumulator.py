@@ -1,0 +1,169 @@
+"""The sum of a round's contributions, formed while they arrive.
+
+Contributions are added chunk by chunk in the order of the ranks, so that the same run gives the
+same bits whatever the order of arrival. Weights are relative to the first contribution's, so that
+equal contributions are pure additions; the last rank divides each chunk while it is in the cache.
+Who adds asks whose turn a chunk is; there are no locks, for one thread adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from sparkdl.averager.values.chunks import Chunk
+from sparkdl.averager.values.packing import AsDtype, Packing
+from sparkdl.protocols import Layout
+
+
+class RankOrder:
+    """Whose turn it is to add each chunk of a sum.
+
+    Args:
+        ranks: who takes part, in ascending order.
+        chunks: how many there are.
+    """
+
+    def __init__(self, ranks: Sequence[int], chunks: int) -> None:
+        self._ranks = ranks
+        self._skipped: set[int] = set()
+        # Of each chunk, the position in ``ranks`` of whose turn it is.
+        self._at = [0] * chunks
+
+    def skip(self, rank: int) -> None:
+        """A rank has nothing to add."""
+        self._skipped.add(rank)
+
+    def turn(self, index: int) -> int | None:
+        """Whose turn it is to add chunk ``index``; None once all have."""
+        at, ranks = self._at[index], self._ranks
+        while at < len(ranks) and ranks[at] in self._skipped:
+            at += 1
+        self._at[index] = at
+        return ranks[at] if at < len(ranks) else None
+
+    def advance(self, index: int) -> None:
+        """Whose turn it was has added its chunk."""
+        self._at[index] += 1
+
+
+class Accumulator:
+    """One round's weighted mean.
+
+    Args:
+        layout: kinds and sizes of the segments.
+        packings: in which the values of each segment arrive.
+        chunks: how the part of the segments is cut that it is of.
+        total: where the sum is formed, a tensor of ``center_dtype`` a segment; overwritten.
+        ranks: who takes part, in ascending order.
+
+    Attributes:
+        chunks: as given.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        packings: Sequence[Packing],
+        chunks: Sequence[Chunk],
+        total: list[Tensor],
+        ranks: Sequence[int],
+    ) -> None:
+        self._layout = layout
+        self._packings = packings
+        self.chunks = chunks
+        self._total = total
+        self._order = RankOrder(ranks, len(chunks))
+        self._last = ranks[-1]
+        self._examples: dict[int, int] = {}
+        self._scales: dict[int, float] = {}
+        self._first: int | None = None
+        self._weights: float | None = None
+
+    def declare(self, rank: int, examples: int, scale: float = 1.0) -> None:
+        """Say what a contribution weighs, before its first chunk.
+
+        Args:
+            rank: whose.
+            examples: of its window; without any it has no chunks.
+            scale: by what its values are multiplied, > 0, while the weights stay what they are.
+        """
+        if examples:
+            self._examples[rank] = examples
+            self._scales[rank] = scale
+        else:
+            self._order.skip(rank)
+
+    def turn(self, index: int) -> int | None:
+        """Whose turn it is to add chunk ``index``; None once all have."""
+        return self._order.turn(index)
+
+    def in_place(self, rank: int, index: int) -> Tensor | None:
+        """Where the first rank may put its chunk right away; None if it has to be added."""
+        chunk = self.chunks[index]
+        total = chunk.of(self._total)
+        as_it_is = self._packings[chunk.segment] == AsDtype(total.dtype)
+        if not as_it_is or not self._is_first(rank, index):
+            return None
+        return total
+
+    def add(self, rank: int, index: int, values: Tensor | None) -> None:
+        """Add a chunk of a contribution; it has to be the rank's turn.
+
+        Args:
+            rank: whose contribution.
+            index: position in the plan of chunks.
+            values: the chunk, unpacked; None if it has been put in place.
+        """
+        chunk = self.chunks[index]
+        total = chunk.of(self._total)
+        averaged = self._layout[chunk.segment].averaged
+        if self._is_first(rank, index):
+            self._first = rank
+            if values is not None:
+                total.copy_(values)
+        elif averaged and values is not None:
+            _add(total, values, self._weight(rank))
+        if averaged and rank == self._last:
+            self._normalize(total)
+        self._order.advance(index)
+
+    def finish(self) -> None:
+        """Complete the mean; someone has to have contributed."""
+        if self._last not in self._examples:
+            # Each chunk is divided while in cache by the last rank, except if that one is empty.
+            for chunk in self.chunks:
+                if self._layout[chunk.segment].averaged:
+                    self._normalize(chunk.of(self._total))
+
+    def _is_first(self, rank: int, index: int) -> bool:
+        """Whether nobody before a rank, whose turn it is, has contributed."""
+        if self._first is not None:
+            return rank == self._first
+        return self.turn(index) == rank
+
+    def _weight(self, rank: int) -> float:
+        return self._scales[rank] * self._examples[rank] / self._unit
+
+    @property
+    def _unit(self) -> float:
+        """What the first contribution counts, which is added as it is."""
+        assert self._first is not None
+        return self._scales[self._first] * self._examples[self._first]
+
+    def _normalize(self, total: Tensor) -> None:
+        if self._weights is None:
+            weights = (self._examples[rank] / self._unit for rank in sorted(self._examples))
+            self._weights = sum(weights)
+        if self._weights != 1.0:
+            np.divide(total.numpy(), self._weights, out=total.numpy())
+
+
+def _add(total: Tensor, values: Tensor, weight: float) -> None:
+    # numpy works in this thread; torch would wake its pool for every chunk.
+    if weight == 1.0 and values.dtype == total.dtype:
+        np.add(total.numpy(), values.numpy(), out=total.numpy())
+    else:
+        total.add_(values, alpha=weight)

@@ -1,0 +1,284 @@
+"""The driver's copy of the parameters, the sum that becomes the next, and what of it is sent.
+
+No sockets: values arrive in tensors, and leave as buffers in the form in which they travel.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sparkdl.averager.values.accumulator import Accumulator
+from sparkdl.averager.values.center_update import (
+    CenterUpdate,
+    Contributions,
+    Memory,
+    ReplaceByMean,
+    new_memory,
+)
+from sparkdl.averager.values.chunks import Chunk, chunk_bytes, plan_chunks, plan_fragments
+from sparkdl.averager.values.packing import AsDtype, Packing
+from sparkdl.averager.values.wire_format import WireFormat
+from sparkdl.protocols import Layout
+from sparkdl.transport.channel import Frames
+from sparkdl.transport.framing import octets_of, values_prefix
+
+
+def named(layout: Layout, values: Sequence[Tensor], memory: Memory) -> dict[str, Tensor]:
+    """A center and what its update remembers, each tensor with the name that it has in files."""
+    names = [f"{index}.{segment.kind}" for index, segment in enumerate(layout)]
+    return dict(zip(names, values, strict=True)) | {
+        f"{name}.{key}": tensor
+        for name, kept in zip(names, memory, strict=True)
+        for key, tensor in kept.items()
+    }
+
+
+class Center:
+    """The center and one sum: memory for twice the parameters, whatever the number of workers.
+
+    Args:
+        layout: kinds and sizes of the replicas' state.
+        center: the initial center, a tensor of ``center_dtype`` a segment; owned from here on.
+        world_size: number of workers, which decides how values are cut.
+        wire_format: how values travel.
+        update: what contributions do to the center.
+        memory: what the update remembers; by default it begins. Owned from here on.
+        fragments: of how many parts of the state one after the other a round is.
+        rounds: how many there were in the training.
+        rounds_of_epoch: how many of these in the epoch that is under way.
+
+    Attributes:
+        layout: as given.
+        values: the center, a tensor of ``center_dtype`` a segment.
+        memory: what the update remembers.
+        chunk_bytes: size of the largest message of the center's values as they are.
+        message_bytes: size of the largest message of values in any form, at least that.
+        sum: what is being added; None between two rounds.
+        rounds_of_epoch: how many were committed in the epoch that is under way.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        center: Sequence[Tensor],
+        world_size: int,
+        wire_format: WireFormat,
+        update: CenterUpdate | None = None,
+        memory: Memory | None = None,
+        *,
+        fragments: int = 1,
+        rounds: int = 0,
+        rounds_of_epoch: int = 0,
+    ) -> None:
+        self.layout = layout
+        self.values = list(center)
+        self._update = update or ReplaceByMean()
+        self.memory = new_memory(self._update, layout) if memory is None else memory
+        self.chunk_bytes = chunk_bytes(world_size)
+        self.sum: Accumulator | None = None
+        self.rounds_of_epoch = rounds_of_epoch
+        self._rounds = rounds
+        self._fragments = plan_fragments(layout, self.chunk_bytes, fragments)
+        self._wire_format = wire_format
+        self._contributions = [wire_format.contribution(segment) for segment in layout]
+        self._replies = [wire_format.reply(segment) for segment in layout]
+        self.message_bytes = max(
+            self.chunk_bytes,
+            *(
+                packing.numel(chunk.stop - chunk.start) * packing.dtype.itemsize
+                for fragment in self._fragments
+                for chunk in fragment
+                for packing in [self.contribution(chunk)]
+            ),
+            0,
+        )
+        self._comes_as_change = [wire_format.sends_changes(segment) for segment in layout]
+        # Where the mean is what has changed, or the update says how; others become the mean.
+        self._moves = [
+            segment.averaged and (as_change or self._update.updates(segment))
+            for segment, as_change in zip(layout, self._comes_as_change, strict=True)
+        ]
+        self._scales = all(
+            as_change
+            for segment, as_change in zip(layout, self._comes_as_change, strict=True)
+            if segment.averaged
+        )
+        self._spare = [torch.empty_like(segment) for segment in center]
+        self._copy: dict[str, Tensor] = {}
+        # The outcome of the last round as it travels, chunk by chunk; and, of segments that travel
+        # in other bits than those at hand, room for these.
+        self._reply: dict[Chunk, Tensor] = {}
+        self._room: dict[int, Tensor] = {}
+        self._places = {
+            chunk: place
+            for fragment in self._fragments
+            for chunk, place in _places(fragment, self._replies).items()
+        }
+        self._frames: dict[frozenset[str] | None, Frames] = {}
+
+    @property
+    def next_fragment(self) -> list[Chunk]:
+        """How the part is cut of which the next sum is, or the one that is being added."""
+        return self._fragments[self.rounds_of_epoch % len(self._fragments)]
+
+    def contribution(self, chunk: Chunk) -> Packing:
+        """In which bits a chunk is contributed."""
+        return self._contributions[chunk.segment]
+
+    def scale(self, staleness: int) -> float:
+        """By what a contribution is multiplied before the mean is formed.
+
+        Args:
+            staleness: how often the center was updated since its worker has received it.
+        """
+        return self._update.scale(staleness) if self._scales else 1.0
+
+    def open_sum(self, ranks: Sequence[int]) -> Accumulator:
+        """Begin a sum, in the order of ``ranks``; one that was not committed is forgotten."""
+        self.sum = Accumulator(
+            self.layout, self._contributions, self.next_fragment, self._spare, ranks
+        )
+        return self.sum
+
+    def commit(self, contributions: Contributions) -> None:
+        """Have the sum change the center; without contributions it stays as it is.
+
+        Args:
+            contributions: what the sum is of.
+        """
+        assert self.sum is not None
+        fragment = self.next_fragment
+        self.rounds_of_epoch += 1
+        self._rounds += 1
+        self._reply = {}
+        if contributions.weights:
+            self.sum.finish()
+            self._take_over(fragment, replace(contributions, round=self._rounds))
+        elif self._wire_format.replies_changes:
+            for chunk in fragment:
+                chunk.of(self._spare).zero_()
+        self.sum = None
+        self._frames = {}
+        for chunk in fragment:
+            if chunk not in self._reply:
+                self._pack(chunk)
+        # In the order in which workers read it, not in that in which it was found.
+        self._reply = {chunk: self._reply[chunk] for chunk in fragment}
+
+    def start_epoch(self) -> None:
+        """Count the rounds of another epoch."""
+        self.rounds_of_epoch = 0
+
+    def _take_over(self, fragment: Sequence[Chunk], contributions: Contributions) -> None:
+        """Have the mean of the contributions change the center."""
+        for chunk in fragment:
+            if self._moves[chunk.segment]:
+                self._move(chunk, contributions)
+            elif len(self._fragments) > 1:
+                chunk.of(self.values).copy_(chunk.of(self._spare))
+        if len(self._fragments) == 1:
+            for index, moves in enumerate(self._moves):
+                if not moves:
+                    self.values[index], self._spare[index] = self._spare[index], self.values[index]
+
+    def _move(self, chunk: Chunk, contributions: Contributions) -> None:
+        """Add a change to the center while both are in the cache."""
+        center, change = chunk.of(self.values), chunk.of(self._spare)
+        if not self._comes_as_change[chunk.segment]:
+            change.sub_(center)
+        if self._update.updates(self.layout[chunk.segment]):
+            kept = {
+                name: tensor[chunk.start : chunk.stop]
+                for name, tensor in self.memory[chunk.segment].items()
+            }
+            self._update.step(center, change, kept, contributions)
+        if self._wire_format.replies_changes:
+            packed = self._pack(chunk)  # as the workers will see it
+            change.copy_(self._replies[chunk.segment].unpack(packed, len(change)))
+        center.add_(change)
+
+    def reply(self) -> Frames:
+        """The outcome of the last round, as it travels."""
+        if None not in self._frames:
+            self._frames[None] = _framed(self._reply.values())
+        return self._frames[None]
+
+    def state(self, *kinds: str) -> Frames:
+        """The center's segments of some kinds, of ``center_dtype``; all of them without any."""
+        key = frozenset(kinds)
+        if key not in self._frames:
+            self._frames[key] = _framed(
+                chunk.of(self.values)
+                for chunk in plan_chunks(self.layout, self.chunk_bytes)
+                if not kinds or self.layout[chunk.segment].kind in kinds
+            )
+        return self._frames[key]
+
+    def model(self) -> list[Tensor]:
+        """A copy of what is the model's, without the optimizer's state."""
+        return [
+            values.clone()
+            for segment, values in zip(self.layout, self.values, strict=True)
+            if segment.kind != "optimizer"
+        ]
+
+    def named(self) -> dict[str, Tensor]:
+        """All that a checkpoint has to hold of it, by name."""
+        return named(self.layout, self.values, self.memory)
+
+    def copy(self) -> dict[str, Tensor]:
+        """The same as it is now, in the same place each time; the next rounds overwrite it."""
+        present = self.named()
+        if not self._copy:
+            self._copy = {name: torch.empty_like(tensor) for name, tensor in present.items()}
+        for name, tensor in present.items():
+            self._copy[name].copy_(tensor)
+        return self._copy
+
+    def _pack(self, chunk: Chunk) -> Tensor:
+        """Have at hand what the workers are sent, in the form in which it travels."""
+        packing = self._replies[chunk.segment]
+        changes = self._wire_format.replies_changes and self.layout[chunk.segment].averaged
+        outcome = chunk.of(self._spare if changes else self.values)
+        if packing == AsDtype(outcome.dtype):
+            place = outcome
+        elif packing.varies:
+            place = packing.pack(outcome)
+        else:
+            place = self._room_of(chunk.segment)[self._places[chunk]]
+            place.copy_(packing.pack(outcome))
+        self._reply[chunk] = place
+        return place
+
+    def _room_of(self, segment: int) -> Tensor:
+        """Room for the packed outcome of any fragment's part of a segment."""
+        if segment not in self._room:
+            size = max(
+                place.stop for chunk, place in self._places.items() if chunk.segment == segment
+            )
+            self._room[segment] = torch.empty(size, dtype=self._replies[segment].dtype)
+        return self._room[segment]
+
+
+def _places(fragment: Sequence[Chunk], packings: Sequence[Packing]) -> dict[Chunk, slice]:
+    """Where in their segment's room the packed chunks of a fragment lie, one behind the other."""
+    stops: Counter[int] = Counter()
+    places = {}
+    for chunk in fragment:
+        start = stops[chunk.segment]
+        stops[chunk.segment] += packings[chunk.segment].numel(chunk.stop - chunk.start)
+        places[chunk] = slice(start, stops[chunk.segment])
+    return places
+
+
+def _framed(chunks: Iterable[Tensor]) -> Frames:
+    frames: Frames = []
+    for chunk in chunks:
+        octets = octets_of(chunk)
+        frames += [values_prefix(octets.nbytes), octets]
+    return frames

@@ -1,0 +1,162 @@
+"""What a worker sends of its replica's state, and what a reply makes of that state.
+
+The worker's end of a wire format, chunk by chunk. Nothing in here sends or receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkdl.averager.values.chunks import plan_fragments
+from sparkdl.averager.values.finite import require_finite
+from sparkdl.averager.values.packing import AsDtype, Packing
+from sparkdl.averager.values.wire_format import WireFormat
+from sparkdl.events import WindowReport
+from sparkdl.protocols import Layout, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaChunk:
+    """One message's worth of a replica's state.
+
+    Attributes:
+        segment: what it is a part of.
+        values: of shape (elements,), a view of the replica's state.
+        base: of the same shape, in the center's dtype: the center that was received last, if how
+            the values differ from it travels; else None.
+        wire_format: how they travel.
+    """
+
+    segment: Segment
+    values: Tensor
+    base: Tensor | None
+    wire_format: WireFormat
+
+    @property
+    def center_packing(self) -> Packing:
+        """In which bits the center itself arrives."""
+        return AsDtype(self.segment.center_dtype)
+
+    @property
+    def reply_packing(self) -> Packing:
+        """In which bits the reply to a round arrives."""
+        return self.wire_format.reply(self.segment)
+
+    def contribution(self, window: WindowReport) -> Tensor:
+        """What to send; may be the state itself.
+
+        Raises:
+            NonFiniteError: there are NaN or infinite values.
+        """
+        if self.segment.averaged:
+            require_finite(self.values, window)
+        encoded = self.wire_format.encode(self.values, self.base, self.segment)
+        return self.wire_format.contribution(self.segment).pack(encoded)
+
+    def room_for_reply(self) -> Tensor:
+        """Memory of its own in which the reply to a round may be received, still packed."""
+        packing = self.reply_packing
+        return torch.empty(packing.numel(len(self.values)), dtype=packing.dtype)
+
+    def take_center(self, center: Tensor) -> None:
+        """Overwrite values and base with the center; it may be ``values``, received in place."""
+        if center is not self.values:
+            self.values.copy_(center)
+        if self.base is not None:
+            self.base.copy_(center)
+
+    def take_reply(self, reply: Tensor) -> None:
+        """Overwrite values and base with what a round came to; unpacked, or ``values`` itself."""
+        if reply is not self.values:
+            self.wire_format.decode(reply, self.values, self.base, self.segment)
+
+    def center_after(self, packed: Tensor) -> Tensor:
+        """What a round came to, in memory of its own; the base follows, the values do not."""
+        center = torch.empty_like(self.values)
+        reply = self.reply_packing.unpack(packed, len(self.values))
+        self.wire_format.decode(reply, center, self.base, self.segment)
+        return center
+
+
+class ReplicaCodec:
+    """Cuts a replica's state into chunks, and keeps the center to which their changes refer.
+
+    Args:
+        wire_format: how values travel.
+        fragments: of how many parts of the state one after the other a round is.
+
+    Attributes:
+        chunk_bytes: size of the largest message, as the averager has told; 0 before.
+        fragments: as given.
+    """
+
+    def __init__(self, wire_format: WireFormat, fragments: int) -> None:
+        self.chunk_bytes = 0
+        self.fragments = fragments
+        self._wire_format = wire_format
+        # Of each segment of the replica's state; the optimizer's come behind those of the model.
+        self._kinds: list[str] = []
+        self._base: list[Tensor | None] = []
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def begin(self, layout: Layout, chunk_bytes: int) -> None:
+        """Learn what the replica's state is made of, but for its optimizer's.
+
+        Args:
+            layout: kinds and sizes of parameters and buffers.
+            chunk_bytes: size of the largest message.
+        """
+        self._kinds = [segment.kind for segment in layout]
+        self.chunk_bytes = chunk_bytes
+        self._scratch = torch.empty(chunk_bytes, dtype=torch.uint8)
+
+    def whole(self, segments: Sequence[Tensor]) -> list[ReplicaChunk]:
+        """All chunks of a replica's flat state, which they are views of."""
+        return self._cut(segments, 1, 0)
+
+    def fragment(self, segments: Sequence[Tensor], index: int) -> list[ReplicaChunk]:
+        """The chunks of one fragment of a replica's flat state, which they are views of."""
+        return self._cut(segments, self.fragments, index)
+
+    def room(self, chunk: ReplicaChunk, packing: Packing) -> Tensor:
+        """Where to receive what a chunk is to become: in place if it can be, else beside it.
+
+        What is beside it is overwritten by the next.
+        """
+        values = chunk.values
+        in_place = packing == AsDtype(values.dtype) and values.device.type == "cpu"
+        if in_place and chunk.base is None:
+            return values
+        size = packing.numel(len(values)) * packing.dtype.itemsize
+        if size > len(self._scratch):
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch[:size].view(packing.dtype)
+
+    def _cut(self, segments: Sequence[Tensor], fragments: int, index: int) -> list[ReplicaChunk]:
+        state = list(segments)
+        layout = self._layout_of(state)
+        self._extend_base(state, layout)
+        chunks = []
+        for chunk in plan_fragments(layout, self.chunk_bytes, fragments)[index]:
+            segment, base = layout[chunk.segment], self._base[chunk.segment]
+            stretch = None if base is None else base[chunk.start : chunk.stop]
+            chunks.append(ReplicaChunk(segment, chunk.of(state), stretch, self._wire_format))
+        return chunks
+
+    def _layout_of(self, state: list[Tensor]) -> Layout:
+        more = len(state) - len(self._kinds)
+        return tuple(
+            Segment(kind, tensor.dtype, tensor.numel())
+            for kind, tensor in zip(self._kinds + ["optimizer"] * more, state, strict=True)
+        )
+
+    def _extend_base(self, state: list[Tensor], layout: Layout) -> None:
+        """Start the last center at zero, as the averager does, for state that was not there yet."""
+        for tensor, segment in list(zip(state, layout, strict=True))[len(self._base) :]:
+            changes = self._wire_format.sends_changes(segment)
+            zeros = torch.zeros_like(tensor, dtype=segment.center_dtype) if changes else None
+            self._base.append(zeros)

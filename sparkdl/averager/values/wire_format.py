@@ -1,0 +1,232 @@
+"""How values travel between workers and averager; nothing of what they do to the center.
+
+A wire format is the same object at both ends. ``FullPrecision`` sends the values themselves.
+``BFloat16Changes`` halves the bytes: the *changes* since the last center travel as bfloat16,
+because rounding the parameters themselves to 8 bits of mantissa would lose every update smaller
+than 1/256 of a parameter. ``Float8Changes`` and ``Float4Changes`` round them to fewer bits.
+``SparseChanges`` sends those that are not zero, as they are. Sums are formed in float32 at least.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sparkdl.averager.values.packing import AsDtype, Float4, Float8, Packing
+from sparkdl.averager.values.sparse import Sparse
+from sparkdl.protocols import Segment
+
+
+class WireFormat(Protocol):
+    """How one round's values travel; all methods see flat 1-D chunks.
+
+    Who sends them packs what ``encode`` returns, and who receives them unpacks it.
+    """
+
+    name: str
+    replies_changes: bool
+    """Whether they are sent how the center has moved, not the center: all have to move together."""
+
+    def sends_changes(self, segment: Segment) -> bool:
+        """Whether workers send how its values differ from the center that they received last.
+
+        They then keep a copy of that, the base.
+        """
+
+    def contribution(self, segment: Segment) -> Packing:
+        """In which bits workers send what ``encode`` returns."""
+
+    def reply(self, segment: Segment) -> Packing:
+        """In which bits they are sent what ``decode`` takes."""
+
+    def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
+        """Worker: what to send for ``values``, given the last center ``base``."""
+
+    def decode(self, reply: Tensor, values: Tensor, base: Tensor | None, segment: Segment) -> None:
+        """Worker: write the new center into ``values`` (and ``base``)."""
+
+
+class FullPrecision:
+    """Every value travels in the replica's own dtype."""
+
+    name = "float32"
+    replies_changes = False
+
+    def sends_changes(self, segment: Segment) -> bool:
+        """Never."""
+        return False
+
+    def contribution(self, segment: Segment) -> Packing:
+        """The replica's own."""
+        return AsDtype(segment.dtype)
+
+    reply = contribution
+
+    def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
+        """The values themselves, a view."""
+        return values
+
+    def decode(self, reply: Tensor, values: Tensor, base: Tensor | None, segment: Segment) -> None:
+        """Overwrite the values."""
+        values.copy_(reply)
+
+
+class Changes:
+    """Changes since the last center travel up, and the center down, in the center's own dtype.
+
+    For workers that exchange one by one: what one has added to the center is not in the base of
+    another, and a contribution of values would undo it.
+    """
+
+    name = "changes"
+    replies_changes = False
+
+    def sends_changes(self, segment: Segment) -> bool:
+        """Of all but integers."""
+        return segment.averaged
+
+    def contribution(self, segment: Segment) -> Packing:
+        """The center's."""
+        return AsDtype(segment.center_dtype)
+
+    reply = contribution
+
+    def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
+        """The change."""
+        return values - base if segment.averaged and base is not None else values
+
+    def decode(self, reply: Tensor, values: Tensor, base: Tensor | None, segment: Segment) -> None:
+        """Overwrite both."""
+        values.copy_(reply)
+        if base is not None:
+            base.copy_(reply)
+
+
+class ParameterChanges(Changes):
+    """Changes of parameters, and everything else as it is; the center down.
+
+    For rounds with contributions that began with an older center than others. The mean of values is
+    what buffers and the optimizer's state become: a stale variance is still one, where a stale
+    change of it could make the center's negative.
+    """
+
+    name = "parameter_changes"
+
+    def sends_changes(self, segment: Segment) -> bool:
+        """Of parameters."""
+        return segment.averaged and segment.kind == "parameters"
+
+    def contribution(self, segment: Segment) -> Packing:
+        """The center's for changes, the replica's own for the rest."""
+        return AsDtype(segment.center_dtype if self.sends_changes(segment) else segment.dtype)
+
+    reply = contribution
+
+    def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
+        """The change, or the values."""
+        return super().encode(values, base, segment) if self.sends_changes(segment) else values
+
+
+class RoundedChanges:
+    """Changes since the last center travel rounded, up and down; integer segments as they are."""
+
+    name: str
+    replies_changes = True
+    up: Packing
+    down: Packing
+
+    def sends_changes(self, segment: Segment) -> bool:
+        """Of all but integers."""
+        return segment.averaged
+
+    def contribution(self, segment: Segment) -> Packing:
+        """Rounded if it is averaged."""
+        return self.up if segment.averaged else AsDtype(segment.dtype)
+
+    def reply(self, segment: Segment) -> Packing:
+        """Rounded if it is averaged."""
+        return self.down if segment.averaged else AsDtype(segment.dtype)
+
+    def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
+        """The change."""
+        return values - base if segment.averaged and base is not None else values
+
+    def decode(self, reply: Tensor, values: Tensor, base: Tensor | None, segment: Segment) -> None:
+        """Move the base by the mean change, exactly as the averager moved the center."""
+        if not segment.averaged or base is None:
+            values.copy_(reply)
+            return
+        base.add_(reply.to(base.device))
+        values.copy_(base)
+
+
+class BFloat16Changes(RoundedChanges):
+    """2 bytes a value."""
+
+    name = "bfloat16"
+    up = down = AsDtype(torch.bfloat16)
+
+
+class Float8Changes(RoundedChanges):
+    """A little more than 1 byte a value."""
+
+    name = "float8"
+    up = down = Float8()
+
+
+class Float4Changes(RoundedChanges):
+    """A little more than half a byte a value up, of which the mean is formed, and twice that down.
+
+    What 4 bits have lost is averaged over the workers; what they would lose of the mean is not.
+    """
+
+    name = "float4"
+    up, down = Float4(), Float8()
+
+
+class SparseChanges:
+    """Changes that workers have chosen to send travel up, and how the center has moved down.
+
+    Both as they are, in as few bytes as it takes. What a worker contributes are the changes, not
+    values: it may keep something back. Integer segments travel as they are.
+    """
+
+    name = "sparse"
+    replies_changes = True
+
+    def sends_changes(self, segment: Segment) -> bool:
+        """Of all but integers."""
+        return segment.averaged
+
+    def contribution(self, segment: Segment) -> Packing:
+        """By how many are not zero, if it is averaged."""
+        return Sparse(segment.center_dtype) if segment.averaged else AsDtype(segment.dtype)
+
+    reply = contribution
+
+    def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
+        """The values, which are changes."""
+        return values
+
+    def decode(self, reply: Tensor, values: Tensor, base: Tensor | None, segment: Segment) -> None:
+        """Move the base, and overwrite the values with it."""
+        if not segment.averaged or base is None:
+            values.copy_(reply)
+            return
+        base.add_(reply.to(base.device))
+        values.copy_(base)
+
+
+WIRE_FORMATS: dict[str, type[FullPrecision] | type[BFloat16Changes]] = {
+    "float32": FullPrecision,
+    "bfloat16": BFloat16Changes,
+}
+"""Formats by the name that strategies give as ``wire_dtype``."""
+NARROW_FORMATS: dict[str, type[FullPrecision] | type[RoundedChanges]] = {
+    **WIRE_FORMATS,
+    "float8": Float8Changes,
+    "float4": Float4Changes,
+}
+"""The same with those that are for changes of many steps."""

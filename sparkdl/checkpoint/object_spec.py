@@ -1,0 +1,340 @@
+"""How an object can be built again, as JSON: by import path and arguments instead of a pickle.
+
+nn.ReLU                          {"import": "torch.nn.modules.activation:ReLU"}
+partial(torch.optim.SGD, lr=.1)  {"partial": {"import": "torch.optim.sgd:SGD"}, "kwargs": ...}
+ParameterAveraging(period=5)     {"new": {"import": ...}, "kwargs": {"period": 5, ...}}
+nn.CrossEntropyLoss()            {"new": {"import": ...}, "kwargs": {"reduction": "mean", ...}}
+anything else                    {"pickle": "<file>"}, loaded only if the user trusts it
+
+What a spec may name without the user's trust is in ``trust``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import reprlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+
+from sparkdl.checkpoint.trust import NotFoundError, Trust, TrustArgument, find, torchs_own
+from sparkdl.errors import ConfigError
+
+KEY = "recipe"
+"""Under which a spec stands in files: the name that it had when the first were written."""
+DEEPEST = 64
+"""How deep a spec may be nested; what is deeper is pickled."""
+
+_shortened = reprlib.Repr()
+_shortened.maxstring = _shortened.maxother = 200
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What was saved under a name, and so what has to come back.
+
+    Attributes:
+        what: in words, for messages.
+        base: the class of the object, or of what it makes.
+        instance: whether it may be an instance of ``base``.
+        maker: whether it may be a subclass of ``base``, or a function that the user trusts, that is
+            called for an instance.
+        function: whether it may be a function, called for something else.
+        several: whether it is a list of what the rest says.
+        harmless: what needs no trust there besides torch's own, by import path.
+    """
+
+    what: str
+    base: type
+    instance: bool = False
+    maker: bool = False
+    function: bool = False
+    several: bool = False
+    harmless: Mapping[str, Any] = field(default_factory=dict)
+
+    def takes(self, value: Any, trust: Trust) -> bool:
+        """Whether an object belongs there."""
+        if self.several:
+            one = replace(self, several=False)
+            return isinstance(value, list) and all(one.takes(each, trust) for each in value)
+        if isinstance(value, self.base):
+            return self.instance
+        called = value.func if isinstance(value, functools.partial) else value
+        if isinstance(called, type):
+            return self.maker and issubclass(called, self.base)
+        trusted = trust.covers(str(getattr(called, "__module__", None)))
+        return callable(called) and (self.function or (self.maker and trusted))
+
+
+MODEL = Expected(
+    "an nn.Module, or a class or function that builds one",
+    torch.nn.Module,
+    instance=True,
+    maker=True,
+)
+LOSS = Expected("an nn.Module or a function", torch.nn.Module, instance=True, function=True)
+
+
+def save_object(value: Any, directory: Path, name: str) -> dict[str, Any]:
+    """Describe an object; write a pickle beside only if it cannot be described.
+
+    Args:
+        value: the object.
+        directory: where a pickle may be written.
+        name: of the object, for the file and for messages.
+
+    Returns:
+        The spec, for JSON.
+    """
+    try:
+        spec = _describe(value)
+    except _Indescribable:
+        spec = {}
+    if not spec or _needs_main(spec):
+        file = _pickle_of(name)
+        (directory / file).write_bytes(cloudpickle.dumps(value))
+        spec = {**spec, "pickle": file}
+    return {KEY: spec}
+
+
+def load_object(
+    saved: Any, directory: Path, name: str, *, expected: Expected, trust: TrustArgument
+) -> Any:
+    """Build an object again.
+
+    Nothing is imported or called before every name in the spec is known to be harmless or
+    trusted.
+
+    Args:
+        saved: what ``save_object`` returned.
+        directory: where it wrote.
+        name: of the object, for messages.
+        expected: what it has to be.
+        trust: True for everything, pickles included, or the modules that may be imported.
+
+    Raises:
+        ConfigError: the spec is damaged, names what is not trusted, cannot be imported here, or
+            does not give what belongs in the expected.
+    """
+    trusted = Trust.of(trust)
+    spec = saved.get(KEY) if isinstance(saved, dict) else None
+    if not isinstance(spec, dict) or not spec:
+        raise ConfigError(f"{name} was saved as {_shortened.repr(saved)}, which is no object spec")
+    described = {key: value for key, value in spec.items() if key != "pickle"}
+    if described:
+        try:
+            found = _find_all(described, name, expected, trusted)
+        except ConfigError:
+            if "pickle" not in spec:
+                raise
+        else:
+            return _built(described, found, name, expected, trusted)
+    return _load_pickle(spec["pickle"], directory, name, trusted)
+
+
+def _find_all(spec: dict[str, Any], name: str, expected: Expected, trust: Trust) -> dict[str, Any]:
+    """What the names in a spec stand for; imports nothing if one of them is not trusted."""
+    harmless = {**torchs_own(), **expected.harmless}
+    paths = list(dict.fromkeys(_names(spec, name)))
+    _require_trust([path for path in paths if path not in harmless], trust, name)
+    try:
+        return {path: find(path, trust, harmless) for path in paths}
+    except NotFoundError as error:
+        raise ConfigError(
+            f"{name} was saved as {_shortened.repr(spec)}, which cannot be imported here: "
+            f"{error}. Install the package that has it, put its folder on sys.path, or add it with "
+            "spark.submit.pyFiles"
+        ) from error
+
+
+def _built(
+    spec: dict[str, Any], found: dict[str, Any], name: str, expected: Expected, trust: Trust
+) -> Any:
+    try:
+        value = _build(spec, found)
+    except Exception as error:  # a constructor may raise anything
+        raise ConfigError(f"{name} cannot be built as it was saved: {error!r}") from error
+    if trust.everything or expected.takes(value, trust):
+        return value
+    raise ConfigError(f"{name} must be {expected.what}, but {_shortened.repr(spec)} was saved")
+
+
+def _require_trust(paths: list[str], trust: Trust, name: str) -> None:
+    """Check that only what the user trusts is named.
+
+    Raises:
+        ConfigError: something else is.
+    """
+    modules = sorted({path.partition(":")[0] for path in paths})
+    unknown = [module for module in modules if not trust.covers(module)]
+    if not unknown:
+        return
+    names = ", ".join(path for path in paths if path.partition(":")[0] in unknown)
+    shown = _shortened.repr(unknown)
+    raise ConfigError(
+        f"{name} was saved as {_shortened.repr(names)}, which is not torch's own: to load it is to "
+        f"import {shown} and to call what is named there, with arguments that the file says. Only "
+        f"if that is your model's own code, load with trust={shown} (TorchModel.load(path, "
+        "trust=...)), or inside `with sparkdl.trusted_modules(...):`"
+    )
+
+
+def _load_pickle(file: Any, directory: Path, name: str, trust: Trust) -> Any:
+    if not trust.everything:
+        raise ConfigError(
+            f"{name} was saved as a pickle, because it is an instance or was defined in a notebook "
+            "or script, not in a module that can be imported. A pickle runs code of its author's "
+            "choice. If you trust the file, load with trust=True (TorchModel.load(path, "
+            "trust=True)) or inside `with sparkdl.trusted_pickles():`; to do without, give "
+            f"{name} as a class or function of an importable module"
+        )
+    if file != _pickle_of(name):
+        raise ConfigError(
+            f"{name} was saved as the pickle {_shortened.repr(file)}; it can only be in "
+            f"{_pickle_of(name)}"
+        )
+    path = directory / _pickle_of(name)
+    if not path.is_file():
+        raise ConfigError(f"{name} was saved as a pickle, but {path} is missing")
+    real = path.resolve()
+    if real.parent != directory.resolve():
+        raise ConfigError(
+            f"{path} is a link to {real}, outside of what you trust. Copy the file itself"
+        )
+    try:
+        return cloudpickle.loads(real.read_bytes())
+    except Exception as error:  # what a pickle runs may raise anything
+        raise ConfigError(f"the pickle {path} cannot be loaded: {error!r}") from error
+
+
+def _pickle_of(name: str) -> str:
+    return f"{name}.pkl"
+
+
+class _Indescribable(Exception):
+    """The object, or part of it, has no description."""
+
+
+def _describe(value: Any, depth: int = 0) -> Any:
+    if depth > DEEPEST:
+        raise _Indescribable(value)
+    describe = functools.partial(_describe, depth=depth + 1)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [describe(item) for item in value]}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: describe(item) for key, item in value.items()}}
+    if isinstance(value, functools.partial):
+        return {
+            "partial": describe(value.func),
+            "args": [describe(item) for item in value.args],
+            "kwargs": {key: describe(item) for key, item in value.keywords.items()},
+        }
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+    elif isinstance(value, torch.nn.modules.loss._Loss):
+        fields = _loss_arguments(value)
+    else:
+        return {"import": _import_path(value)}
+    return {
+        "new": {"import": _import_path(type(value))},
+        "kwargs": {key: describe(item) for key, item in fields.items()},
+    }
+
+
+def _loss_arguments(loss: torch.nn.modules.loss._Loss) -> dict[str, Any]:
+    """A torch loss keeps its constructor's arguments as attributes of the same names."""
+    if type(loss).__module__ != "torch.nn.modules.loss":
+        raise _Indescribable(loss)
+    deprecated = {"self", "size_average", "reduce"}
+    names = [n for n in inspect.signature(type(loss).__init__).parameters if n not in deprecated]
+    missing = object()
+    found = {name: getattr(loss, name, missing) for name in names}
+    if missing in found.values():
+        raise _Indescribable(loss)
+    return found
+
+
+def _import_path(value: Any) -> str:
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not module or not name or "<" in name:
+        raise _Indescribable(value)
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise _Indescribable(value) from error
+    if found is not value:
+        raise _Indescribable(value)
+    return f"{module}:{name}"
+
+
+def _needs_main(spec: Any) -> bool:
+    """Whether part of a spec lives in the running script, which another script will not have."""
+    if isinstance(spec, dict):
+        return any(
+            (key == "import" and str(value).startswith("__main__:")) or _needs_main(value)
+            for key, value in spec.items()
+        )
+    return isinstance(spec, list) and any(_needs_main(item) for item in spec)
+
+
+def _names(spec: Any, name: str, depth: int = 0) -> Iterator[str]:
+    """Every import path in a spec, which is checked to be one in all its parts.
+
+    Raises:
+        ConfigError: it is none, or nested too deeply.
+    """
+    if depth > DEEPEST:
+        raise ConfigError(f"the object spec of {name} is nested more than {DEEPEST} deep")
+    match spec:
+        case None | bool() | int() | float() | str():
+            inner: list[Any] = []
+        case {"import": str(path), **rest} if not rest:
+            inner = []
+            yield path
+        case {"tuple": list(items), **rest} | {"list": list(items), **rest} if not rest:
+            inner = items
+        case {"dict": dict(items), **rest} if not rest:
+            inner = list(items.values())
+        case {"new": dict(made), "kwargs": dict(kwargs), **rest} if not rest and "import" in made:
+            yield from _names(made, name, depth)
+            inner = list(kwargs.values())
+        case {"partial": called, "args": list(args), "kwargs": dict(kwargs), **rest} if not rest:
+            inner = [called, *args, *kwargs.values()]
+        case _:
+            raise ConfigError(f"the object spec of {name} is damaged: {_shortened.repr(spec)}")
+    for item in inner:
+        yield from _names(item, name, depth + 1)
+
+
+def _build(spec: Any, found: dict[str, Any]) -> Any:
+    """Build what ``_names`` has checked, of what was found under those names."""
+    if not isinstance(spec, dict):
+        return spec
+    if "import" in spec:
+        return found[spec["import"]]
+    if "tuple" in spec:
+        return tuple(_build(item, found) for item in spec["tuple"])
+    if "list" in spec:
+        return [_build(item, found) for item in spec["list"]]
+    if "dict" in spec:
+        return {key: _build(item, found) for key, item in spec["dict"].items()}
+    arguments = {key: _build(item, found) for key, item in spec["kwargs"].items()}
+    if "new" in spec:
+        kind = _build(spec["new"], found)
+        if not isinstance(kind, type):
+            raise TypeError(f"{kind!r} is no class")
+        return kind(**arguments)
+    positional = [_build(item, found) for item in spec["args"]]
+    return functools.partial(_build(spec["partial"], found), *positional, **arguments)

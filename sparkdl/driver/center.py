@@ -1,0 +1,86 @@
+"""The replica with whose values a training starts, and the first center."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+from torch import Tensor, nn
+
+from sparkdl.process.randomness import borrowed_random_numbers
+from sparkdl.protocols import (
+    Layout,
+    LossFunction,
+    ModelBuilder,
+    OptimizerBuilder,
+    SchedulerBuilder,
+)
+from sparkdl.replica import Replica
+from sparkdl.replica.initial import drawn_apart
+from sparkdl.worker import Job
+
+
+def as_builder(model: nn.Module | ModelBuilder) -> ModelBuilder:
+    """A function that builds a module of one's own: a copy of an instance, or the function given.
+
+    Args:
+        model: a module, or a function or class that takes no arguments and returns one.
+    """
+    if isinstance(model, nn.Module):
+        return functools.partial(copy.deepcopy, model)
+    return model
+
+
+def build_replica(
+    model: ModelBuilder,
+    optimizer: OptimizerBuilder,
+    loss: LossFunction,
+    seed: int,
+    scheduler: SchedulerBuilder | None = None,
+    *,
+    clip_norm: float | None = None,
+    features_as_kwargs: bool = False,
+) -> Replica:
+    """Build a replica as every worker does, leaving the caller's random state as it was."""
+    with borrowed_random_numbers(seed):
+        return Replica(
+            model(),
+            optimizer,
+            loss,
+            clip_norm=clip_norm,
+            scheduler=scheduler,
+            features_as_kwargs=features_as_kwargs,
+        )
+
+
+def first_replica(job: Job) -> Replica:
+    """Build the replica with whose values a training starts: the same for the same seed.
+
+    Raises:
+        ModelError: the model can be built here, but not in a process of its own.
+    """
+    with drawn_apart(job.model, job.seed, job.deadline_s) as overwrite:
+        # A schedule may turn momentum on, for which the optimizer then keeps state.
+        replica = build_replica(job.model, job.optimizer, job.loss, job.seed, job.scheduler)
+        overwrite(replica)
+    return replica
+
+
+def initial_center(replica: Replica, *, with_optimizer: bool) -> tuple[Layout, list[Tensor]]:
+    """Take a replica's state as the first center, sharing its memory where dtypes allow.
+
+    Args:
+        replica: freshly built.
+        with_optimizer: whether optimizer state is part of the center. It starts at zero and is
+            not sent to anyone before the first round.
+    """
+    layout = replica.layout(with_optimizer=with_optimizer)
+    segments = replica.segments(with_optimizer=with_optimizer)
+    center = [
+        tensor.detach().to(segment.center_dtype)
+        for tensor, segment in zip(segments, layout, strict=True)
+    ]
+    for tensor, segment in zip(center, layout, strict=True):
+        if segment.kind == "optimizer":
+            tensor.zero_()
+    return layout, center

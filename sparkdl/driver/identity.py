@@ -1,0 +1,240 @@
+"""What defines a training, and whether a checkpoint is of the one that wants to go on from it.
+
+Part of it are the model and its initial values, the loss, the optimizer with its hyperparameters
+and schedule, the strategy, the columns, the batch transform, batch size, clipping, precision, seed
+and number of workers, and the rows themselves. Not part of it is what changes no step: the number
+of epochs, paths, deadlines, what losses are survived, devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from sparkdl.averager.saving import Resumed
+from sparkdl.checkpoint.identity import describe, describe_model, describe_optimizer, text_of
+from sparkdl.checkpoint.policy import difference, refuse
+from sparkdl.errors import CheckpointError
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.protocols import ColumnSpec, Layout
+from sparkdl.replica import Replica
+from sparkdl.replica.optimizers import build_optimizer
+from sparkdl.replica.schedule import Schedule
+from sparkdl.replica.warm_start import WarmStart
+from sparkdl.worker import Job
+
+
+def identity(
+    job: Job,
+    world_size: int,
+    replica: Replica,
+    layout: Layout,
+    warm_start: WarmStart | None = None,
+) -> dict[str, Any]:
+    """What defines a training, but for its rows and the number of its epochs.
+
+    Args:
+        job: what the workers train.
+        world_size: how many there are.
+        replica: freshly built.
+        layout: of its state, as much as replicas exchange.
+        warm_start: with what values it begins, if not with those it was built with.
+
+    Returns:
+        JSON, for ``checkpoint.policy.require_same``.
+    """
+    # Not the replica's, into which a schedule has put functions and settings of its own.
+    fresh = build_optimizer(job.optimizer, replica.named_trainable())
+    optimizer = describe_optimizer(fresh)
+    hyperparameters = {
+        f"{key} of parameter group {index}": text_of(value)
+        for index, group in enumerate(fresh.param_groups)
+        for key, value in group.items()
+        if key != "params"
+    } | _membership(fresh, replica)
+    schedule = Schedule(fresh, job.scheduler, job.scheduler_every).describe()
+    kind = type(job.strategy)
+    return {
+        "model": describe_model(replica.module),
+        "warm start": None if warm_start is None else warm_start.describe(),
+        "state": [[segment.kind, str(segment.dtype), segment.numel] for segment in layout],
+        "frozen parameters": _frozen(replica),
+        # Values are saved in the order in which they lie in memory.
+        "strides": {
+            f"strides of {name}": list(parameter.stride())
+            for name, parameter in replica.module.named_parameters()
+            if not parameter.is_contiguous()
+        },
+        "loss": describe(job.loss),
+        "optimizer": optimizer,
+        "hyperparameters": hyperparameters,
+        "scheduler": describe(
+            job.scheduler,
+            text="none" if schedule is None else " ".join(map(str, schedule)),
+            parts={"state": schedule},
+        ),
+        # Others change no step.
+        "scheduler metric": _followed_metric(job),
+        # Its repr says what it was made with; what it has become since, each worker knows.
+        "strategy": describe(
+            kind, text=text_of(job.strategy), parts={"settings": text_of(job.strategy)}
+        ),
+        **_columns(job.schema),
+        "features as keyword arguments": job.features_as_kwargs,
+        "batch transform": describe(job.feed.transform),
+        "batch size": _batch_size(job),
+        "drop last": job.feed.drop_last,
+        "exchange of rows": "before the first epoch" if job.feed.exchange_rows else None,
+        "reshuffle every": job.feed.reshuffle_every,
+        "clip norm": job.clip_norm,
+        "precision": job.precision,
+        "callbacks on workers": describe(list(job.callbacks)),
+        "seed": job.seed,
+        "number of workers": world_size,
+        "first epoch": "streamed" if job.feed.stream_first_epoch else "read first",
+    }
+
+
+def _followed_metric(job: Job) -> dict[str, Any] | None:
+    """The metric that the learning rate follows, if there is one."""
+    name = job.scheduler_metric
+    if name is None or job.metrics is None:
+        return None
+    return describe(job.metrics.makers[name], text=name)
+
+
+def _batch_size(job: Job) -> int | str:
+    return f"{job.batch_size}, grouped by length" if job.feed.group_by_length else job.batch_size
+
+
+def _membership(optimizer: torch.optim.Optimizer, replica: Replica) -> dict[str, str]:
+    """Which parameters are in which group, unless all are in one."""
+    names = {parameter: name for name, parameter in replica.named_trainable()}
+    groups = [[names.get(p, "?") for p in group["params"]] for group in optimizer.param_groups]
+    if groups == [list(names.values())]:
+        return {}
+    return {
+        f"parameters of parameter group {index}": ", ".join(group)
+        for index, group in enumerate(groups)
+    }
+
+
+def _frozen(replica: Replica) -> str | None:
+    """The parameters that no checkpoint holds, because they do not change."""
+    frozen = replica.frozen
+    if not frozen.fingerprint:
+        return None
+    return f"{frozen.numel} values (fingerprint {frozen.fingerprint})"
+
+
+def _columns(schema: FeedSchema) -> dict[str, Any]:
+    """What is fed, by its use; how it arrives is no part of it."""
+
+    def text(*columns: ColumnSpec | None) -> str | None:
+        texts = [
+            f"{column.name} ({str(column.dtype).removeprefix('torch.')}{_padding(column)})"
+            for column in columns
+            if column is not None
+        ]
+        return ", ".join(texts) or None
+
+    return {
+        "features": text(*schema.features),
+        "features as dict": schema.by_name,
+        "label": text(*schema.labels),
+        "weight": text(schema.weight),
+        "validation indicator": text(schema.validation),
+    }
+
+
+def _padding(column: ColumnSpec) -> str:
+    """How its rows are padded; how those are that are not, checkpoints have never said."""
+    if column.padding is None:
+        return ""
+    item = f" {list(column.item_shape)}" if column.item_shape else ""
+    return f" rows of items{item} padded with {column.padding.value:g}, {column.padding.input}"
+
+
+def require_same_rows(
+    resumed: Resumed, present: dict[str, Any], columns: Sequence[ColumnSpec]
+) -> None:
+    """Check that a checkpoint is of the rows that the workers have read.
+
+    Args:
+        resumed: the checkpoint; of one that was written before the last row was there only the
+            first rows are known.
+        present: what lasts of the statistics of all rows.
+        columns: what was read.
+
+    Raises:
+        ConfigError: they are others; the message says in what.
+        CheckpointError: it says nothing of rows.
+    """
+    saved = resumed.saved
+    try:
+        found = list(_other_rows(saved.description["data"], present, columns))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{saved.directory} does not say which rows it was trained on: {error!r}"
+        ) from error
+    refuse(
+        saved.directory,
+        found,
+        "If the rows are recomputed each time and are not quite the same (rand() without a "
+        "seed, sums of fractions in another order, a changing source), write them first.",
+    )
+
+
+def has_ended(resumed: Resumed, epochs: int) -> bool:
+    """Whether a training of so many epochs has nothing left to do."""
+    return resumed.progress.epoch > epochs
+
+
+def require_progress(resumed: Resumed, epochs: int, world_size: int) -> None:
+    """Check that a training has not come further than it is wanted now.
+
+    Raises:
+        ConfigError: it has.
+        CheckpointError: it was of another number of workers than it says.
+    """
+    progress = resumed.progress
+    if len(progress.positions) != world_size:
+        raise CheckpointError(
+            f"{resumed.saved.directory} says how far {len(progress.positions)} workers had come, "
+            f"and that there were {world_size}"
+        )
+    trained = progress.epoch if progress.rounds else progress.epoch - 1
+    if trained > epochs:
+        line = f"epochs: {trained} were begun, now {epochs} are wanted"
+        refuse(resumed.saved.directory, [line])
+
+
+def _other_rows(
+    saved: dict[str, Any], present: dict[str, Any], columns: Sequence[ColumnSpec]
+) -> Iterator[str]:
+    """In what rows differ, a line each."""
+    if "fingerprint" not in saved:
+        for rank, (before, now) in enumerate(
+            zip(saved["openings"], present["openings"], strict=True)
+        ):
+            if before != now:
+                yield f"the first rows of worker {rank} have other values"
+        return
+    counts = {"shard_rows": "rows of each worker", "held_out": "rows to validate with"}
+    for key, what in counts.items():
+        yield from difference(what, saved[key], present[key])
+    prints = {
+        "fingerprint": "the rows to train on",
+        "held_out_fingerprint": "the rows to validate with",
+    }
+    other = [what for key, what in prints.items() if saved[key] != present[key]]
+    for what in other:
+        yield f"{what} have other values"
+    if other:
+        for spec, before, now in zip(columns, saved["columns"], present["columns"], strict=True):
+            for fact in now:
+                yield from difference(
+                    f"{fact} of column '{spec.name}'", before.get(fact), now[fact]
+                )

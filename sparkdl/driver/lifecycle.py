@@ -1,0 +1,250 @@
+"""One run, from the initial center to the trained module."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from sparkdl.averager.coordination.membership import Tolerance, too_many_losses
+from sparkdl.averager.kept import KeptModel, WorkerState
+from sparkdl.averager.progress import Progress
+from sparkdl.averager.run_events import RunEvent as Event
+from sparkdl.averager.run_events import WorkersRestarted
+from sparkdl.averager.saving import CheckpointPlan
+from sparkdl.averager.server import Averager
+from sparkdl.averager.values.center_update import Memory
+from sparkdl.callbacks.base import Callback
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.driver.center import first_replica, initial_center
+from sparkdl.driver.identity import has_ended, identity
+from sparkdl.driver.measuring import Measuring
+from sparkdl.driver.observed import setup_of, training_of
+from sparkdl.driver.resuming import newest_checkpoint, plan_of, saved_on_sigterm
+from sparkdl.driver.serving import RowExaminer, Serving
+from sparkdl.errors import CollectiveError, ConfigError, ModelError, SparkDLError, WorkerLostError
+from sparkdl.events import EpochSummary
+from sparkdl.feed.statistics import DataStatistics
+from sparkdl.replica.warm_start import WarmStart
+from sparkdl.report import Recording
+from sparkdl.worker import Job
+
+logger = logging.getLogger(__name__)
+
+Launch = Callable[[Averager], AbstractContextManager[object]]
+"""Starts the workers and, on leaving, sees that none is left; failures go to ``Averager.fail``."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves behind.
+
+    Attributes:
+        module: the model with the last center's parameters and buffers, on the CPU.
+        history: one summary an epoch.
+        recording: what the workers' time went into, and more to look at.
+        stopped: why a callback has stopped the training, if one has.
+    """
+
+    module: nn.Module
+    history: list[EpochSummary]
+    recording: Recording
+    stopped: str | None = None
+
+
+def run(
+    job: Job,
+    world_size: int,
+    launch: Launch,
+    *,
+    host: str = "127.0.0.1",
+    advertised_host: str | None = None,
+    checkpoints: CheckpointPolicy | None = None,
+    check: Callable[[DataStatistics], None] = lambda statistics: None,
+    on_event: Callable[[Event], None] = lambda event: None,
+    callbacks: Sequence[Callback] = (),
+    warm_start: WarmStart | None = None,
+    settings: Mapping[str, object] | None = None,
+) -> Outcome:
+    """Serve the rounds of one run from the initial center to the trained module.
+
+    Args:
+        job: what the workers train.
+        world_size: number of workers.
+        launch: starts them, given the averager.
+        host: interface to bind the averager to.
+        advertised_host: the name under which workers reach it.
+        checkpoints: where to write checkpoints and whether to go on from one; none by default.
+        check: called with what the workers found in their rows, before any of them trains on
+            those; what it raises ends the run.
+        on_event: called in this thread for the data's statistics and each window and epoch
+            reported.
+        callbacks: called in this thread too, and may end the training.
+        warm_start: values to begin with, which fit the model; of those that are frozen ``job`` has
+            to see. By default those that the model is built with.
+        settings: what else defines the training, by name, for those who look at it.
+
+    Raises:
+        ConfigError: the newest checkpoint is of another training or of other rows, another process
+            writes checkpoints there, the strategy has state that no checkpoint holds, or metrics
+            have no rows to be measured on.
+        CheckpointError: the checkpoints cannot be read.
+        ModelError: the optimizer cannot take a step, a worker has built other frozen parameters
+            than the driver, or as ``first_replica`` does.
+        DataError: the rows cannot be trained on.
+        CallbackError: a callback failed.
+        TrainingError: the run could not be finished; see ``errors``.
+        SystemExit: the process was told to end by SIGTERM, and a checkpoint has been written.
+    """
+    replica = first_replica(job)
+    if warm_start is not None:
+        warm_start.apply(replica.module)
+    measuring = Measuring.of(job, replica.schedule.mode)
+    try:
+        layout, center = initial_center(
+            replica, with_optimizer=job.strategy.needs.exchanges_optimizer_state
+        )
+    except Exception as error:  # the user's optimizer may raise anything
+        raise ModelError(
+            f"the optimizer's step fails on zero gradients: {type(error).__name__}: {error}"
+            f"{_which_optimizer(error, replica.module)}"
+        ) from error
+    plan, resumed = None, None
+    with ExitStack() as held:
+        if checkpoints is not None:
+            if not job.strategy.needs.checkpointable:
+                raise ConfigError(
+                    f"{job.strategy} keeps state on its workers that no checkpoint holds. Leave "
+                    "out checkpointPath, or shard_optimizer"
+                )
+            config = identity(job, world_size, replica, layout, warm_start)
+            plan = plan_of(checkpoints, job.epochs, config)
+            held.enter_context(plan.store.held(checkpoints.application))
+            resumed = newest_checkpoint(checkpoints, plan, job.epochs, world_size)
+        update, memory, kept_model = job.strategy.center_update, None, None
+        if resumed is not None:
+            center, memory = resumed.read_center(layout, update)
+            if callbacks or has_ended(resumed, job.epochs):
+                kept_model = resumed.read_kept_model(layout)
+
+        def open_averager(
+            center: list[Tensor],
+            memory: Memory | None,
+            progress: Progress | None,
+            kept: Mapping[int, WorkerState],
+            kept_model: KeptModel | None,
+        ) -> Averager:
+            return Averager(
+                layout,
+                center,
+                world_size,
+                job.strategy.wire_format,
+                update=update,
+                memory=memory,
+                policy=job.strategy.round_policy,
+                fragments=job.strategy.fragments,
+                host=host,
+                advertised_host=advertised_host,
+                deadline_s=job.deadline_s,
+                plan=plan,
+                resumed=resumed,
+                progress=progress,
+                kept=kept,
+                tolerance=Tolerance(job.survivable_losses, job.min_workers),
+                tls=job.tls,
+                frozen=replica.frozen.fingerprint,
+                followed=bool(callbacks) or measuring is not None,
+                measures=measuring is not None,
+                metric=job.scheduler_metric,
+                kept_model=kept_model,
+            )
+
+        progress = None if resumed is None else resumed.progress
+        training = training_of(job, world_size, progress, kept_model, plan, measuring)
+        training.recording.setup = setup_of(job, replica, layout, settings or {})
+        serve = Serving(
+            RowExaminer(job, check, resumed),
+            on_event,
+            callbacks,
+            training,
+            job.schema,
+            measuring,
+        )
+        averager = open_averager(center, memory, progress, {}, kept_model)
+        losses: list[str] = []
+        try:
+            while not _finished(averager, launch, plan, serve, losses, job.resubmissions):
+                averager = open_averager(
+                    averager.center,
+                    averager.memory,
+                    averager.progress,
+                    averager.kept,
+                    averager.kept_model,
+                )
+            trained = serve.settle(averager)
+            for values, tensor in zip(
+                replica.segments(with_optimizer=False), trained, strict=False
+            ):
+                values.copy_(tensor)
+            training.model = replica.release()
+        except BaseException as error:
+            training.recording.end("failed", averager.history, f"{type(error).__name__}: {error}")
+            serve.calls.end(error)
+            raise
+        stopped = training.stopped
+        training.recording.end(f"stopped: {stopped}" if stopped else "finished", averager.history)
+        serve.calls.end(None)
+        return Outcome(training.model, averager.history, training.recording, stopped)
+
+
+def _which_optimizer(error: Exception, module: nn.Module) -> str:
+    if "closure" in str(error):
+        return ". It has to be one that steps without a closure, such as SGD or Adam"
+    if any(getattr(layer, "sparse", False) for layer in module.modules()):
+        return (
+            ". One for sparse gradients alone has to leave each replica its own state, of which "
+            "then no zero is needed: ParameterAveraging(average_optimizer_state=False)"
+        )
+    return ""
+
+
+def _finished(
+    averager: Averager,
+    launch: Launch,
+    plan: CheckpointPlan | None,
+    serve: Serving,
+    losses: list[str],
+    resubmissions: int,
+) -> bool:
+    """Serve the workers to the end; returns False if one was lost and all are to start again."""
+    try:
+        with saved_on_sigterm(averager, plan), averager, launch(averager):
+            serve(averager)
+        return True
+    except (WorkerLostError, CollectiveError) as error:
+        if not resubmissions:
+            raise
+        losses.append(str(error))
+        if len(losses) > resubmissions:
+            raise too_many_losses(losses, resubmissions) from error
+    except ConfigError as error:
+        if not losses:
+            raise
+        raise WorkerLostError(
+            f"{losses[-1]}; and the workers could not be started again: {error}"
+        ) from error
+    except SparkDLError as error:
+        if losses:
+            error.add_note(f"Before this all workers were started again: {'; '.join(losses)}")
+        raise
+    serve.tell(WorkersRestarted(losses[-1]))
+    logger.warning(
+        "%s; all workers are started again and go on from epoch %d, step %d",
+        losses[-1],
+        averager.progress.epoch,
+        max(position.step for position in averager.progress.positions),
+    )
+    return False

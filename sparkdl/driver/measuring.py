@@ -1,0 +1,130 @@
+"""The driver's part of metrics: what all workers have counted becomes numbers, epoch by epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sparkdl.averager.kept import WorkerState
+from sparkdl.averager.run_events import EpochCounted
+from sparkdl.errors import ConfigError, TrainingError
+from sparkdl.events import MetricValue
+from sparkdl.metrics import Metrics
+from sparkdl.worker import Job
+
+MAX_NUMBERS = 10_000
+"""In one epoch's metrics: they are in the history, and so in every checkpoint."""
+HOLD_OUT = (
+    "metrics are measured on held-out rows, and there are none: set validationFraction, or name a "
+    "column that marks them (validationIndicatorCol)"
+)
+_BLOCK = 1 << 20
+
+
+class Measuring:
+    """Computes the metrics of each epoch of one run.
+
+    Args:
+        metrics: which.
+        followed: the one that the learning rate follows; None if it follows none.
+
+    Attributes:
+        higher_is_better: of each metric whether a larger value is better; None if it does not say.
+    """
+
+    def __init__(self, metrics: Metrics, followed: str | None) -> None:
+        self._metrics = metrics
+        self._followed = followed
+        self.higher_is_better = metrics.higher_is_better()
+
+    @classmethod
+    def of(cls, job: Job, mode: str | None) -> Measuring | None:
+        """What measures the metrics of a job; None if it has none.
+
+        Args:
+            job: what the workers train.
+            mode: of its schedule, what is better, if it follows what epochs come to.
+
+        Raises:
+            ConfigError: the metrics have no rows, or the schedule cannot follow the one that it
+                is to follow.
+        """
+        followed = job.scheduler_metric
+        if job.metrics is None:
+            if followed is not None:
+                _require_followed(followed, {}, mode)
+            return None
+        if job.schema.validation is None:
+            raise ConfigError(HOLD_OUT)
+        measuring = cls(job.metrics, followed)
+        if followed is not None:
+            _require_followed(followed, measuring.higher_is_better, mode)
+        return measuring
+
+    def __call__(self, counted: EpochCounted) -> dict[str, MetricValue]:
+        """Compute the metrics of an epoch.
+
+        Raises:
+            ModelError: a metric cannot be computed.
+            ConfigError: one is too much to keep, or no number and followed by the learning rate.
+            TrainingError: a worker has not sent what it counted.
+        """
+        epoch = counted.epoch
+        states = [_octets(rank, kept) for rank, kept in enumerate(counted.states)]
+        values = self._metrics.measure(states)
+        for name, value in values.items():
+            if (numbers := _numbers(value)) > MAX_NUMBERS:
+                raise ConfigError(
+                    f"metric '{name}' came to {numbers} numbers after epoch {epoch}, and the "
+                    f"history takes {MAX_NUMBERS}. Curves have fewer with thresholds=200; or "
+                    "measure it once, by model.evaluate(df, metrics)"
+                )
+        if self._followed is not None and not isinstance(values[self._followed], float):
+            raise ConfigError(
+                f"schedulerMetric='{self._followed}' came to {values[self._followed]!r:.80} after "
+                f"epoch {epoch}; a learning rate can follow a metric that is one number"
+            )
+        return values
+
+
+def _require_followed(name: str, known: Mapping[str, bool | None], mode: str | None) -> None:
+    """Check that the metric which the learning rate is to follow is measured, and followed.
+
+    Args:
+        name: of the metric.
+        known: of each metric whether a larger value is better; None if it does not say.
+        mode: what is better, to the schedule; None if it follows nothing.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if name not in known:
+        raise ConfigError(
+            f"schedulerMetric is {name!r}, which is none of the metrics "
+            f"({', '.join(known) or 'there are none: set metrics'})"
+        )
+    if mode is None:
+        raise ConfigError(
+            f"schedulerMetric is {name!r}, but the scheduler follows no metric. Set "
+            "scheduler=partial(torch.optim.lr_scheduler.ReduceLROnPlateau, ...), or leave "
+            "schedulerMetric out"
+        )
+    higher = known[name]
+    if higher is not None and higher != (mode == "max"):
+        raise ConfigError(
+            f"a {'larger' if higher else 'smaller'} {name} is better, but the scheduler has "
+            f"mode='{mode}': set partial(ReduceLROnPlateau, mode='{'max' if higher else 'min'}', "
+            "...)"
+        )
+
+
+def _octets(rank: int, kept: WorkerState | None) -> bytes:
+    if kept is None:
+        raise TrainingError(f"rank {rank} has not sent what its metrics have counted")
+    return b"".join(kept.blocks(_BLOCK))
+
+
+def _numbers(value: Any) -> int:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return sum(map(_numbers, value)) if isinstance(value, list) else 1

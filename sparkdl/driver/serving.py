@@ -1,0 +1,170 @@
+"""What the driver does about the workers' reports: it checks their rows and tells who listens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from sparkdl.averager.run_events import EpochCounted, EpochValidated, NewRows
+from sparkdl.averager.run_events import RunEvent as Event
+from sparkdl.averager.saving import Resumed
+from sparkdl.averager.server import Averager
+from sparkdl.callbacks.base import Callback, Calls, Training
+from sparkdl.driver.identity import has_ended, require_same_rows
+from sparkdl.driver.measuring import Measuring
+from sparkdl.errors import DataError, SparkDLError
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics_check import check_statistics
+from sparkdl.worker import Job
+
+logger = logging.getLogger(__name__)
+
+
+class Serving:
+    """Looks at what the workers report, lets them train, and passes it on.
+
+    Args:
+        examine: looks at their rows.
+        on_event: told of what is reported.
+        callbacks: told of what concerns them.
+        training: what they see.
+        schema: the columns that are trained on.
+        measuring: computes the metrics; None without any.
+
+    Attributes:
+        calls: to the callbacks.
+    """
+
+    def __init__(
+        self,
+        examine: RowExaminer,
+        on_event: Callable[[Event], None],
+        callbacks: Sequence[Callback],
+        training: Training,
+        schema: FeedSchema,
+        measuring: Measuring | None = None,
+    ) -> None:
+        self._schema = schema
+        self._examine = examine
+        self._measuring = measuring
+        self._on_event = on_event
+        self.calls = Calls(callbacks, training)
+
+    def __call__(self, averager: Averager) -> None:
+        """Serve the workers of an averager to the end."""
+        for event in averager.events():
+            try:
+                self._note(averager, event)
+            except SparkDLError as error:
+                # Workers wait for the answer; the launch waits for them to leave.
+                averager.fail(error)
+                raise
+
+    def tell(self, event: Event) -> None:
+        """Pass on what has happened to whoever is told."""
+        training = self.calls.training
+        training.recording.note(event)
+        if isinstance(event, DataStatistics):
+            lengths = [column.longest for column in event.columns]
+            training.schema = self._schema.of_lengths(lengths)
+        if training.schema is not None:  # times come while nobody knows what the rows are
+            self._on_event(event)
+        self.calls(event)
+
+    def settle(self, averager: Averager) -> Sequence[Tensor]:
+        """After the end, see that all is in a checkpoint; returns the model's segments."""
+        training = self.calls.training
+        if training.stopped is not None:
+            logger.info("the training was stopped: %s", training.stopped)
+        kept = averager.kept_model
+        if training.stopped is not None or kept is not None:
+            averager.save_center()
+        if kept is None:
+            return averager.center
+        logger.info("the model of epoch %d is returned", kept.epoch)
+        return kept.values
+
+    def _note(self, averager: Averager, event: Event) -> None:
+        if isinstance(event, NewRows):
+            self._examine(DataStatistics.of([replace(event.shard, complete=False)]))
+            averager.approve(event.rank)
+            return
+        if isinstance(event, EpochCounted):
+            assert self._measuring is not None
+            averager.measured(event.epoch, self._measuring(event))
+            return
+        is_news = not isinstance(event, DataStatistics) or self._examine(event)
+        if is_news:
+            self.tell(event)
+        training = self.calls.training
+        if isinstance(event, EpochValidated) and training.kept_epoch == event.summary.epoch:
+            kept = averager.kept_model
+            if kept is None or kept.epoch != event.summary.epoch:  # one of a checkpoint is the same
+                averager.keep_model(event.summary.epoch)
+        if training.stopped is not None:
+            averager.stop(training.stopped)
+        elif isinstance(event, DataStatistics):
+            averager.start()
+        elif isinstance(event, EpochValidated):
+            averager.approve_epoch(event.summary.epoch)
+
+
+class RowExaminer:
+    """Looks at what the workers found in their rows, before they train on them.
+
+    Args:
+        job: what is trained.
+        check: the caller's own checks.
+        resumed: the checkpoint with which this process began, if there was one.
+    """
+
+    def __init__(
+        self, job: Job, check: Callable[[DataStatistics], None], resumed: Resumed | None
+    ) -> None:
+        self._epochs = job.epochs
+        self._columns = job.schema.columns
+        self._check = check
+        self._resumed = resumed
+        self._first: DataStatistics | None = None
+        self._begun = False
+
+    def __call__(self, statistics: DataStatistics) -> bool:
+        """Raise what is wrong with the rows; returns whether it is the first look at them.
+
+        Args:
+            statistics: what was found, perhaps only in some rows, or by one worker.
+        """
+        if not statistics.complete:
+            if self._first is not None:
+                return False  # all rows were seen before the workers were started again
+            check_statistics(statistics, self._columns)
+            self._check(statistics)
+            is_news, self._begun = not self._begun, True
+            return is_news
+        if self._first is None:
+            check_statistics(statistics, self._columns)
+            self._check(statistics)
+            if self._resumed is not None:
+                require_same_rows(self._resumed, statistics.lasting(), self._columns)
+                if has_ended(self._resumed, self._epochs):
+                    logger.warning(
+                        "the training in %s has ended with epoch %d: its model is returned as it "
+                        "is, without another step. To train again give another checkpointPath, or "
+                        "start over with resume='never'",
+                        self._resumed.saved.directory,
+                        self._epochs,
+                    )
+            self._first = statistics
+            return True
+        if repr(self._first.lasting()) != repr(statistics.lasting()):
+            raise DataError(
+                "the workers were started again and read other rows than before "
+                f"({statistics.rows} rows now, {self._first.rows} then, or others): the DataFrame "
+                "is not the same each time it is computed (rand() without a seed, a limit, a "
+                "changing source?). Persist or write it first"
+            )
+        return False

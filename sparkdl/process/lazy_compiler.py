@@ -1,0 +1,100 @@
+"""Keep torch from importing its compiler for nothing.
+
+The first step of the first optimizer of a process makes torch import ``torch._dynamo``, only to say
+that nothing is to be compiled there: 0.9 s of CPU in every worker and in the driver. Until somebody
+wants more of the compiler than that, a stand-in says it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+COMPILER = "torch._dynamo"
+
+
+def defer_compiler() -> None:
+    """Let the compiler be imported when it is first used, if it has not been."""
+    sys.modules.setdefault(COMPILER, _CompilerToCome(COMPILER))
+
+
+class _CompilerToCome(ModuleType):
+    """Stands for the compiler as long as only eager code asks for it; then steps aside."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        # What torch.distributed asks: nothing is cached yet, and nothing is set but the default.
+        self.trace_rules = _PartToCome(self, "trace_rules", clear_lru_cache=lambda: None)
+        self.utils = _PartToCome(self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+
+    def graph_break(self, *args: Any, **kwargs: Any) -> None:
+        """Outside of compiled code there is no graph to break."""
+
+    def disable(self, function: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """What does not get compiled need not be kept from it, until the compiler is there."""
+        if kwargs.get("wrapping", True):  # not torch keeping a function of its own out of graphs
+            return self._arrive().disable(function, *args, **kwargs)
+
+        @functools.lru_cache(maxsize=1)
+        def disabled() -> Callable[..., Any]:
+            made: Callable[..., Any] = self._arrive().disable(function, *args, **kwargs)
+            return made
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            ready = function if sys.modules.get(COMPILER) is self else disabled()
+            return ready(*arguments, **options)
+
+        return run
+
+    def __getattr__(self, name: str) -> Any:
+        # Whoever only looks over the loaded modules asks for such names; __path__ is an import.
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)
+        if name == "__path__":
+            sys.meta_path.insert(0, _ArrivedMeanwhile())
+        return getattr(self._arrive(), name)
+
+    def _arrive(self) -> ModuleType:
+        if sys.modules.get(COMPILER) is self:
+            del sys.modules[COMPILER]
+        return importlib.import_module(COMPILER)
+
+
+class _PartToCome:
+    """Stands for a module of the compiler of which eager code asks one question."""
+
+    def __init__(self, compiler: _CompilerToCome, name: str, **answers: Callable[[], Any]) -> None:
+        self._compiler, self._name = compiler, name
+        vars(self).update(answers)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(getattr(self._compiler._arrive(), self._name), name)
+
+
+class _ArrivedMeanwhile(MetaPathFinder, Loader):
+    """Keeps importlib from loading a module of the compiler twice.
+
+    An import of a submodule looks for it, then asks its parent, the stand-in, for a path; that
+    imports the whole compiler, and the submodule is there when importlib goes on to load it.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Called by importlib for every import; ``target`` is what a reload is about."""
+        if target is not None or not name.startswith(f"{COMPILER}.") or name not in sys.modules:
+            return None
+        return ModuleSpec(name, self, loader_state=sys.modules[name])
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Called by importlib with a new module, which what is there replaces."""
+        assert module.__spec__ is not None
+        sys.modules[module.__name__] = module.__spec__.loader_state

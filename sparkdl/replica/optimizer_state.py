@@ -1,0 +1,154 @@
+"""An optimizer's floating-point state in a few flat buffers, as replicas exchange it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkdl.errors import TrainingError
+from sparkdl.replica.flat import FlatGroup
+
+StateEntry = tuple[dict[str, Tensor], str]
+"""Where an optimizer keeps one tensor: (the state of a parameter, the key in it)."""
+
+
+class OptimizerState:
+    """Gives the state of one optimizer a flat home, of parameters that it has not stepped too.
+
+    Args:
+        optimizer: that has not taken a step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups: list[FlatGroup] = []
+        self._reserved: dict[Tensor, dict[str, Any]] = {}
+        """The state that parameters without a gradient until now will have, all zero."""
+        self._stateless: set[Tensor] = set()
+        self._lent = False
+        """Whether others may have written to that since the last step."""
+        self._counted: dict[str, int] | None = None
+        """How many values of each kind of state there are; None until someone has asked."""
+
+    def expect_as(self, counted: OptimizerState) -> None:
+        """Expect as much state as there was of another optimizer that was built alike."""
+        self._counted, self._stateless = counted._counted, counted._stateless
+
+    def flatten(self) -> list[FlatGroup]:
+        """Give the optimizer's floating-point state a flat home.
+
+        Optimizers create their state in the first step and some replace a tensor instead of
+        writing to it, so the entries are compared each time.
+        """
+        self.take_over()
+        self._reserve_missing()
+        self._lent = bool(self._reserved)
+        families: dict[tuple[torch.dtype, torch.device], list[StateEntry]] = {}
+        for state, key in self._tensors():
+            tensor = state[key]
+            families.setdefault((tensor.dtype, tensor.device), []).append((state, key))
+        entries = [entry for family in families.values() for entry in family]
+        views = [view for group in self._groups for view in group.views]
+        unmoved = len(entries) == len(views) and all(
+            state[key] is view for (state, key), view in zip(entries, views, strict=True)
+        )
+        if unmoved and self._counted is not None:
+            return self._groups
+        self._require_as_counted(entries)
+        self._groups = []
+        for family in families.values():
+            group = FlatGroup("optimizer", [state[key] for state, key in family])
+            for (state, key), view in zip(family, group.views, strict=True):
+                state[key] = view
+            self._groups.append(group)
+        return self._groups
+
+    def take_over(self) -> None:
+        """Give the optimizer state that the segments hold of parameters which it has not stepped.
+
+        Other replicas, or the training of which this one is continued, may have had gradients for
+        them. Where nobody had, the segments hold zeros, and the optimizer begins as it would have
+        begun without us: with a step counter of 0, or a momentum that it takes from the gradient.
+        """
+        lent, self._lent = self._lent, False
+        for parameter, state in list(self._reserved.items()):
+            # Of its own, or what of a checkpoint is not in the segments.
+            known = self._optimizer.state.get(parameter, {})
+            if known or (lent and any(bool(values.any()) for values in _floats(state).values())):
+                self._optimizer.state[parameter] = {**self._reserved.pop(parameter), **known}
+
+    def _require_as_counted(self, entries: Sequence[StateEntry]) -> None:
+        """Check that there is neither more nor less state than when it was counted first."""
+        now: dict[str, int] = {}
+        for state, key in entries:
+            now[key] = now.get(key, 0) + state[key].numel()
+        if self._counted is None:
+            self._counted = now
+        before = self._counted
+        other = [key for key in before | now if before.get(key) != now.get(key)]
+        if other:
+            changes = ", ".join(
+                f"{before.get(key, 0)} values of {key!r} before, {now.get(key, 0)} now"
+                for key in other
+            )
+            raise TrainingError(
+                f"the state of {type(self._optimizer).__name__} has grown or shrunk since its "
+                f"first step: {changes}. Replicas exchange what there was then. Use an optimizer "
+                "that makes all of its state in its first step, or leave each replica its own: "
+                "ParameterAveraging(average_optimizer_state=False)"
+            )
+
+    def _reserve_missing(self) -> None:
+        """Find out what the state of parameters will look like that the optimizer has not stepped.
+
+        Every replica must have the same layout, also one without rows and one whose model leaves
+        a parameter unused, and only the optimizer knows what its state looks like: it steps those
+        parameters once on zero gradients, and they and their state are put back.
+        """
+        optimizer = self._optimizer
+        trainable = [p for group in optimizer.param_groups for p in group["params"]]
+        missing = [
+            p
+            for p in trainable
+            if not optimizer.state.get(p) and p not in self._reserved and p not in self._stateless
+        ]
+        if not missing:
+            return
+        saved = [parameter.detach().clone() for parameter in missing]
+        optimizer.zero_grad()
+        for parameter in missing:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter, values in zip(missing, saved, strict=True):
+                parameter.copy_(values)
+                state = optimizer.state.pop(parameter, {})
+                for tensor in _floats(state).values():
+                    tensor.zero_()
+                if _floats(state):
+                    self._reserved[parameter] = state
+                else:
+                    self._stateless.add(parameter)
+
+    def _tensors(self) -> list[StateEntry]:
+        """Where floating-point state of the optimizer is or will be, in a fixed order."""
+        return [
+            (state, key)
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            for state in [self._optimizer.state.get(parameter) or self._reserved.get(parameter, {})]
+            for key in sorted(_floats(state), key=str)
+        ]
+
+
+def _floats(state: dict[str, Any]) -> dict[str, Tensor]:
+    """What of a parameter's optimizer state is floating-point, real or complex."""
+    return {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    }

@@ -1,0 +1,311 @@
+"""One replica: model + optimizer + device, its state laid out in a few flat buffers.
+
+What trains, and the buffers, are views into one flat tensor per dtype; see ``flat``. So is the
+optimizer's state where replicas exchange it; see ``optimizer_state``. Parameters that require no
+gradient stay where they are; see ``frozen``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sparkdl.errors import ModelError
+from sparkdl.process.lazy_compiler import defer_compiler
+from sparkdl.protocols import (
+    Batch,
+    Layout,
+    LossFunction,
+    OptimizerBuilder,
+    SchedulerBuilder,
+    Targets,
+)
+from sparkdl.replica.calling import align_targets, forward
+from sparkdl.replica.flat import flatten, rebind_buffers, reclaim_buffers
+from sparkdl.replica.frozen import FrozenParameters
+from sparkdl.replica.losses import ModelLoss, loss_of_rows, weighted_mean
+from sparkdl.replica.optimizer_state import OptimizerState
+from sparkdl.replica.optimizers import NamedParameters, build_optimizer
+from sparkdl.replica.schedule import Schedule, Unit
+
+Precision = Literal["float32", "bf16"]
+"""In which forward and loss are computed."""
+
+
+class Replica:
+    """A model with its optimizer on one device.
+
+    Args:
+        module: the model; moved to the device, its buffers and the parameters that require a
+            gradient become flat views.
+        optimizer: builds the optimizer from the module's trainable parameters.
+        loss: (outputs, targets) -> mean over the minibatch, or the model's own.
+        device: where the replica lives.
+        clip_norm: the largest norm of all gradients together, to which a larger one is scaled
+            down before each optimizer step; None for no limit.
+        precision: ``bf16`` runs forward and loss under torch's autocast to bfloat16, parameters
+            and gradients staying what they are.
+        scheduler: builds the schedule of the optimizer's learning rate; None for none.
+        scheduler_every: after what the schedule takes a step, an optimizer step or an epoch.
+        features_as_kwargs: whether features by name are arguments by those names, not one dict.
+
+    Raises:
+        ModelError: no parameter requires a gradient.
+
+    Attributes:
+        frozen: the parameters that require none, of which the segments hold nothing.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: OptimizerBuilder,
+        loss: LossFunction,
+        device: torch.device | str = "cpu",
+        *,
+        clip_norm: float | None = None,
+        precision: Precision = "float32",
+        scheduler: SchedulerBuilder | None = None,
+        scheduler_every: Unit = "epoch",
+        features_as_kwargs: bool = False,
+    ) -> None:
+        self.features_as_kwargs = features_as_kwargs
+        self._clip_norm = clip_norm
+        self._precision = precision
+        self.device = torch.device(device)
+        self.module = module.to(self.device)
+        self.loss = loss.to(self.device) if isinstance(loss, nn.Module) else loss
+        self._loss_of_rows = loss_of_rows(self.loss)
+        self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        self._trainable = [parameter for _, parameter in self._named]
+        if not self._trainable:
+            raise ModelError(
+                f"{type(module).__name__} has no parameter that requires a gradient: there is "
+                "nothing to train"
+            )
+        self.take_as_frozen()
+        self._module_groups = flatten(module)
+        self._homes = [parameter.data for parameter in self._trainable]
+        defer_compiler()
+        self._build_optimizer = optimizer
+        self.optimizer = build_optimizer(optimizer, self._named)
+        self._build_schedule = partial(Schedule, build=scheduler, unit=scheduler_every)
+        self.schedule = self._build_schedule(self.optimizer)
+        self._optimizer_state = OptimizerState(self.optimizer)
+
+    def take_as_frozen(self) -> None:
+        """Have what requires no gradient stay as it is now; for whoever has overwritten it."""
+        self.frozen = FrozenParameters(self.module)
+
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer works on: what required a gradient when built."""
+        return self._trainable
+
+    def named_trainable(self) -> NamedParameters:
+        """The same with their names in the module."""
+        return self._named
+
+    def rebuild_optimizer(
+        self,
+        build: Callable[
+            [OptimizerBuilder, NamedParameters], torch.optim.Optimizer
+        ] = build_optimizer,
+    ) -> None:
+        """Replace the optimizer by one that has not taken a step.
+
+        Args:
+            build: given the builder of the first one, and the parameters with their names; by
+                default it is built as that was.
+        """
+        self.optimizer = build(self._build_optimizer, self._named)
+        self.schedule = self._build_schedule(self.optimizer)
+        self._optimizer_state = OptimizerState(self.optimizer)
+
+    def reset_optimizer_state(self) -> None:
+        """Have the optimizer go on as if it had taken no step, at the learning rate that it has.
+
+        What it keeps elsewhere than in its ``state`` stays.
+        """
+        # Some have state before their first step, which only they know how to make.
+        self.optimizer.state = build_optimizer(self._build_optimizer, self._named).state
+        self._optimizer_state = OptimizerState(self.optimizer)
+
+    @property
+    def clips_gradients(self) -> bool:
+        """Whether gradients are scaled down before an optimizer step if their norm is large."""
+        return self._clip_norm is not None
+
+    def step(self, batch: Batch) -> Tensor:
+        """Train on one minibatch.
+
+        Args:
+            batch: features and targets on any device.
+
+        Returns:
+            The minibatch's mean loss as a detached scalar on the replica's device.
+        """
+        loss = self.forward_backward(batch)
+        self.update()
+        return loss
+
+    def update(self, gain: float = 1.0) -> None:
+        """Take an optimizer step on the gradients that are there.
+
+        Args:
+            gain: by what the learning rates are multiplied for this step.
+        """
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.trainable(), self._clip_norm)
+        self._optimizer_state.take_over()
+        if gain == 1.0:
+            self.optimizer.step()
+        else:
+            self._step_at(gain)
+        self.schedule.after_step()
+
+    def _step_at(self, gain: float) -> None:
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * gain
+        self.optimizer.step()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """Compute the loss and leave its gradients on the parameters; returns the detached loss."""
+        self.optimizer.zero_grad()
+        loss = self.forward(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The minibatch's mean loss, a scalar on the replica's device with its graph."""
+        batch = batch.to(self.device)
+        with self._autocast():
+            return self.loss_of(self.outputs(batch), batch)
+
+    def outputs(self, batch: Batch, *, with_labels: bool = True) -> Any:
+        """What the model returns for a minibatch on the replica's device.
+
+        Args:
+            batch: the minibatch.
+            with_labels: whether a model that computes its own loss is given them.
+        """
+        labels = {}
+        if with_labels and isinstance(self.loss, ModelLoss):
+            labels = self.loss.labels(batch.targets)
+        return forward(
+            self.module, batch.features, as_kwargs=self.features_as_kwargs, labels=labels
+        )
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
+        """The loss of a minibatch, a scalar: the mean, or the mean of the weighted rows."""
+        targets = align_targets(outputs, batch.targets)
+        if batch.weights is None:
+            return self.loss(outputs, targets)
+        return weighted_mean(self._loss_of_rows(outputs, targets), batch.weights)
+
+    def evaluate(
+        self,
+        batches: Iterable[Batch],
+        watch: Callable[[Any, Targets, Tensor | None], None] | None = None,
+    ) -> tuple[float, float]:
+        """Sum up the loss without training, the module in evaluation mode meanwhile.
+
+        Args:
+            batches: minibatches.
+            watch: given the outputs, the targets and the weights of each, on the replica's device:
+                what the model returns when it predicts, without labels.
+
+        Returns:
+            The sum of the (weighted) loss over the rows, and that of the weights: 1 a row if there
+            are none.
+        """
+        total = weight = torch.zeros((), dtype=torch.float64, device=self.device)
+        training = self.module.training
+        self.module.eval()
+        with torch.no_grad():  # as in transform
+            for batch in batches:
+                batch = batch.to(self.device)
+                with self._autocast():
+                    outputs = self.outputs(batch)
+                    loss = self.loss_of(outputs, batch)
+                    if watch is not None and isinstance(self.loss, ModelLoss):
+                        outputs = self.outputs(batch, with_labels=False)
+                if watch is not None:
+                    watch(outputs, batch.targets, batch.weights)
+                total = total + loss.double() * batch.examples
+                rows = batch.examples if batch.weights is None else batch.weights.double().sum()
+                weight = weight + rows
+        self.module.train(training)
+        return float(total), float(weight)
+
+    def segments(self, *, with_optimizer: bool) -> list[Tensor]:
+        """The flat state, in the order of ``layout``; writing to it changes the replica.
+
+        Args:
+            with_optimizer: whether the optimizer's state is part of it.
+
+        Raises:
+            TrainingError: something that is no part of it has changed, or is about to.
+        """
+        self.frozen.glance()
+        self._reclaim_parameters()
+        for group in self._module_groups:
+            if group.kind == "buffers":
+                reclaim_buffers(self.module, group)
+        groups = list(self._module_groups)
+        if with_optimizer:
+            groups += self._optimizer_state.flatten()
+        return [group.flat for group in groups]
+
+    def layout(self, *, with_optimizer: bool) -> Layout:
+        """Kinds, dtypes and sizes of ``segments``."""
+        groups = list(self._module_groups)
+        if with_optimizer:
+            groups += self._optimizer_state.flatten()
+        return tuple(group.segment for group in groups)
+
+    def count_optimizer_state(self) -> None:
+        """Find out what ``segments`` will hold of the optimizer, for one that has taken no step."""
+        self._optimizer_state.flatten()
+        counted = self._optimizer_state
+        # Anew, for some count the steps themselves, also one on zero gradients.
+        self.rebuild_optimizer()
+        self._optimizer_state.expect_as(counted)
+
+    def release(self) -> nn.Module:
+        """Give the module away: on the CPU, in evaluation mode, each tensor in memory of its own.
+
+        A view would be pickled together with its whole flat buffer, once for each parameter.
+        """
+        for group in self._module_groups:
+            if group.kind == "buffers":
+                reclaim_buffers(self.module, group)
+                rebind_buffers(self.module, {id(view): view.clone() for view in group.views})
+        for parameter in self.module.parameters():
+            parameter.data = parameter.data.clone()
+            parameter.grad = None
+        return self.module.cpu().eval()
+
+    def take_over_state(self) -> None:
+        """Give the optimizer the state that the segments hold of parameters it has not stepped."""
+        self._optimizer_state.take_over()
+
+    def _reclaim_parameters(self) -> None:
+        """Copy back parameters that were given other memory (``parameter.data = ...``)."""
+        for parameter, home in zip(self._trainable, self._homes, strict=True):
+            if parameter.data_ptr() != home.data_ptr():
+                home.copy_(parameter.data)
+                parameter.data = home

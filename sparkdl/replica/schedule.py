@@ -1,0 +1,163 @@
+"""Learning rates that change while training goes on, by torch's own schedulers.
+
+Where a schedule stands follows from where the training stands, and from nothing else: so a worker
+that comes back, or resumes from a checkpoint, takes it to that place step by step, and every worker
+has the same learning rate at the start of an epoch, whatever the number of its rows. To a schedule
+that follows the losses of the epochs before, those of all workers together are part of the place.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from sparkdl.errors import ConfigError
+from sparkdl.protocols import SchedulerBuilder
+
+Unit = Literal["step", "epoch"]
+
+
+class Schedule:
+    """The schedule of one optimizer, which can be taken to any place of the training.
+
+    Args:
+        optimizer: whose hyperparameters it changes.
+        build: makes torch's scheduler; None for hyperparameters that stay.
+        unit: after what it takes a step of its own.
+
+    Raises:
+        ConfigError: what ``build`` makes is no scheduler, or is to follow the losses of epochs by
+            the step.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, build: SchedulerBuilder | None, unit: Unit
+    ) -> None:
+        self._optimizer = optimizer
+        self._build = build
+        self._unit = unit
+        self._initial = copy.deepcopy([_hyperparameters(g) for g in optimizer.param_groups])
+        self._steps = self._lead = 0
+        self._losses: Sequence[float] = ()
+        self._scheduler = None if build is None else _checked(build(optimizer), unit)
+
+    @property
+    def follows_epoch_losses(self) -> bool:
+        """Whether its steps depend on what the epochs before came to."""
+        return isinstance(self._scheduler, ReduceLROnPlateau)
+
+    @property
+    def mode(self) -> str | None:
+        """Of one that follows losses or a metric, whether smaller ones (``min``) are better."""
+        followed = self._scheduler if isinstance(self._scheduler, ReduceLROnPlateau) else None
+        return None if followed is None else followed.mode
+
+    @property
+    def steps(self) -> int:
+        """How many it has taken."""
+        return self._steps
+
+    def lead_to(self, steps: int) -> None:
+        """Go further than the optimizer, and stay ahead: for a strategy whose steps are worth more.
+
+        Args:
+            steps: how many it shall have taken. One by the epoch stays where it is.
+        """
+        if self._scheduler is not None and self._unit == "step":
+            self._lead += steps - self._steps
+            self._go_to(steps)
+
+    def start_at(self, epoch: int, steps: int, losses: Sequence[float] = ()) -> None:
+        """Set the hyperparameters that belong to a place of the training.
+
+        Args:
+            epoch: counted from 1.
+            steps: optimizer steps since the start of the training: in the epochs before, those of
+                the worker with the most rows.
+            losses: of each epoch before, if it follows those.
+        """
+        self._losses = losses
+        self._go_to(steps + self._lead if self._unit == "step" else epoch - 1)
+
+    def stand_at(self, steps: int, *, ahead: int = 0, pace: int = 1) -> None:
+        """Set the hyperparameters that belong to the step where it stands, or to one before that.
+
+        Args:
+            steps: how many it had taken.
+            ahead: by how many these may be more than it has taken.
+            pace: with more than 1 they may be so many times as many, and it stays that far ahead of
+                the optimizer.
+
+        Raises:
+            ValueError: it was not there.
+        """
+        if not isinstance(steps, int) or not 0 <= steps <= self._steps * pace + ahead:
+            raise ValueError(f"a schedule that has taken {self._steps} steps stood at {steps!r}")
+        if pace > 1:
+            self.lead_to(steps)
+        else:
+            self._go_to(steps)
+
+    def after_step(self) -> None:
+        """Take note of an optimizer step."""
+        if self._scheduler is not None and self._unit == "step":
+            self._step()
+
+    def describe(self) -> list[Any] | None:
+        """What tells it from another one, as JSON; None if there is none."""
+        if self._scheduler is None:
+            return None
+        # Other state may be objects, whose text is not the same in every process.
+        numbers = {
+            key: value
+            for key, value in self._scheduler.state_dict().items()
+            if isinstance(value, (int, float, str))
+        }
+        return [type(self._scheduler).__name__, self._unit, numbers]
+
+    def _go_to(self, steps: int) -> None:
+        if self._build is None:
+            return
+        if steps < self._steps:
+            for group, initial in zip(self._optimizer.param_groups, self._initial, strict=True):
+                for key in _hyperparameters(group).keys() - initial.keys():
+                    del group[key]
+                group.update(copy.deepcopy(initial))
+            self._scheduler = self._build(self._optimizer)
+            self._steps = 0
+        with warnings.catch_warnings():
+            # A worker that has no rows, or has just started, may not have stepped its optimizer.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            while self._steps < steps:
+                self._step()
+
+    def _step(self) -> None:
+        assert self._scheduler is not None
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(self._losses[self._steps])
+        else:
+            self._scheduler.step()
+        self._steps += 1
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _checked(scheduler: object, unit: Unit) -> LRScheduler:
+    if isinstance(scheduler, ReduceLROnPlateau) and unit == "step":
+        raise ConfigError(
+            "ReduceLROnPlateau follows the loss of whole epochs, so it cannot take a step after "
+            "each of the optimizer's. Set schedulerEvery='epoch'"
+        )
+    if not isinstance(scheduler, LRScheduler):
+        raise ConfigError(
+            "the scheduler must be a function optimizer -> torch.optim.lr_scheduler.LRScheduler, "
+            f"but it returned a {type(scheduler).__name__}"
+        )
+    return scheduler

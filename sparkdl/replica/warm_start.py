@@ -1,0 +1,110 @@
+"""A training that begins with the values of a model that was trained before.
+
+The initial center is that model: what is trained, and the buffers, travel from there as ever.
+Parameters that require no gradient are never sent, so those go with the function that builds the
+model on each worker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sparkdl.errors import ModelError
+from sparkdl.protocols import ModelBuilder
+
+
+class WarmStart:
+    """The values of a trained model.
+
+    Args:
+        module: the model; what changes in it later has no effect.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._values = {name: each.detach().cpu().clone() for name, each in _tensors(module)}
+
+    def require_fits(self, module: nn.Module) -> None:
+        """Check that a model has tensors of the same names, shapes and dtypes.
+
+        Args:
+            module: as it is built for the training.
+
+        Raises:
+            ModelError: it does not; the message names the first tensor that differs.
+        """
+        wanted = {name: _kind(each) for name, each in _tensors(module)}
+        given = {name: _kind(each) for name, each in self._values.items()}
+        other = [name for name in wanted | given if wanted.get(name) != given.get(name)]
+        if other:
+            first = other[0]
+            raise ModelError(
+                f"warm_start is of another model: '{first}' is {wanted.get(first, 'not there')} in "
+                f"the model to train, and {given.get(first, 'not there')} in warm_start "
+                f"({len(other)} tensors differ). Train the same model; to go on with parts of one, "
+                "give as model a function that loads those into what it builds"
+            )
+
+    def builder(self, build: ModelBuilder, module: nn.Module) -> ModelBuilder:
+        """What builds the model on workers: as before, but for parameters that are never sent.
+
+        Args:
+            build: builds the model.
+            module: what it has built.
+        """
+        frozen = {
+            name: self._values[name]
+            for name, each in module.named_parameters(remove_duplicate=False)
+            if not each.requires_grad
+        }
+        return WithFrozenValues(build, frozen) if frozen else build
+
+    def apply(self, module: nn.Module) -> None:
+        """Overwrite what is sent of a model: what is trained, and the buffers."""
+        with torch.no_grad():
+            for name, each in _tensors(module):
+                if each.requires_grad or not isinstance(each, nn.Parameter):
+                    each.copy_(self._values[name])
+
+    def describe(self) -> str:
+        """What it is, for whoever resumes from a checkpoint."""
+        found = hashlib.sha256()
+        for name, values in self._values.items():
+            found.update(f"{name} {_kind(values)}\n".encode())
+            found.update(values.contiguous().view(-1).view(torch.uint8).numpy().data)
+        numel = sum(values.numel() for values in self._values.values())
+        return f"{numel} values (SHA-256 {found.hexdigest()[:16]})"
+
+
+@dataclass(frozen=True)
+class WithFrozenValues:
+    """Builds a model and overwrites some parameters that require no gradient.
+
+    Attributes:
+        model: builds it.
+        values: by the parameter's name.
+    """
+
+    model: ModelBuilder
+    values: Mapping[str, Tensor]
+
+    def __call__(self) -> nn.Module:
+        """Build it; whoever calls seeds the random numbers."""
+        module = self.model()
+        with torch.no_grad():
+            for name, values in self.values.items():
+                module.get_parameter(name).copy_(values)
+        return module
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

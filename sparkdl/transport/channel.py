@@ -1,0 +1,379 @@
+"""One connection of a service: messages in, messages out, and never a wait.
+
+The conversation on it is a generator: it yields what it needs next, the service goes on with others
+until that is there, and sends it in. So it reads like a thread's program, and costs
+neither a thread nor a lock.
+
+    HEADER              the next message, a header
+    values of a tensor  the next message, its bytes received in place
+    UpTo(values)        the same, but there may be fewer; how many bytes came is sent in
+    PAUSE               whatever ``wake`` is called with; nothing is received meanwhile
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+from sparkdl.errors import TrainingError
+from sparkdl.transport.framing import (
+    HEADER_KIND,
+    PREFIX_BYTES,
+    header_message,
+    read_header,
+    read_prefix,
+)
+from sparkdl.transport.streams import RECORD_BYTES, Stream
+
+IN_PLACE_BYTES = RECORD_BYTES
+"""Values of so many bytes are received where they belong, with the prefix before them."""
+BUDGET_BYTES = 4 << 20
+"""What one worker's messages may amount to before it is the others' turn."""
+FRAMES_AT_ONCE = 64
+
+
+class _Need(Enum):
+    HEADER = "header"
+    PAUSE = "pause"
+
+
+HEADER: Final = _Need.HEADER
+PAUSE: Final = _Need.PAUSE
+
+
+@dataclass(frozen=True, slots=True)
+class UpTo:
+    """Values, for which there is room for at least as many as come.
+
+    Attributes:
+        room: where to.
+    """
+
+    room: memoryview
+
+
+Need = _Need | memoryview | UpTo
+Conversation = Generator[Need, Any, None]
+Frames = list[memoryview]
+"""Bytes of messages, to be sent in turn."""
+
+
+class LeftError(Exception):
+    """The other end is gone."""
+
+
+class Channel:
+    """Messages over a stream.
+
+    Args:
+        stream: owned from here on.
+        staging: where what has arrived is received into, shared by all channels of a service.
+        touched: called when there is something to send, or the conversation goes on.
+
+    Attributes:
+        check: called with each header that arrives, also in the middle of values; may raise.
+    """
+
+    def __init__(
+        self, stream: Stream, staging: memoryview, touched: Callable[[Channel], None]
+    ) -> None:
+        self.stream = stream
+        self._staging = staging
+        self._touched = touched
+        self.check: Callable[[dict[str, Any]], None] | None = None
+        self._conversation: Conversation | None = None
+        self._need: _Need | memoryview = PAUSE
+        # Whether values have to fill their room, and how long the message is if not.
+        self._exact = True
+        self._length = 0
+        self._running = False
+        self._wakes: deque[Any] = deque()
+        # What has arrived and was not asked for yet.
+        self._left = b""
+        self._prefix = bytearray(PREFIX_BYTES)
+        self._prefixed = 0
+        self._header: bytearray | None = None
+        # What of the message's body has yet to come.
+        self._rest = memoryview(b"")
+        self._outgoing: deque[_Outgoing] = deque()
+
+    def begin(self, conversation: Conversation) -> None:
+        """Run a conversation; it is the channel's only one."""
+        self._conversation = conversation
+        self._advance(None)
+
+    def wake(self, value: Any = None) -> None:
+        """Let the conversation go on that has paused, or is about to."""
+        if self._conversation is None:
+            return
+        self._wakes.append(value)
+        if not self._running and self._need is PAUSE:
+            self._advance(self._wakes.popleft())
+        self._touched(self)
+
+    def end_conversation(self) -> None:
+        """Listen to the other end no longer; what it still sends is thrown away."""
+        if self._conversation is not None and not self._running:
+            self._conversation.close()
+        self._conversation = None
+        # A message of which some has arrived belongs to nobody, nor does its memory belong to it.
+        self._rest, self._header, self._left = memoryview(b""), None, b""
+
+    def redirect(self, into: memoryview) -> None:
+        """Receive the values that are on their way elsewhere: their place is needed."""
+        if isinstance(self._need, memoryview):
+            into = into[: len(self._need)]
+            if self._rest and self._header is None:
+                self._rest = into[self._length - len(self._rest) : self._length]
+            self._need = into
+
+    @property
+    def listens(self) -> bool:
+        """Whether what arrives is wanted now."""
+        return self._conversation is None or self._need is not PAUSE
+
+    @property
+    def has_left(self) -> bool:
+        """Whether something wanted has arrived already, of which a selector knows nothing."""
+        return self.listens and bool(self._left)
+
+    def receive(self) -> bool:
+        """Receive what has arrived; returns whether there may be more.
+
+        Raises:
+            LeftError: the other end is gone.
+            TrainingError: it has sent what no worker sends.
+            SparkDLError: as the conversation does.
+        """
+        received = 0
+        while self.listens and received < BUDGET_BYTES:
+            if self._left:
+                octets, self._left = self._left, b""
+                self._take(memoryview(octets))
+                continue
+            buffers = self._room()
+            asked = sum(map(len, buffers))
+            try:
+                count = self.stream.receive(buffers)
+            except OSError as error:
+                raise LeftError(f"the connection broke: {error}") from error
+            if count is None:
+                return False
+            if count == 0:
+                raise LeftError("the other end closed the connection")
+            received += count
+            self._place(count)
+            if count < asked and self.stream.short_is_all:
+                return False
+        return self.listens
+
+    def send_header(self, fields: dict[str, Any]) -> None:
+        """Send a JSON object."""
+        self.send([memoryview(header_message(fields))])
+
+    def send(self, frames: Frames, then: Callable[[], None] | None = None) -> None:
+        """Send messages, as they are.
+
+        Args:
+            frames: their bytes; they must not change before they are sent.
+            then: called when they are.
+        """
+        self._outgoing.append(_Outgoing(frames, then))
+        self._touched(self)
+
+    def flush(self) -> bool:
+        """Send what can be sent now.
+
+        Returns:
+            Whether some of it were values. Of headers that says nothing: the system has room for
+            them, whether the other end takes them or not.
+
+        Raises:
+            LeftError: the other end is gone.
+        """
+        moved = False
+        while self._outgoing:
+            first = self._outgoing[0]
+            if first.left:
+                frames = first.next()
+                try:
+                    sent = self.stream.send(frames)
+                except OSError as error:
+                    raise LeftError(f"the connection broke: {error}") from error
+                if sent is None:
+                    return moved
+                moved = moved or first.has_values
+                first.advance(sent)
+                if self.stream.short_is_all and sent < sum(map(len, frames)):
+                    return moved
+            if not first.left:
+                self._outgoing.popleft()
+                if first.then is not None:
+                    first.then()
+        return moved
+
+    def end_sending(self) -> None:
+        """Let the other end see that nothing follows; it may be gone already."""
+        with contextlib.suppress(OSError):
+            self.stream.end_sending()
+
+    @property
+    def sends(self) -> bool:
+        """Whether something has yet to be sent."""
+        return bool(self._outgoing)
+
+    def close(self) -> None:
+        """Close at once."""
+        self.end_conversation()
+        self._outgoing.clear()
+        self.stream.close()
+
+    def _room(self) -> list[memoryview]:
+        """Where to receive what comes next: values where they belong, all else into the staging."""
+        if self._conversation is None:
+            return [self._staging]
+        if len(self._rest) >= IN_PLACE_BYTES:
+            return [self._rest]
+        if self._rest:
+            return [self._rest, self._staging]
+        if (at_once := self._at_once) is not None:
+            return [memoryview(self._prefix)[self._prefixed :], at_once]
+        return [self._staging]
+
+    def _place(self, count: int) -> None:
+        """Take note of so many bytes that were received into that room."""
+        if self._conversation is None:
+            return
+        if self._rest:
+            in_place = min(count, len(self._rest))
+            self._rest = self._rest[in_place:]
+            if not self._rest:
+                self._end_message()
+            self._take(self._staging[: count - in_place])
+        elif (at_once := self._at_once) is not None:
+            in_prefix = min(count, PREFIX_BYTES - self._prefixed)
+            self._prefixed += in_prefix
+            if self._prefixed < PREFIX_BYTES:
+                return
+            came = at_once[: count - in_prefix]
+            self._begin_message()
+            if self._header is not None:  # it is no values, so what came is not where it belongs
+                self._take(memoryview(bytes(came)))
+                return
+            self._rest = self._rest[len(came) :]
+            if not self._rest:
+                self._end_message()
+        else:
+            self._take(self._staging[:count])
+
+    @property
+    def _at_once(self) -> memoryview | None:
+        """Where values are received together with their prefix, if nothing else can follow them."""
+        need = self._need
+        at_once = self._exact and isinstance(need, memoryview) and len(need) >= IN_PLACE_BYTES
+        return need if at_once and isinstance(need, memoryview) else None
+
+    def _take(self, octets: memoryview) -> None:
+        """Go through what has arrived; what is not wanted yet is kept."""
+        while octets:
+            if self._conversation is None:
+                return
+            if not self.listens:
+                self._left = bytes(octets)
+                return
+            if self._rest:
+                count = min(len(octets), len(self._rest))
+                self._rest[:count] = octets[:count]
+                self._rest = self._rest[count:]
+                octets = octets[count:]
+            else:
+                count = min(len(octets), PREFIX_BYTES - self._prefixed)
+                self._prefix[self._prefixed : self._prefixed + count] = octets[:count]
+                self._prefixed += count
+                octets = octets[count:]
+                if self._prefixed < PREFIX_BYTES:
+                    return
+                self._begin_message()
+            if not self._rest:
+                self._end_message()
+
+    def _begin_message(self) -> None:
+        kind, length = read_prefix(self._prefix)
+        self._prefixed = 0
+        if kind == HEADER_KIND:
+            self._header = bytearray(length)
+            self._rest = memoryview(self._header)
+            return
+        if not isinstance(self._need, memoryview):
+            raise TrainingError("values arrived where a header was due")
+        if length > len(self._need) or (self._exact and length < len(self._need)):
+            most = "" if self._exact else "at most "
+            raise TrainingError(
+                f"{length} bytes of values arrived where {most}{len(self._need)} belong; both ends "
+                "must train the same model"
+            )
+        self._length = length
+        self._rest = self._need[:length]
+
+    def _end_message(self) -> None:
+        if self._header is None:
+            self._advance(None if self._exact else self._length)
+            return
+        header, self._header = read_header(self._header), None
+        if self.check is not None:
+            self.check(header)
+        if self._need is not HEADER:
+            raise TrainingError(f"a header arrived in the middle of values: {header}")
+        self._advance(header)
+
+    def _advance(self, value: Any) -> None:
+        conversation = self._conversation
+        assert conversation is not None
+        self._running = True
+        try:
+            self._want(conversation.send(value))
+            while self._need is PAUSE and self._wakes and self._conversation is not None:
+                self._want(conversation.send(self._wakes.popleft()))
+        except StopIteration:
+            self._conversation = None
+        finally:
+            self._running = False
+
+    def _want(self, need: Need) -> None:
+        self._exact = not isinstance(need, UpTo)
+        self._need = need.room if isinstance(need, UpTo) else need
+
+
+class _Outgoing:
+    """Frames on their way."""
+
+    def __init__(self, frames: Frames, then: Callable[[], None] | None) -> None:
+        self.then = then
+        self._frames = frames
+        self._at = 0
+        self._sent = 0
+
+    @property
+    def left(self) -> bool:
+        return self._at < len(self._frames)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether these are not the one frame of a header."""
+        return len(self._frames) > 1
+
+    def next(self) -> Frames:
+        frames = self._frames[self._at : self._at + FRAMES_AT_ONCE]
+        if self._sent:
+            frames[0] = frames[0][self._sent :]
+        return frames
+
+    def advance(self, count: int) -> None:
+        self._sent += count
+        while self._at < len(self._frames) and self._sent >= len(self._frames[self._at]):
+            self._sent -= len(self._frames[self._at])
+            self._at += 1

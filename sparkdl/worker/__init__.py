@@ -1,0 +1,7 @@
+"""One worker of a fit: what it is told, the loop in which it trains, how it meets the others."""
+
+from sparkdl.worker.entry import train
+from sparkdl.worker.failures import report_failure
+from sparkdl.worker.job import Job, Placement
+
+__all__ = ["Job", "Placement", "report_failure", "train"]

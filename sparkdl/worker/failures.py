@@ -1,0 +1,92 @@
+"""What the driver is told of an error on a worker: where it was, the traceback, what to do."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from sparkdl.averager.headers import failure_header
+from sparkdl.averager.worker_channel import WorkerChannel
+from sparkdl.errors import (
+    DeadlineError,
+    DisconnectedError,
+    NonFiniteError,
+    StoppedError,
+    TrainingError,
+    WorkerError,
+)
+from sparkdl.strategies.base import Run
+from sparkdl.transport.address import ServiceAddress
+from sparkdl.transport.connecting import reach
+from sparkdl.user_code.missing_modules import advice
+from sparkdl.user_code.tracebacks import traceback_of
+
+logger = logging.getLogger(__name__)
+
+START_FAILURE_S = 60.0
+"""Seconds for which who could not start tries to reach the averager, and waits for its answers."""
+
+
+def report_failure(address: ServiceAddress, rank: int, error: Exception) -> None:
+    """End the run from a worker that could not even start.
+
+    Args:
+        address: the driver's averager.
+        rank: the worker's rank.
+        error: why it could not start.
+
+    Raises:
+        DisconnectedError: the averager cannot be reached; ``error`` is its cause.
+    """
+    failure = failure_header(as_worker_error(error, rank, None))
+    try:
+        channel = reach(lambda: WorkerChannel(address, rank, START_FAILURE_S), START_FAILURE_S)
+        try:
+            channel.send_last(failure)
+        finally:
+            channel.close()
+    except DisconnectedError as unreachable:
+        raise unreachable from error
+    except (StoppedError, DeadlineError) as answer:
+        logger.info("rank %d leaves: %s", rank, answer)
+
+
+def as_worker_error(error: Exception, rank: int, run: Run | None) -> WorkerError:
+    """Say where the error happened, with the worker's own traceback."""
+    if isinstance(error, NonFiniteError):
+        return error
+    epoch, step = _when(run)
+    where = where_of(rank, run)
+    own = isinstance(error, TrainingError)
+    text = "" if own else traceback_of(error)
+    message = f"{where}: {error}" if own else f"{where}: {type(error).__name__}: {error}"
+    if not own:
+        message += f"{_advice(error)}\n\n{text}"
+    return WorkerError(message, rank=rank, epoch=epoch, step=step, worker_traceback=text)
+
+
+def where_of(rank: int, run: Run | None) -> str:
+    """A worker and how far it has come, in words."""
+    epoch, step = _when(run)
+    return f"rank {rank}, epoch {epoch}, step {step}"
+
+
+def _when(run: Run | None) -> tuple[int, int]:
+    return (run.epoch, run.step) if run is not None else (0, 0)
+
+
+def _advice(error: Exception) -> str:
+    """What to do about an error for want of memory or of a module; empty for others."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"\n{advice(error)}"
+    if isinstance(error, torch.OutOfMemoryError):
+        return "\nThe GPU's memory is full: lower batchSize, or set precision='bf16'"
+    # torch's allocator on CPUs has no error of its own.
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return (
+            "\nThe worker ran out of memory: raise spark.executor.memoryOverhead (and "
+            "spark.executor.pyspark.memory where that is set, for it is the limit), or lower "
+            "batchSize or memoryBudget"
+        )
+    return ""

@@ -1,0 +1,120 @@
+"""What workers are told: the job, the same for all, and where each of them runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sparkdl.collective import Network
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.feed import FeedOptions
+from sparkdl.metrics import Metrics
+from sparkdl.process.torch_settings import TorchSettings
+from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder, SchedulerBuilder
+from sparkdl.replica import Precision
+from sparkdl.replica.schedule import Unit
+from sparkdl.strategies.base import Strategy
+from sparkdl.worker_callback import WorkerCallback
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every worker of one fit is told; the same for all."""
+
+    model: ModelBuilder
+    """Builds the module; called under ``seed`` on every worker."""
+    loss: LossFunction
+    optimizer: OptimizerBuilder
+    strategy: Strategy[Any]
+    schema: FeedSchema
+    epochs: int
+    batch_size: int
+    """Rows a minibatch, on each worker."""
+    seed: int
+    deadline_s: float
+    """The longest that anything is waited for, in seconds."""
+    max_failures: int = 0
+    """How often workers may be lost in all; 0 to end the run at the first loss."""
+    min_workers: int = 1
+    """With how many workers rounds go on while others are lost."""
+    clip_norm: float | None = None
+    """The largest norm of all gradients together; None for no limit."""
+    precision: Precision = "float32"
+    """In which forward and loss are computed."""
+    scheduler: SchedulerBuilder | None = None
+    """Builds the schedule of the learning rate; None for none."""
+    scheduler_every: Unit = "epoch"
+    """After what the schedule takes a step."""
+    features_as_kwargs: bool = False
+    """Whether features by name are the model's arguments by those names, not one dict."""
+    feed: FeedOptions = field(default_factory=FeedOptions)
+    """How the rows are fed."""
+    callbacks: tuple[WorkerCallback, ...] = ()
+    """Called on the workers around each step."""
+    metrics: Metrics | None = None
+    """Measured on the held-out rows after each epoch; needs ``schema.validation``."""
+    scheduler_metric: str | None = None
+    """The metric that a schedule follows which follows epochs; None for the loss."""
+    tls: bool = False
+    """Whether the connections of workers to the driver and to each other are encrypted."""
+    settings: TorchSettings = field(default_factory=TorchSettings.here)
+    """torch's on every worker: those of the process that makes the job."""
+
+    @property
+    def survivable_losses(self) -> int:
+        """How often workers may be lost and come back.
+
+        Never if all have to run at once, nor if what a lost worker had came from others who do not
+        have it any more.
+        """
+        feed = self.feed
+        given_away = feed.reshuffle_every or (feed.exchange_rows and not feed.keep_exchanged)
+        alone = self.strategy.needs.resumes_alone and not given_away
+        return self.max_failures if alone else 0
+
+    @property
+    def resubmissions(self) -> int:
+        """How often all workers may be restarted, from the last center, because one was lost.
+
+        Never if one that is lost can come back alone, nor if workers keep what no center holds.
+        """
+        alone = self.survivable_losses or not self.strategy.needs.checkpointable
+        return 0 if alone else self.max_failures
+
+    def steps_before(self, epoch: int, shard_rows: Sequence[int]) -> int:
+        """Optimizer steps of the worker with the most rows in all epochs before one.
+
+        Args:
+            epoch: counted from 1.
+            shard_rows: rows of each worker as they were read.
+        """
+        as_read = int(min(epoch - 1, self.feed.epochs_as_read))
+        evenly = math.ceil(sum(shard_rows) / len(shard_rows))
+        return as_read * self._steps(max(shard_rows)) + (epoch - 1 - as_read) * self._steps(evenly)
+
+    def _steps(self, rows: int) -> int:
+        if self.feed.drop_last:
+            rows -= rows % self.batch_size
+        return math.ceil(rows / (self.batch_size * self.strategy.needs.minibatches_a_step))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What one worker is told about where it runs."""
+
+    rank: int
+    device: str = "cpu"
+    """A torch device, for example ``cpu`` or ``cuda:0``."""
+    threads: int = 1
+    """torch's threads; Spark's cores per task."""
+    directory: Path
+    """Where the partition store may write."""
+    attempt: int = 0
+    """Of Spark's task; a later attempt takes the place of an earlier."""
+    task: int | None = None
+    """The number of Spark's task, if several workers may share it."""
+    network: Network = field(default_factory=Network)
+    """How it reaches the other workers."""

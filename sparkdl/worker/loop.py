@@ -1,0 +1,262 @@
+"""The loop of one worker: feed x replica x strategy.
+
+The algorithm, as a textbook has it:
+
+    read the worker's rows, once; or begin the first epoch with those that are there
+    replica <- initial center
+    for each epoch:
+        if it is time to, the workers exchange their rows
+        the strategy steps on each minibatch of the worker's rows and makes the replicas agree
+        the loss on held-out rows, if there are any, which the first time the workers exchange
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+from torch import Tensor
+
+from sparkdl.averager.client import AveragerClient
+from sparkdl.averager.progress import Position
+from sparkdl.checkpoint.worker_state import unpack_worker_state
+from sparkdl.errors import DisconnectedError, TrainingError
+from sparkdl.events import ValidationReport
+from sparkdl.feed.feed import Feed
+from sparkdl.feed.statistics import ShardStatistics
+from sparkdl.phases import COMPUTE, DECODE, READ
+from sparkdl.process.randomness import seed_worker
+from sparkdl.protocols import Batch, Targets
+from sparkdl.strategies.base import Run
+from sparkdl.strategies.on_worker import OnWorker
+from sparkdl.worker.job import Job, Placement
+from sparkdl.worker.neighbours import Neighbours
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingLoop:
+    """Trains one replica from the center that the averager holds to the end of the last epoch.
+
+    Args:
+        job: what to train.
+        placement: where this worker runs.
+        run: this worker's replica and how far it has come.
+        strategy: the job's, on this worker.
+        averager: joined.
+        neighbours: the other workers.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        placement: Placement,
+        run: Run,
+        strategy: OnWorker[Any],
+        averager: AveragerClient,
+        neighbours: Neighbours,
+    ) -> None:
+        self._job = job
+        self._run = run
+        self._replica = run.replica
+        self._strategy = strategy
+        self._averager = averager
+        self._neighbours = neighbours
+        self._feed = Feed(
+            job.schema,
+            batch_size=job.batch_size,
+            seed=job.seed,
+            rank=placement.rank,
+            directory=placement.directory,
+            device=placement.device,
+            options=job.feed,
+        )
+
+    def train(self, batches: Iterable[pa.RecordBatch]) -> None:
+        """Read the rows, take the center and train; again from there after a lost connection.
+
+        Args:
+            batches: the worker's rows, once.
+        """
+        job, run, averager = self._job, self._run, self._averager
+        self._replica.module.train()
+        with self._feed, self._neighbours.met():
+            run.peers = self._neighbours.peers
+            shard = self._read(batches)
+            run.batch_size = job.batch_size
+            # Replicas start equal but must not draw equal dropout masks.
+            seed_worker(job.seed + 1 + run.rank)
+            while True:
+                try:
+                    position = self._take_center(shard)
+                    if position is None:
+                        shard = self._read_rest()
+                        continue
+                    self._feed.scale_weights(averager.mean_weight)
+                    if averager.epoch_ended:
+                        # All may have been interrupted before they had reported it.
+                        self._report_validation(position.epoch - 1)
+                    with self._neighbours.collective(run.clock) as run.collective:
+                        self._train_from(position)
+                    deals_held_out = self._neighbours.held_out_exchange is not None
+                    if job.metrics is not None or deals_held_out:
+                        # Until metrics are computed this worker may have to count again; and
+                        # others may still fetch their rows to validate with, or fetch them again.
+                        averager.epoch_losses(job.epochs)
+                    averager.finish()
+                    return
+                except DisconnectedError as error:
+                    if not job.survivable_losses:
+                        raise
+                    logger.warning("rank %d connects again: %s", run.rank, error)
+                    averager.reconnect()
+                    shard = self._read_rest()
+
+    def _train_from(self, position: Position) -> None:
+        """Train from a position to the end of the last epoch."""
+        run, job, feed = self._run, self._job, self._feed
+        run.start_at(position)
+        if position.epoch <= job.epochs:
+            # The rows that this worker had then come from every exchange before.
+            for earlier in range(1, position.epoch + 1):
+                self._exchange_rows_before(earlier)
+        run.rows = feed.used_rows
+        run.world_size = len(self._averager.shard_rows)
+        with self._strategy.started(run) as state:
+            for epoch in range(position.epoch, job.epochs + 1):
+                first_step = position.step_of_epoch if epoch == position.epoch else 0
+                run.start_epoch(epoch, first_step)
+                if self._averager.asks_leave:
+                    self._averager.epoch_losses(epoch - 1)
+                self._start_schedule(epoch, first_step)
+                if epoch > position.epoch and self._exchange_rows_before(epoch):
+                    run.rows = feed.used_rows
+                    job.strategy.rows_changed(run, state)
+                minibatches = self._minibatches(epoch, first_step)
+                with run.clock.phase(COMPUTE):
+                    job.strategy.train_epoch(run, state, minibatches)
+                self._require_closed(epoch)
+                if job.feed.streams(epoch):
+                    self._averager.ask_for_rows()
+                self._report_validation(epoch)
+
+    def _read(self, batches: Iterable[pa.RecordBatch]) -> ShardStatistics:
+        """Read what the first epoch begins with."""
+        clock, report = self._run.clock, self._averager.report_reading
+        if self._job.feed.stream_first_epoch:
+            # Another thread takes what arrives, and the clock is this one's.
+            with clock.phase(READ):
+                return self._feed.read_first(batches, report)
+        with clock.phase(DECODE):
+            return self._feed.read_first(clock.each(READ, batches), report)
+
+    def _read_rest(self) -> ShardStatistics:
+        with self._run.clock.phase(READ):
+            return self._feed.read_rest()
+
+    def _exchange_rows_before(self, epoch: int) -> bool:
+        """Exchange rows with the other workers if that is due; returns whether it was."""
+        exchange = self._neighbours.exchange
+        if exchange is None or not self._job.feed.reshuffles(epoch):
+            return False
+        with self._run.clock.phase(READ):
+            self._feed.reshuffle(epoch, exchange)
+        return True
+
+    def _minibatches(self, epoch: int, first_step: int) -> Iterable[Batch]:
+        if not self._feed.complete:
+            return self._run.clock.each(READ, self._feed.arriving(self._averager.show_rows))
+        first = first_step * self._job.strategy.needs.minibatches_a_step
+        return self._run.clock.each(DECODE, self._feed.epoch(epoch, first_step=first))
+
+    def _require_closed(self, epoch: int) -> None:
+        if self._averager.closed_epoch != epoch:
+            raise TrainingError(
+                f"{type(self._job.strategy).__name__} has ended the epoch without exchanging a "
+                "window with last=True, for which the other workers would wait for ever"
+            )
+
+    def _take_center(self, shard: ShardStatistics) -> Position | None:
+        """Make the replica equal to the center, and with a checkpoint to the worker of that time.
+
+        Returns where it goes on; None if the rest of the rows has to be read first.
+        """
+        replica, averager, needs = self._replica, self._averager, self._job.strategy.needs
+        server = self._neighbours.row_server
+        position = averager.start(
+            shard,
+            replica.segments(with_optimizer=False),
+            replica.layout(with_optimizer=False),
+            None if server is None else server.address,
+        )
+        if position is None:
+            return None
+        whole = needs.exchanges_optimizer_state
+        octets = b""
+        if averager.resumes:
+            octets = averager.resume(replica.segments(with_optimizer=whole))
+        else:
+            # An optimizer may remember with what values it was built. If the worker has connected
+            # again, its steps before that belong to no commit.
+            replica.rebuild_optimizer()
+            if whole:
+                replica.count_optimizer_state()
+        # What the last epoch came to is known when all have validated; until then the schedule
+        # stands before it.
+        not_known = replica.schedule.follows_epoch_losses and averager.epoch_ended
+        self._start_schedule(position.epoch - not_known, position.step_of_epoch)
+        self._strategy.restored = {}
+        if octets:
+            # Where an epoch has ended, the schedule goes on from there when the next one starts.
+            self._strategy.restored = unpack_worker_state(
+                octets,
+                replica.optimizer,
+                replica.device,
+                partial(
+                    replica.schedule.stand_at,
+                    ahead=needs.steps_ahead,
+                    pace=len(averager.shard_rows) if needs.leads_schedule else 1,
+                ),
+            )
+        return position
+
+    def _start_schedule(self, epoch: int, step_of_epoch: int) -> None:
+        schedule, averager = self._replica.schedule, self._averager
+        losses = averager.epoch_losses(epoch - 1) if schedule.follows_epoch_losses else ()
+        before = self._job.steps_before(epoch, averager.shard_rows)
+        schedule.start_at(epoch, before + step_of_epoch, losses)
+
+    def _report_validation(self, epoch: int) -> None:
+        """Tell the driver the loss on this worker's held-out rows, and what metrics count there."""
+        if self._job.schema.validation is None:
+            return
+        if self._neighbours.held_out_exchange is not None:
+            with self._run.clock.phase(READ):
+                self._feed.deal_held_out(self._neighbours.held_out_exchange)
+        if self._job.metrics is None:
+            self._averager.report_validation(_validate(self._run, self._feed, epoch))
+            return
+        counted = self._job.metrics.begin(self._replica.device)
+        report = _validate(self._run, self._feed, epoch, counted.update)
+        self._averager.report_validation(report, counted.states())
+
+
+def _validate(
+    run: Run,
+    feed: Feed,
+    epoch: int,
+    watch: Callable[[Any, Targets, Tensor | None], None] | None = None,
+) -> ValidationReport:
+    with run.clock.phase(COMPUTE):
+        held_out = run.clock.each(DECODE, feed.held_out())
+        loss_sum, weight = run.replica.evaluate(held_out, watch)
+    return ValidationReport(
+        rank=run.rank,
+        epoch=epoch,
+        examples=feed.held_out_rows,
+        loss_sum=loss_sum,
+        weight=weight,
+    )

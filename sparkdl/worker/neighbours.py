@@ -1,0 +1,124 @@
+"""How a worker meets the others: a process group, rows to exchange, visits from one to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from sparkdl.averager.client import AveragerClient
+from sparkdl.collective import Collective, join_collective
+from sparkdl.collective.network import local_address
+from sparkdl.collective.peers import PeerAwayError, Peers, Visitors
+from sparkdl.errors import DisconnectedError, StoppedError
+from sparkdl.phases import PhaseClock
+from sparkdl.reshuffle import RowExchange, RowServer
+from sparkdl.reshuffle.exchange import Everyone, Peer
+from sparkdl.transport.connecting import introduced
+from sparkdl.transport.connection import Connection
+from sparkdl.worker.job import Job, Placement
+
+
+class Neighbours:
+    """The other workers of a run, as far as the job has any use for them.
+
+    Args:
+        job: what is trained.
+        placement: where this worker runs.
+        averager: knows where the others are.
+        token: with which workers prove to each other that they belong to the run.
+
+    Attributes:
+        row_server: where others fetch this worker's rows and visit it; None if they never do.
+        exchange: with which it exchanges rows to train on; None if it never does.
+        held_out_exchange: with which it exchanges those to validate with; None if it never does.
+        peers: the others, for a strategy that visits them; None for one that does not.
+    """
+
+    def __init__(
+        self, job: Job, placement: Placement, averager: AveragerClient, token: str
+    ) -> None:
+        self._job = job
+        self._placement = placement
+        self._averager = averager
+        self._token = token
+        self.row_server: RowServer | None = None
+        self.exchange: RowExchange | None = None
+        self.held_out_exchange: RowExchange | None = None
+        self.peers: Peers | None = None
+
+    @contextmanager
+    def met(self) -> Iterator[None]:
+        """Let the others fetch rows from this worker and visit it for a while, if they ever do."""
+        job, visitors = self._job, Visitors()
+        exchanges_rows = job.feed.exchange_rows or bool(job.feed.reshuffle_every)
+        if job.strategy.needs.peers:
+            self.peers = Peers(self._placement.rank, self._reach, visitors)
+        elif not exchanges_rows:
+            yield
+            return
+        visit = visitors.serve if job.strategy.needs.peers else None
+        address = local_address(self._placement.network)
+        with RowServer(address, self._token, job.deadline_s, tls=job.tls, visit=visit) as server:
+            self.row_server = server
+            if exchanges_rows:
+                self.exchange = self._row_exchange(server, self._everyone)
+            if job.feed.exchange_rows and job.schema.validation is not None:
+                self.held_out_exchange = self._row_exchange(server, self._everyone_held_out)
+            yield
+
+    def collective(self, clock: PhaseClock) -> AbstractContextManager[Collective | None]:
+        """The group of all workers while they train; None if the strategy needs none.
+
+        Args:
+            clock: told of the time that its operations take.
+        """
+        if not self._job.strategy.needs.collective:
+            return nullcontext()
+        return join_collective(
+            self._placement.rank,
+            self._averager.gather,
+            device=self._placement.device,
+            deadline_s=self._job.deadline_s,
+            network=self._placement.network,
+            clock=clock,
+        )
+
+    def _row_exchange(self, server: RowServer, everyone: Callable[[], Everyone]) -> RowExchange:
+        job, averager = self._job, self._averager
+        return RowExchange(
+            rank=self._placement.rank,
+            server=server,
+            token=self._token,
+            everyone=everyone,
+            specs=job.schema.stored,
+            seed=job.seed,
+            deadline_s=job.deadline_s,
+            survives=job.survivable_losses > 0,
+            on_rows=averager.report_reading,
+            tls=job.tls,
+        )
+
+    def _everyone(self) -> Everyone:
+        self._averager.ask_for_rows()
+        return Everyone(self._averager.shard_rows, self._averager.row_servers)
+
+    def _everyone_held_out(self) -> Everyone:
+        self._averager.ask_for_rows()
+        return Everyone(self._averager.held_out_rows, self._averager.row_servers)
+
+    def _reach(self, rank: int, silence_s: float) -> Connection:
+        """Connect to another worker where it is now."""
+        self._averager.ask_for_rows()
+        peer = Peer.of(rank, self._averager.row_servers, encrypted=self._job.tls)
+        address = (peer.host, peer.port)
+        try:
+            return introduced(
+                self._placement.rank,
+                f"rank {rank}",
+                address,
+                self._token,
+                peer.fingerprint,
+                silence_s,
+            )
+        except (DisconnectedError, StoppedError) as error:  # another job may listen there by now
+            raise PeerAwayError(str(error)) from error

@@ -1,0 +1,294 @@
+"""Checkpoints: behind which commit, whose worker states are in them, and who waits for them."""
+
+from __future__ import annotations
+
+import pytest
+from decisions import Every, Run, only, shard, started
+
+from sparkdl.averager import decisions as do
+from sparkdl.averager import events as on
+from sparkdl.errors import DeadlineError, PreemptedError, TrainingError
+
+
+def asked(decisions: list[do.Decision]) -> list[int]:
+    """Whose own states a checkpoint asks for, after a reply or at once."""
+    replies = [reply.member.rank for reply in only(do.Reply, decisions) if reply.worker_state]
+    return sorted(replies + [ask.member.rank for ask in only(do.AskWorkerState, decisions)])
+
+
+def write_worker_states(run: Run, *ranks: int) -> list[do.Decision]:
+    decisions: list[do.Decision] = []
+    for rank in ranks:
+        decisions += run.tell(on.WorkerStateWritten(run.members[rank]))
+    return decisions
+
+
+def written(run: Run) -> list[do.Decision]:
+    return run.tell(on.CheckpointWritten())
+
+
+def test_without_a_schedule_there_is_none() -> None:
+    decisions = started(2).round(last=True)
+    assert asked(decisions) == only(do.BeginCheckpoint, decisions) == []
+
+
+def test_it_asks_all_who_have_contributed_to_its_commit() -> None:
+    run = started(2, checkpoints=Every(2))
+    assert asked(run.round(step=1)) == []
+    decisions = run.round(step=2)
+    assert asked(decisions) == [0, 1]
+    (begun,) = only(do.BeginCheckpoint, decisions)
+    assert [position.step for position in begun.progress.positions] == [2, 2]
+    assert begun.progress.rounds == 2
+    assert begun.data == run.coordinator.shards.statistics
+
+
+def test_the_center_is_copied_after_the_commit_and_before_anybody_goes_on() -> None:
+    run = started(1, checkpoints=Every(1))
+    kinds = [type(decision) for decision in run.contribute(0)]
+    assert kinds[-4:] == [do.Commit, do.Report, do.BeginCheckpoint, do.Reply]
+
+
+def test_statistics_about_rows_of_which_more_arrive_say_so() -> None:
+    run = Run(1, checkpoints=Every(1))
+    run.join(0)
+    run.read(0, shard(3, complete=False))
+    run.start()
+    run.take()
+    (begun,) = only(do.BeginCheckpoint, run.contribute(0))
+    assert not begun.data.complete
+
+
+def test_it_is_written_once_every_worker_state_has_come() -> None:
+    run = started(2, checkpoints=Every(1))
+    run.round()
+    assert write_worker_states(run, 1) == []
+    assert write_worker_states(run, 0) == [do.WriteCheckpoint()]
+    assert write_worker_states(run, 0, 1) == []
+
+
+def test_who_waits_for_the_epochs_end_is_asked_at_once() -> None:
+    run = started(3, checkpoints=Every(2))
+    run.contribute(0)
+    run.contribute(1, last=True)
+    run.contribute(2)
+    run.take(0, 2)
+    run.contribute(0)
+    decisions = run.contribute(2, last=True)
+    assert only(do.AskWorkerState, decisions) == [
+        do.AskWorkerState(run.members[1]),
+        do.AskWorkerState(run.members[2]),
+    ]
+    replies = only(do.Reply, decisions)
+    assert [(reply.member.rank, reply.worker_state) for reply in replies] == [(0, True)]
+
+
+def test_at_the_end_of_an_epoch_everyone_is_asked_with_the_final_center() -> None:
+    run = started(2, checkpoints=Every(epochs=True))
+    run.contribute(0, last=True)
+    run.contribute(1)
+    run.take(1)
+    decisions = run.contribute(1, last=True)
+    assert only(do.Reply, decisions) == [
+        do.Reply(run.members[rank], final=True, values=True, worker_state=True) for rank in (0, 1)
+    ]
+    assert only(do.AskWorkerState, decisions) == []
+    (begun,) = only(do.BeginCheckpoint, decisions)
+    assert (begun.progress.epoch, len(begun.progress.history)) == (2, 1)
+
+
+def test_nobody_is_asked_twice_for_one_checkpoint() -> None:
+    run = started(2, checkpoints=Every(1))
+    run.contribute(0, last=True)
+    assert asked(run.contribute(1)) == [0, 1]
+    run.take(1)
+    # The next round has to wait for the checkpoint, and asks for the next one.
+    assert run.close(1) == []
+    assert write_worker_states(run, 0, 1) == [do.WriteCheckpoint()]
+    assert written(run) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
+    assert asked(run.add(1)) == [0, 1]
+
+
+def test_rounds_in_between_ask_nobody() -> None:
+    run = started(2, checkpoints=Every(3))
+    for number in range(1, 7):
+        decisions = run.round()
+        assert asked(decisions) == ([0, 1] if number == 3 else [])
+        assert len(only(do.Commit, decisions)) == (number < 6)
+
+
+def test_who_has_come_back_is_not_asked_for_a_commit_that_is_not_its_own() -> None:
+    run = started(3, max_failures=1, checkpoints=Every(1))
+    run.lose(0)
+    run.contribute(1)
+    run.come_back(0)
+    decisions = run.contribute(2)
+    assert asked(decisions) == [1, 2]
+    assert decisions[-1] == do.Welcome(run.members[0])
+    assert write_worker_states(run, 1, 2) == [do.WriteCheckpoint()]
+
+
+def test_who_has_come_back_is_not_asked_in_the_name_of_who_was_lost() -> None:
+    run = started(2, max_failures=1, checkpoints=Every(1))
+    run.contribute(0)
+    run.lose(0)
+    decisions = run.contribute(1)
+    assert asked(decisions) == [1]
+    run.come_back(0)
+    assert write_worker_states(run, 1) == [do.WriteCheckpoint()]
+
+
+def test_it_does_without_the_worker_state_of_who_is_lost() -> None:
+    run = started(2, max_failures=1, checkpoints=Every(1))
+    run.round()
+    write_worker_states(run, 0)
+    assert run.lose(1) == [do.Drop(run.members[1]), do.WriteCheckpoint()]
+
+
+def test_it_needs_no_worker_state_if_all_are_lost_that_have_contributed() -> None:
+    run = started(2, max_failures=2, checkpoints=Every(1))
+    run.contribute(0)
+    run.lose(0)
+    run.lose(1)
+    decisions = run.come_back(0)
+    kinds = [do.Commit, do.Report, do.BeginCheckpoint, do.WriteCheckpoint, do.Welcome]
+    assert [type(decision) for decision in decisions] == kinds
+
+
+class TestWaiting:
+    """A round behind which a checkpoint is due waits for the one that is being written."""
+
+    def test_a_last_window_waits(self) -> None:
+        run = started(2, checkpoints=Every(2))
+        run.round()
+        run.round()
+        assert run.close(0)[-1] == do.Receive(run.members[0], 1)
+        assert run.close(1, last=True) == []
+        write_worker_states(run, 0, 1)
+        assert written(run) == [do.Receive(run.members[1], 1)]
+
+    def test_rounds_go_on_until_the_next_is_due(self) -> None:
+        run = started(1, checkpoints=Every(3))
+        for _ in range(3):
+            run.round()
+        assert len(only(do.Commit, run.round() + run.round())) == 2
+        assert run.close(0) == []
+        write_worker_states(run, 0)
+        assert written(run) == [do.OpenSum((0,)), do.Receive(run.members[0], 1)]
+
+    def test_whoever_finishes_leaves_once_it_is_written(self) -> None:
+        run = started(2, checkpoints=Every(epochs=True))
+        run.round(last=True)
+        write_worker_states(run, 0, 1)
+        assert run.finish(1) == run.finish(0) == []
+        assert written(run) == [
+            do.Dismiss(run.members[1]),
+            do.Dismiss(run.members[0]),
+            do.End(None),
+        ]
+
+    def test_whose_connection_breaks_meanwhile_has_finished_all_the_same(self) -> None:
+        run = started(1, checkpoints=Every(epochs=True))
+        run.round(last=True)
+        write_worker_states(run, 0)
+        run.finish(0)
+        assert run.lose(0) == []
+        (refused,) = only(do.Refuse, run.join(0, attempt=1))
+        assert "has finished its last epoch already" in refused.reason
+        assert written(run)[-1] == do.End(None)
+
+    def test_whoever_waits_to_leave_is_not_late(self) -> None:
+        run = started(2, max_failures=1, deadline_s=100, checkpoints=Every(epochs=True))
+        run.wait(1)
+        run.round(last=True)
+        write_worker_states(run, 0, 1)
+        run.finish(0)
+        run.finish(1)
+        assert only(do.Drop, run.wait(90)) == []
+        assert run.coordinator.members.dropped == []
+        assert run.coordinator.members.patience_s(0) == 15.0
+
+    def test_whose_window_waited_is_not_late_afterwards(self) -> None:
+        run = started(1, deadline_s=10, checkpoints=Every(1))
+        run.round()
+        write_worker_states(run, 0)
+        run.close(0)
+        run.wait(9)
+        written(run)
+        assert only(do.End, run.wait(9)) == []
+        assert only(do.End, run.wait(1)) == [do.End(run.failure)]
+
+
+class TestSilence:
+    """How long a checkpoint may take, and who is named."""
+
+    def fails(self, run: Run, seconds: float, words: str) -> None:
+        assert only(do.End, run.wait(seconds)) == [do.End(run.failure)]
+        with pytest.raises(DeadlineError, match=words):
+            raise run.failure or AssertionError("the run goes on")
+
+    def test_who_does_not_send_its_worker_state_is_named(self) -> None:
+        run = started(2, deadline_s=10, checkpoints=Every(epochs=True))
+        run.round(last=True)
+        write_worker_states(run, 0)
+        words = "rank 1 on host-1 did not send its own state for the checkpoint before epoch 2"
+        self.fails(run, 10, words)
+
+    def test_storage_that_is_gone_ends_the_run(self) -> None:
+        run = started(1, deadline_s=10, checkpoints=Every(1))
+        run.round()
+        write_worker_states(run, 0)
+        run.close(0)
+        assert only(do.End, run.wait(10)) == []
+        self.fails(run, 1, "the checkpoint of epoch 1 was not written within 10 s.*checkpointPath")
+
+    def test_a_pause_of_the_driver_gives_it_its_time_anew(self) -> None:
+        run = started(1, deadline_s=10, checkpoints=Every(1))
+        run.round()
+        write_worker_states(run, 0)
+        run.close(0)
+        run.now += 3600
+        assert only(do.End, run.wait(10)) == []
+
+
+class TestPreemption:
+    """A run that is told to end does so once a commit has become a checkpoint."""
+
+    def test_it_ends_behind_the_next_commit(self) -> None:
+        run = started(1, checkpoints=Every(100))
+        reason = PreemptedError("the cluster shuts down")
+        run.tell(on.Preempted(reason))
+        assert asked(run.round()) == [0]
+        assert write_worker_states(run, 0) == [do.WriteCheckpoint()]
+        assert run.close(0) == []
+        assert written(run) == [do.End(reason)]
+
+    def test_a_checkpoint_that_was_being_written_is_not_the_last(self) -> None:
+        run = started(1, checkpoints=Every(100))
+        run.tell(on.Preempted(PreemptedError("first")))
+        run.round()
+        run.tell(on.Preempted(reason := PreemptedError("second")))
+        write_worker_states(run, 0)
+        assert run.close(0) == []
+        assert written(run) == [do.OpenSum((0,)), do.Receive(run.members[0], 1)]
+        assert asked(run.add(0)) == [0]
+        write_worker_states(run, 0)
+        assert written(run) == [do.End(reason)]
+
+    def test_whatever_ends_it_earlier_it_was_told_to_end(self) -> None:
+        run = started(1, checkpoints=Every(100))
+        reason = PreemptedError("the cluster shuts down")
+        run.tell(on.Preempted(reason))
+        assert run.tell(on.Failed(TrainingError("the workers are gone"))) == [do.End(reason)]
+
+
+def test_it_is_known_whether_the_last_commit_has_become_one() -> None:
+    run = started(1, checkpoints=Every(2))
+    assert run.coordinator.checkpoints.has_last_commit
+    run.round()
+    assert not run.coordinator.checkpoints.has_last_commit
+    run.round()
+    assert not run.coordinator.checkpoints.has_last_commit
+    write_worker_states(run, 0)
+    written(run)
+    assert run.coordinator.checkpoints.has_last_commit

@@ -1,0 +1,479 @@
+"""Rounds whose members are lost: what is committed without them, and how they come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from decisions import Every, Run, commit, expect_failure, only, report, shard
+from decisions import started as started_with
+
+from sparkdl.averager import decisions as do
+from sparkdl.averager import events as on
+from sparkdl.averager.coordination.membership import STRAGGLER_S, STRAGGLER_WINDOWS
+from sparkdl.averager.events import Member
+from sparkdl.errors import DataError, DeadlineError, WorkerLostError
+from sparkdl.events import ValidationReport
+
+
+def started(world_size: int, *, max_failures: int = 5, **options: object) -> Run:
+    return started_with(world_size, max_failures=max_failures, **options)
+
+
+def replied_to(decisions: list[do.Decision]) -> list[int]:
+    """The ranks that are told what the round came to."""
+    return [reply.member.rank for reply in only(do.Reply, decisions)]
+
+
+class TestRounds:
+    """What becomes of a round when one who takes part is lost."""
+
+    def test_it_is_committed_without_a_rank_that_is_lost_before_it_contributes(self) -> None:
+        run = started(3)
+        run.contribute(0)
+        run.contribute(1)
+        decisions = run.lose(2)
+        assert decisions[:3] == [do.Drop(run.members[2]), do.Skip(2), commit(run, 1, 1)]
+        assert replied_to(decisions) == [0, 1]
+        assert run.positions() == [1, 1, 0]
+
+    def test_a_lost_first_rank_lets_the_others_take_their_turn(self) -> None:
+        run = started(3)
+        run.close(1)
+        run.close(2)
+        assert run.lose(0) == [do.Drop(run.members[0]), do.Skip(0)]
+        assert run.add(1) == []
+        assert replied_to(run.add(2)) == [1, 2]
+
+    def test_half_a_contribution_makes_the_others_start_over(self) -> None:
+        run = started(2)
+        run.close(0)
+        run.close(1)
+        again = do.StartOver((run.members[1],))
+        assert run.lose(0) == [do.Drop(run.members[0]), again]
+        assert run.close(1) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
+        assert replied_to(run.add(1)) == [1]
+        assert run.positions() == [0, 1]
+
+    def test_those_whose_contributions_were_whole_start_over_too(self) -> None:
+        run = started(4)
+        run.contribute(0)
+        run.close(1, examples=0)
+        run.close(2)
+        assert do.StartOver((run.members[0], run.members[1])) in run.lose(2)
+        assert only(do.Commit, run.round(0, 1, 3)) == [commit(run, 1, 1, 1)]
+
+    def test_a_whole_contribution_counts_although_its_sender_is_lost(self) -> None:
+        run = started(2)
+        run.contribute(0)
+        assert run.lose(0) == [do.Drop(run.members[0])]
+        decisions = run.contribute(1)
+        assert only(do.Report, decisions) == [do.Report(report(0)), do.Report(report(1))]
+        assert replied_to(decisions) == [1]
+        assert run.positions() == [1, 1]
+
+    def test_it_is_committed_once_anybody_is_back_although_all_were_lost(self) -> None:
+        run = started(2)
+        run.contribute(0)
+        run.lose(0)
+        run.lose(1)
+        assert run.positions() == [0, 0]
+        assert run.come_back(1) == [
+            commit(run, 1),
+            do.Report(report(0)),
+            do.Welcome(run.members[1]),
+        ]
+        assert run.positions() == [1, 0]
+
+    def test_who_has_yet_to_take_the_reply_holds_up_nobody_once_it_is_lost(self) -> None:
+        run = started(2)
+        for rank in run.ranks:
+            run.contribute(rank)
+        run.take(0)
+        assert run.close(0) == []
+        decisions = run.lose(1)
+        assert decisions[1:] == [do.OpenSum((0,)), do.Receive(run.members[0], 1)]
+
+    def test_a_window_that_waits_is_forgotten_with_who_has_closed_it(self) -> None:
+        run = started(2)
+        for rank in run.ranks:
+            run.contribute(rank)
+        run.take(0)
+        run.close(0)
+        run.lose(0)
+        assert run.take(1) == []
+        assert run.close(1) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
+
+
+class TestComingBack:
+    """A worker that comes back continues after its last committed window."""
+
+    def test_it_takes_part_again_behind_its_last_commit(self) -> None:
+        run = started(2)
+        run.round(step=1)
+        run.lose(0)
+        assert run.close(1, step=2) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
+        run.add(1)
+        run.take(1)
+        assert run.come_back(0) == [do.Welcome(run.members[0])]
+        assert run.positions() == [1, 2]
+        run.take(0)
+        assert replied_to(run.round(step=3)) == [0, 1]
+
+    def test_nobody_adds_to_a_sum_before_it_has_taken_the_center(self) -> None:
+        run = started(2)
+        run.lose(0)
+        run.come_back(0)
+        assert run.close(1) == []
+        assert run.take(0) == [do.OpenSum((0, 1)), do.Receive(run.members[1], 1)]
+
+    def test_in_the_middle_of_a_round_it_is_let_in_at_its_end(self) -> None:
+        run = started(3)
+        run.lose(0)
+        run.contribute(1)
+        assert run.come_back(0) == []
+        decisions = run.contribute(2)
+        assert replied_to(decisions) == [1, 2]
+        assert decisions[-1] == do.Welcome(run.members[0])
+        assert run.coordinator.round.readers == {0, 1, 2}
+
+    def test_a_round_starts_over_for_one_whose_rows_another_may_have_to_fetch(self) -> None:
+        run = started(3)
+        run.lose(0)
+        run.contribute(1)
+        server = ["elsewhere", 4711]
+        decisions = run.come_back(0, row_server=server)
+        assert decisions == [do.StartOver((run.members[1],)), do.Welcome(run.members[0])]
+        run.take(0)
+        assert only(do.Commit, run.round(0, 1, 2)) == [commit(run, 1, 1, 1)]
+
+    def test_a_round_in_which_all_contribute_ends_before_one_comes_back_who_serves_rows(
+        self,
+    ) -> None:
+        run = started(3)
+        run.lose(0)
+        run.contribute(1)
+        run.close(2)
+        assert run.come_back(0, row_server=["elsewhere", 4711]) == []
+        assert run.add(2)[-1] == do.Welcome(run.members[0])
+
+    def test_in_a_round_that_starts_over_it_takes_part_at_once(self) -> None:
+        run = started(3)
+        run.lose(0)
+        run.close(1)
+        run.come_back(0)
+        run.close(2)
+        decisions = run.lose(1)
+        assert decisions[1:] == [do.StartOver((run.members[2],)), do.Welcome(run.members[0])]
+        assert run.close(2) == []
+        assert run.take(0) == [do.OpenSum((0, 2)), do.Receive(run.members[2], 1)]
+
+    def test_it_may_be_lost_again_while_it_waits_to_be_let_in(self) -> None:
+        run = started(3)
+        run.lose(0)
+        run.contribute(1)
+        run.come_back(0, attempt=1)
+        run.lose(0)
+        decisions = run.contribute(2)
+        assert only(do.Welcome, decisions) == []
+        assert run.come_back(0, attempt=2) == [do.Welcome(run.members[0])]
+
+    def test_an_epoch_does_not_end_before_a_lost_rank_is_through_with_it(self) -> None:
+        run = started(2)
+        run.lose(0)
+        assert replied_to(run.contribute(1, last=True)) == []
+        run.come_back(0)
+        run.take(0)
+        assert replied_to(run.contribute(0, last=True)) == [1, 0]
+        assert [epoch.examples for epoch in run.coordinator.committed.history] == [2]
+
+    def test_a_rank_that_was_through_with_its_epoch_says_so_once_more(self) -> None:
+        run = started(2)
+        run.contribute(0, last=True)
+        run.contribute(1)
+        run.lose(0)
+        run.take(1)
+        run.come_back(0)
+        run.take(0)
+        assert run.close(0, last=True, examples=0) == [do.OpenSum((0, 1)), do.Skip(0)]
+        assert replied_to(run.contribute(1, last=True)) == [0, 1]
+        assert [epoch.examples for epoch in run.coordinator.committed.history] == [3]
+
+    def test_other_rows_than_before_are_refused(self) -> None:
+        run = started(2)
+        run.lose(0)
+        run.join(0, attempt=1)
+        decisions = run.read(0, shard(7))
+        words = r"read other rows than before \(7 rows now, 1 then\)"
+        expect_failure(run, decisions, DataError, words)
+
+    def test_for_a_rank_that_has_finished_nobody_joins(self) -> None:
+        run = started(2)
+        run.round(last=True)
+        run.finish(0)
+        reason = "rank 0 has finished its last epoch already"
+        assert run.join(0, attempt=1) == [do.Refuse(run.members[0], reason)]
+        assert run.finish(1)[-1] == do.End(None)
+
+
+class TestFencing:
+    """An earlier attempt is fenced off, and a later one takes its place."""
+
+    def test_the_earlier_attempt_is_refused(self) -> None:
+        run = started(2)
+        run.join(0, 5, "b")
+        words = "attempt 4 of rank 0 on a is out of date: attempt 5 runs on b"
+        assert run.join(0, 4, "a") == [do.Refuse(run.members[0], words)]
+        assert run.failure is None
+
+    def test_the_later_attempt_has_the_earlier_dropped(self) -> None:
+        run = started(2)
+        before = run.members[0]
+        assert run.join(0, 6, "c") == [do.Drop(before)]
+        lost = "rank 0 on host-0 was replaced before its connection was known to be lost"
+        assert run.coordinator.members.losses == [lost]
+
+    @pytest.mark.parametrize(
+        "say",
+        [
+            lambda member: on.RowsFound(member, shard()),
+            lambda member: on.Gave(member, ""),
+            lambda member: on.WindowClosed(member, report(0)),
+            on.Contributed,
+            on.Taken,
+            on.WorkerStateWritten,
+            on.Finished,
+            lambda member: on.Lost(member, "broke"),
+            lambda member: on.Validated(
+                member, ValidationReport(rank=0, epoch=1, examples=1, loss_sum=0.0, weight=1.0)
+            ),
+        ],
+    )
+    def test_whose_place_was_taken_says_nothing_in_its_successors_name(
+        self, say: Callable[[Member], on.Event]
+    ) -> None:
+        run = started(2)
+        before = run.members[0]
+        run.come_back(0)
+        # The successor takes the center; nothing may be committed meanwhile.
+        assert run.tell(say(before)) == []
+        assert run.coordinator.round.readers == {0}
+        run.take(0)
+        assert replied_to(run.round()) == [0, 1]
+
+    def test_nor_is_it_heard_of(self) -> None:
+        run = started(2, deadline_s=10)
+        before = run.members[0]
+        run.join(0, attempt=1)
+        run.wait(9)
+        run.coordinator.heartbeat(before, run.now)
+        assert run.coordinator.members.overdue({0}, run.now + 1) == {0}
+
+    @pytest.mark.parametrize("attempt", [-1, 0], ids=["refused", "replaced"])
+    def test_who_has_no_place_has_not_finished_for_who_has(self, attempt: int) -> None:
+        run = started(2)
+        stranger, holder = Member(0, "elsewhere", attempt), Member(0, "here", attempt + 1)
+        run.tell(on.Joined(stranger))
+        if attempt == 0:
+            run.tell(on.Joined(holder))
+        assert stranger.gone
+        assert run.tell(on.Finished(stranger)) == []
+
+
+def test_who_was_dropped_with_its_last_word_on_the_way_has_finished() -> None:
+    """It does not come back, so that the run would wait for it until the deadline."""
+    run = started(2)
+    run.round(last=True)
+    run.lose(0)
+    run.finish(0)
+    assert run.finish(1)[-1] == do.End(None)
+
+
+def test_the_loss_of_who_has_finished_is_none() -> None:
+    run = started(2, max_failures=0)
+    run.round(last=True)
+    run.finish(0)
+    assert run.lose(0) == []
+
+
+class TestMinWorkers:
+    """Rounds wait until there are enough to go on."""
+
+    def test_a_round_waits_for_min_workers(self) -> None:
+        run = started(2, min_workers=2)
+        run.lose(0)
+        assert only(do.Commit, run.contribute(1)) == []
+        decisions = run.come_back(0)
+        assert replied_to(decisions) == [1]
+        assert decisions[-1] == do.Welcome(run.members[0])
+        assert run.positions() == [0, 1]
+
+    def test_the_wait_ends_at_the_deadline(self) -> None:
+        run = started(2, min_workers=2, deadline_s=10)
+        run.lose(0)
+        run.contribute(1)
+        words = r"rank 0 on host-0 did not come back \(rank 0 on host-0 was killed; .* within 10 s"
+        expect_failure(run, run.wait(10), DeadlineError, words)
+
+    def test_so_does_the_wait_for_one_without_whom_the_epoch_cannot_end(self) -> None:
+        run = started(2, deadline_s=10)
+        run.lose(0)
+        run.contribute(1, last=True)
+        assert only(do.End, run.wait(9)) == []
+        expect_failure(run, run.wait(1), DeadlineError, r"rank 0 on host-0 did not come back")
+
+
+class TestFinishing:
+    """Who is lost when others have left already."""
+
+    def test_the_wait_for_it_ends_at_the_deadline(self) -> None:
+        run = started(3, deadline_s=10)
+        run.round(last=True)
+        run.finish(0)
+        run.lose(2)
+        run.finish(1)
+        assert only(do.End, run.wait(9)) == []
+        words = r"^rank 2 on host-2 did not come back \(rank 2 on host-2 was killed; .* within 10 s"
+        expect_failure(run, run.wait(1), DeadlineError, words)
+
+    def test_so_it_does_if_a_checkpoint_keeps_the_others_from_leaving(self) -> None:
+        run = started(2, deadline_s=100, checkpoints=Every(epochs=True))
+        run.round(last=True)
+        run.tell(on.WorkerStateWritten(run.members[0]))
+        run.lose(1)
+        run.finish(0)
+        run.wait(50)
+        run.tell(on.CheckpointWritten())
+        assert only(do.End, run.wait(49)) == []
+        expect_failure(run, run.wait(1), DeadlineError, "^rank 1 on host-1 did not come back")
+
+    def test_it_comes_back_to_say_that_it_has_finished_too(self) -> None:
+        run = started(2)
+        run.round(last=True)
+        run.finish(0)
+        run.lose(1)
+        assert run.come_back(1) == [do.Welcome(run.members[1])]
+        run.take(1)
+        assert run.finish(1) == [do.Dismiss(run.members[1]), do.End(None)]
+
+
+class TestTooMany:
+    """How many losses a run survives."""
+
+    def test_one_loss_too_many_ends_the_run(self) -> None:
+        run = started(3, max_failures=1)
+        assert only(do.End, run.lose(0)) == []
+        words = "rank 0 on host-0 was killed; rank 1 on host-1 was killed"
+        expect_failure(run, run.lose(1), WorkerLostError, words)
+        assert run.contribute(2) == []
+
+    def test_any_is_too_many_by_default(self) -> None:
+        run = started(2, max_failures=0)
+        expect_failure(run, run.lose(1), WorkerLostError, "^rank 1 on host-1 was killed$")
+
+
+class TestDropping:
+    """Who is silent for longer than its windows explain is dropped, and may come back."""
+
+    def window(self, run: Run, seconds: float) -> None:
+        """A round of windows that take so long, and of which something is heard as they end."""
+        run.wait(seconds)
+        for rank in run.members:
+            # The loop hears of a worker as its window's header arrives.
+            run.coordinator.heartbeat(run.members[rank], run.now)
+            run.contribute(rank)
+        run.take()
+        run.tell(on.Tick())
+
+    def test_a_silent_rank_is_dropped_once_windows_were_measured(self) -> None:
+        run = started(2)
+        self.window(run, 1.0)
+        run.contribute(1)
+        assert only(do.Drop, run.wait(STRAGGLER_S - 1)) == []
+        decisions = run.wait(1)
+        assert decisions[:3] == [do.Drop(run.members[0]), do.Skip(0), commit(run, 1)]
+        (loss,) = run.coordinator.members.losses
+        assert loss == "rank 0 on host-0 did not contribute to round 2 (epoch 1) within 15.0 s"
+        assert run.coordinator.members.dropped == [0]
+
+    def test_nobody_is_dropped_before_windows_were_measured(self) -> None:
+        run = started(2)
+        run.contribute(1)
+        assert only(do.Drop, run.wait(59)) == []
+
+    def test_windows_that_take_long_are_granted_more(self) -> None:
+        run = started(2)
+        self.window(run, 5.0)
+        run.contribute(1)
+        assert only(do.Drop, run.wait(STRAGGLER_WINDOWS * 5.0 - 1)) == []
+        assert only(do.Drop, run.wait(1)) == [do.Drop(run.members[0])]
+
+    def test_a_wait_for_others_is_no_part_of_a_window(self) -> None:
+        run = started(3)
+        run.now += 1
+        run.close(0)
+        run.close(1)
+        run.now += 20
+        run.lose(1)
+        run.close(0)
+        assert run.coordinator.members.patience_s(0) == STRAGGLER_S
+
+    def test_what_is_granted_doubles_with_each_drop(self) -> None:
+        run = started(3)
+        self.window(run, 1.0)
+        run.contribute(1)
+        run.contribute(2)
+        run.wait(STRAGGLER_S)
+        run.take(1, 2)
+        run.contribute(1)
+        assert only(do.Drop, run.wait(2 * STRAGGLER_S - 1)) == []
+        assert only(do.Drop, run.wait(1)) == [do.Drop(run.members[2])]
+
+    def test_whoever_waits_is_not_dropped_for_one_that_is(self) -> None:
+        run = started(3)
+        self.window(run, 1.0)
+        run.close(1)
+        run.wait(1)
+        run.close(0)
+        run.close(2)
+        decisions = run.wait(STRAGGLER_S)
+        assert only(do.Drop, decisions) == [do.Drop(run.members[0])]
+        assert only(do.StartOver, decisions) == [do.StartOver((run.members[1], run.members[2]))]
+
+    def test_who_reads_rows_that_still_arrive_has_the_whole_deadline(self) -> None:
+        run = Run(2, max_failures=1)
+        run.join(0)
+        run.join(1)
+        run.read(0, shard(1, complete=False))
+        run.read(1)
+        run.start()
+        run.take()
+        self.window(run, 1.0)
+        run.contribute(1)
+        assert only(do.Drop, run.wait(59)) == []
+        assert only(do.Drop, run.wait(1)) == [do.Drop(run.members[0])]
+
+    def test_nobody_is_dropped_whom_nobody_waits_for(self) -> None:
+        """All may validate for long, or have trained their last epoch and be slow to say so."""
+        run = started(2)
+        run.wait(1)
+        run.round(last=True)
+        assert only(do.Drop, run.wait(59)) == []
+        assert only(do.Drop, run.wait(1)) == [do.Drop(run.members[0]), do.Drop(run.members[1])]
+        lost = "rank 1 on host-1 did not contribute to round 2 (epoch 2) within 60.0 s"
+        assert run.coordinator.members.losses[1] == lost
+
+    def test_nor_is_who_is_slow_to_leave_when_others_have_left(self) -> None:
+        run = started(2)
+        run.wait(1)
+        run.round(last=True)
+        run.finish(0)
+        assert only(do.Drop, run.wait(59)) == []
+        assert run.finish(1)[-1] == do.End(None)
+
+    def test_a_pause_of_the_driver_drops_nobody(self) -> None:
+        run = started(2)
+        self.window(run, 1.0)
+        run.contribute(1)
+        run.now += 50
+        assert only(do.Drop, run.wait(STRAGGLER_S)) == []

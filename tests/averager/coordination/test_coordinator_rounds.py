@@ -1,0 +1,348 @@
+"""Rounds: who takes part, what is replied, who is named when somebody is missing."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+from decisions import Run, commit, expect_failure, only, report, started
+
+from sparkdl.averager import decisions as do
+from sparkdl.averager import events as on
+from sparkdl.errors import DeadlineError, TrainingError
+from sparkdl.events import EpochSummary, ValidationReport
+
+
+def plain_reply(run: Run, rank: int) -> do.Reply:
+    return do.Reply(run.members[rank], final=False, values=True, worker_state=False)
+
+
+def final_reply(run: Run, rank: int) -> do.Reply:
+    return do.Reply(run.members[rank], final=True, values=True, worker_state=False)
+
+
+def test_the_first_who_contributes_begins_the_sum_of_all() -> None:
+    run = started(3)
+    first = [do.OpenSum((0, 1, 2)), do.Receive(run.members[1], 5)]
+    assert run.close(1, examples=5) == first
+    assert run.close(0, examples=3) == [do.Receive(run.members[0], 3)]
+
+
+def test_a_round_is_committed_when_everyone_has_contributed() -> None:
+    run = started(2)
+    run.contribute(1, examples=1)
+    run.close(0, examples=3)
+    assert run.add(0) == [
+        commit(run, 3, 1),
+        do.Report(report(0, examples=3)),
+        do.Report(report(1, examples=1)),
+        plain_reply(run, 0),
+        plain_reply(run, 1),
+    ]
+
+
+def test_who_does_not_want_the_values_is_told_that_they_are_committed() -> None:
+    run = started(1)
+    replies = only(do.Reply, run.close(0, takes_reply=False) + run.add(0))
+    assert replies == [do.Reply(run.members[0], final=False, values=False, worker_state=False)]
+
+
+def test_a_rank_whose_epoch_is_over_gets_the_epochs_last_center() -> None:
+    run = started(2)
+    run.contribute(0, last=True)
+    assert only(do.Reply, run.contribute(1)) == [plain_reply(run, 1)]
+    run.take(1)
+    assert run.close(1) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
+    assert only(do.Reply, run.add(1)) == [plain_reply(run, 1)]
+    run.take(1)
+    last = only(do.Reply, run.contribute(1, last=True))
+    assert last == [final_reply(run, 0), final_reply(run, 1)]
+
+
+def test_every_rank_is_active_again_in_the_next_epoch() -> None:
+    run = started(2)
+    for epoch in (1, 2, 3):
+        assert run.close(0, last=True, epoch=epoch)[0] == do.OpenSum((0, 1))
+        run.add(0)
+        replies = only(do.Reply, run.contribute(1, last=True, epoch=epoch))
+        assert replies == [final_reply(run, 0), final_reply(run, 1)]
+        run.take()
+
+
+def test_a_rank_without_examples_is_skipped_and_replied_to() -> None:
+    run = started(2)
+    assert run.close(0, examples=0) == [do.OpenSum((0, 1)), do.Skip(0)]
+    decisions = run.contribute(1)
+    assert commit(run, 1) in decisions
+    assert only(do.Reply, decisions) == [plain_reply(run, 0), plain_reply(run, 1)]
+
+
+def test_a_round_to_which_nobody_contributes_leaves_the_center_as_it_is() -> None:
+    run = started(2)
+    run.close(0, examples=0)
+    decisions = run.close(1, examples=0)
+    assert decisions[:2] == [do.Skip(1), commit(run)]
+    assert only(do.Reply, decisions) == [plain_reply(run, 0), plain_reply(run, 1)]
+
+
+def test_nobody_adds_to_the_next_sum_before_all_have_taken_the_reply() -> None:
+    run = started(3)
+    for rank in run.ranks:
+        run.contribute(rank)
+    run.take(0)
+    assert run.close(0) == []
+    run.take(2)
+    assert run.close(2) == []
+    assert run.take(1) == [
+        do.OpenSum((0, 1, 2)),
+        do.Receive(run.members[0], 1),
+        do.Receive(run.members[2], 1),
+    ]
+
+
+def test_windows_and_epoch_summaries_are_reported_in_order() -> None:
+    run = started(1)
+    windows = [report(0, examples=2), report(0, examples=3, last=True, step=2)]
+    reports = run.round(examples=2)
+    run.wait(7)
+    reports += run.round(examples=3, last=True, step=2)
+    told = [decision.event for decision in only(do.Report, reports)]
+    assert told[:2] == windows
+    assert told[2:] == [EpochSummary(epoch=1, loss=0.0, examples=5, rounds=2, seconds=7.0)]
+    assert run.finish(0) == [do.Dismiss(run.members[0]), do.End(None)]
+
+
+def test_what_was_found_on_held_out_rows_is_in_the_epochs_summary() -> None:
+    run = started(1)
+    run.round(last=True)
+    run.tell(
+        on.Validated(
+            run.members[0],
+            ValidationReport(rank=0, epoch=1, examples=4, loss_sum=6.0, weight=4.0),
+        )
+    )
+    (summary,) = run.coordinator.committed.history
+    assert (summary.validation_loss, summary.validation_examples) == (1.5, 4)
+
+
+class TestOutOfTurn:
+    """What no worker of ours does ends the run, and the error says who did it."""
+
+    def test_a_second_contribution_to_one_round(self) -> None:
+        run = started(2)
+        run.contribute(0)
+        words = "rank 0 contributed out of turn in epoch 1, step 1"
+        expect_failure(run, run.close(0), TrainingError, words)
+
+    def test_a_second_contribution_while_the_first_waits(self) -> None:
+        run = started(2)
+        for rank in run.ranks:
+            run.contribute(rank)
+        run.take(0)
+        run.close(0)
+        expect_failure(run, run.close(0), TrainingError, "rank 0 on host-0 closed a window twice")
+
+    def test_a_contribution_after_the_last_of_the_epoch(self) -> None:
+        run = started(2)
+        run.contribute(0, last=True)
+        run.contribute(1)
+        run.take(1)
+        expect_failure(run, run.close(0), TrainingError, "rank 0 contributed out of turn")
+
+    def test_a_window_when_another_has_left_for_good(self) -> None:
+        run = started(2)
+        run.round(last=True)
+        assert run.finish(0) == [do.Dismiss(run.members[0])]
+        words = (
+            "rank 1 on host-1 contributed a window of epoch 2, but rank 0 on host-0 left the run "
+            "before: each worker has to train as many epochs as the others"
+        )
+        expect_failure(run, run.close(1, epoch=2), TrainingError, words)
+
+    @pytest.mark.parametrize("done", ["a commit", "a window", "a wait", "a last window"])
+    def test_leaving_in_the_middle_of_an_epoch(self, done: str) -> None:
+        run = started(2)
+        if done == "a commit":
+            run.round(step=7)
+        elif done == "a window":
+            run.close(1)
+        elif done == "a wait":
+            run.contribute(1)
+        else:
+            run.contribute(1, last=True)
+        words = "rank 0 on host-0 has left the run in epoch 1, which is not over. .*last=True"
+        expect_failure(run, run.finish(0), TrainingError, words)
+
+    def test_nobody_needs_to_train_at_all(self) -> None:
+        run = started(2)
+        run.finish(0)
+        assert run.finish(1)[-1] == do.End(None)
+
+
+class TestSilence:
+    """Who is named when a round does not end, and who is not."""
+
+    def test_a_silent_rank_is_named_with_its_host_the_round_and_the_epoch(self) -> None:
+        run = started(2, deadline_s=10)
+        run.wait(1)
+        run.contribute(0)
+        words = r"^rank 1 on host-1 did not contribute to round 1 \(epoch 1\) within 10 s"
+        expect_failure(run, run.wait(10), DeadlineError, words)
+
+    def test_who_is_done_waits_as_long_as_the_others_make_progress(self) -> None:
+        run = started(2, deadline_s=10)
+        run.contribute(0, last=True)
+        for number in range(8):
+            assert only(do.End, run.wait(9)) == []
+            run.contribute(1, last=number == 7)
+            run.take(1)
+        assert run.failure is None
+
+    def test_who_waits_for_its_turn_is_not_blamed_for_the_one_before_it(self) -> None:
+        run = started(3, deadline_s=10)
+        run.close(1)
+        run.close(2)
+        run.wait(5)
+        run.close(0)
+        assert only(do.End, run.wait(9)) == []
+        words = r"^rank 0 on host-0 did not contribute to round 1"
+        expect_failure(run, run.wait(1), DeadlineError, words)
+
+    def test_who_has_its_turn_late_has_the_whole_deadline_from_then_on(self) -> None:
+        run = started(2, deadline_s=10)
+        run.close(0)
+        run.close(1)
+        run.wait(9)
+        run.add(0)
+        assert only(do.End, run.wait(9)) == []
+        expect_failure(run, run.wait(1), DeadlineError, "^rank 1 on host-1 did not contribute")
+
+    def test_who_does_not_take_the_reply_is_named(self) -> None:
+        run = started(2, deadline_s=10)
+        for rank in run.ranks:
+            run.contribute(rank)
+        run.take(0)
+        run.close(0)
+        words = "^rank 1 on host-1 did not take the center of round 1 within 10 s"
+        expect_failure(run, run.wait(10), DeadlineError, words)
+
+    def test_who_sends_is_not_silent(self) -> None:
+        run = started(1, deadline_s=10)
+        run.close(0)
+        for _ in range(5):
+            assert run.wait(9) == []
+            run.coordinator.heartbeat(run.members[0], run.now)
+        assert commit(run, 1) in run.add(0)
+
+    def test_a_pause_of_the_driver_judges_nobody(self) -> None:
+        run = started(2, deadline_s=10)
+        run.contribute(0)
+        run.now += 3600
+        assert only(do.End, run.tell(on.Tick())) == []
+        assert only(do.End, run.wait(9)) == []
+        expect_failure(run, run.wait(1), DeadlineError, "^rank 1 on host-1 did not contribute")
+
+    def test_who_waits_for_the_epochs_end_is_told_now_and_then_that_the_run_goes_on(self) -> None:
+        run = started(2, deadline_s=8)
+        run.contribute(0, last=True)
+        run.contribute(1)
+        run.take(1)
+        assert run.wait(2) == run.wait(2) == [do.SayWaiting((run.members[0],))]
+
+
+class TestGather:
+    """What the workers tell each other by way of the driver."""
+
+    @staticmethod
+    def give(run: Run, rank: int, value: object) -> list[do.Decision]:
+        return run.tell(on.Gave(run.members[rank], value))
+
+    def test_everyone_is_told_all_values_by_rank_as_often_as_all_give(self) -> None:
+        run = started(3)
+        for letter in "ab":
+            assert self.give(run, 2, f"{letter}2") == self.give(run, 0, f"{letter}0") == []
+            members = (run.members[2], run.members[0], run.members[1])
+            told = do.Tell(members, (f"{letter}0", f"{letter}1", f"{letter}2"))
+            assert self.give(run, 1, f"{letter}1") == [told]
+
+    def test_giving_twice_ends_the_run(self) -> None:
+        run = started(2)
+        self.give(run, 0, 1)
+        words = "rank 0 on host-0 gave twice before all others had given once"
+        expect_failure(run, self.give(run, 0, 2), TrainingError, words)
+
+    def test_a_rank_that_stays_away_is_named(self) -> None:
+        run = started(2, deadline_s=10)
+        self.give(run, 0, "here")
+        words = "^rank 1 on host-1 did not take part in what the workers exchange.* within 10 s"
+        expect_failure(run, run.wait(10), DeadlineError, words)
+
+    def test_who_waits_for_the_others_is_told_that_the_run_goes_on(self) -> None:
+        run = started(2, deadline_s=8)
+        self.give(run, 0, "here")
+        assert run.wait(2) == [do.SayWaiting((run.members[0],))]
+
+    def test_rounds_go_on_afterwards_with_a_deadline_of_their_own(self) -> None:
+        run = started(2, deadline_s=10)
+        self.give(run, 0, 5)
+        run.wait(9)
+        self.give(run, 1, 5)
+        assert only(do.End, run.wait(9)) == []
+        assert commit(run, 1, 1) in run.round()
+
+    def test_who_gave_was_lost_and_is_back_gives_once_more(self) -> None:
+        run = started(2, max_failures=1)
+        self.give(run, 0, "before")
+        run.lose(0)
+        run.come_back(0)
+        run.take(0)
+        assert self.give(run, 0, "after") == []
+        told = do.Tell((run.members[0], run.members[1]), ("after", "other"))
+        assert self.give(run, 1, "other") == [told]
+        assert self.give(run, 1, "next") == []
+        assert only(do.Tell, self.give(run, 0, "next")) != []
+
+
+def typical_instructions(world_size: int, rounds: int) -> dict[str, float]:
+    """How many of Python's instructions the events of a round typically take, by kind.
+
+    Instructions, because they are the same on a busy machine. A scan in C is one of them:
+    `benchmarks/averager_scale.py` measures what those cost.
+    """
+    run = started(world_size)
+    instructions: dict[str, list[int]] = {}
+    executed = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
+        nonlocal executed
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        executed += event == "opcode"
+        return count
+
+    def measure(events: Iterator[on.Event]) -> None:
+        for event in events:
+            before, tracing = executed, sys.gettrace()
+            sys.settrace(count)
+            try:
+                run.tell(event)
+            finally:
+                sys.settrace(tracing)
+            instructions.setdefault(type(event).__name__, []).append(executed - before)
+
+    for _ in range(rounds):
+        measure(on.WindowClosed(each, report(each.rank)) for each in run.members.values())
+        measure(on.Contributed(each) for each in run.members.values())
+        measure(on.Taken(each) for each in run.members.values())
+    return {kind: statistics.median(counts) for kind, counts in instructions.items()}
+
+
+def test_what_an_event_costs_does_not_depend_on_the_number_of_workers() -> None:
+    """But for the first and the last of a round, which the median leaves out."""
+    few, many = typical_instructions(100, 3), typical_instructions(3_000, 1)
+    assert few.keys() == {"WindowClosed", "Contributed", "Taken"}
+    assert min(few.values()) > 10
+    assert all(many[kind] < 1.1 * few[kind] for kind in few), (few, many)

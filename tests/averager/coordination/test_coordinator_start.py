@@ -1,0 +1,281 @@
+"""Joining, reading, starting: nobody trains before the driver has looked at all rows."""
+
+from __future__ import annotations
+
+import pytest
+from decisions import Run, commit, expect_failure, only, report, shard, started
+
+from sparkdl.averager import decisions as do
+from sparkdl.averager import events as on
+from sparkdl.averager.events import Member
+from sparkdl.averager.progress import Position, Progress
+from sparkdl.averager.run_events import NewRows
+from sparkdl.errors import DeadlineError, ModelError, StoppedError, TrainingError
+from sparkdl.events import ValidationReport
+from sparkdl.feed.statistics import ColumnStatistics, DataStatistics, ShardStatistics
+
+
+def joined(world_size: int, **options: object) -> Run:
+    run = Run(world_size, **options)  # type: ignore[arg-type]
+    for rank in run.ranks:
+        assert run.join(rank) == []
+    return run
+
+
+def test_nobody_is_let_start_before_the_driver_says_so() -> None:
+    run = joined(2)
+    assert run.read(0) == []
+    told = DataStatistics((1, 1), (ColumnStatistics(),))
+    assert run.read(1) == [do.Report(told)]
+    assert run.start() == [do.Welcome(run.members[0]), do.Welcome(run.members[1])]
+
+
+@pytest.mark.parametrize("of_driver", ["", "f1"])
+def test_who_has_built_other_frozen_parameters_than_the_driver_ends_the_run(of_driver: str) -> None:
+    run = Run(2, frozen=of_driver)
+    assert run.join(0, frozen=of_driver) == []
+    expect_failure(run, run.join(1, frozen="f2"), ModelError, "rank 1 on host-1 has built")
+
+
+def test_a_second_start_starts_nothing() -> None:
+    assert started(2).start() == []
+
+
+def test_the_driver_is_told_nothing_before_all_have_read() -> None:
+    run = joined(3)
+    assert run.read(0) == run.read(2) == []
+
+
+def test_the_statistics_have_the_rows_by_rank_and_the_columns_added_whatever_the_order() -> None:
+    run = joined(3)
+    run.read(2, shard(7, nulls=2))
+    run.read(0, shard(5, nulls=1))
+    statistics = DataStatistics((5, 0, 7), (ColumnStatistics(nulls=3),))
+    assert run.read(1, shard(0)) == [do.Report(statistics)]
+
+
+def test_who_has_found_something_in_its_first_rows_may_start_with_them() -> None:
+    run = joined(2)
+    run.read(0, shard(3, complete=False))
+    (told,) = run.read(1, shard(4))
+    assert told == do.Report(DataStatistics((3, 4), (ColumnStatistics(),), pending=(0,)))
+    assert only(do.Welcome, run.start()) == [do.Welcome(run.members[0]), do.Welcome(run.members[1])]
+
+
+def test_who_goes_on_with_a_training_has_to_read_all_of_its_rows_first() -> None:
+    progress = Progress(epoch=1, rounds=1, positions=(Position(step=4, step_of_epoch=4),))
+    run = joined(1, progress=progress)
+    assert run.read(0, shard(3, complete=False)) == [do.ReadOn(run.members[0])]
+    assert only(do.Report, run.read(0, shard(5))) != []
+
+
+def test_rows_that_arrive_while_a_rank_trains_are_shown_to_the_driver_first() -> None:
+    run = joined(1)
+    run.read(0, shard(3, complete=False))
+    run.start()
+    run.take(0)
+
+    more = shard(4, complete=False)
+    assert run.read(0, more) == [do.Report(NewRows(0, more))]
+    assert run.tell(on.Approved(0)) == [do.GoOn(run.members[0])]
+    assert run.tell(on.Approved(0)) == []
+
+    last = run.read(0, shard(9))
+    assert last == [
+        do.Report(DataStatistics((9,), (ColumnStatistics(),))),
+        do.Report(NewRows(0, shard(9))),
+    ]
+
+
+def test_rows_that_were_read_are_not_said_a_second_time() -> None:
+    run = started(1)
+    expect_failure(run, run.read(0), TrainingError, "rank 0 said a second time what its rows are")
+
+
+@pytest.mark.parametrize("rank", [2, -1])
+def test_a_rank_outside_the_world_ends_the_run(rank: int) -> None:
+    run = Run(2)
+    decisions = run.join(rank, host="here")
+    expect_failure(run, decisions, TrainingError, rf"rank {rank} on here joined a run of 2 workers")
+
+
+def test_a_rank_that_joins_twice_ends_a_run_that_tolerates_no_loss() -> None:
+    run = Run(1)
+    run.join(0, host="first-host")
+    decisions = run.join(0, host="second-host")
+    expect_failure(
+        run, decisions, TrainingError, r"rank 0 joined from second-host.*from first-host"
+    )
+
+
+def test_ranks_that_see_different_columns_end_the_run() -> None:
+    run = joined(2)
+    run.read(0)
+    decisions = run.read(1, ShardStatistics(3, (ColumnStatistics(), ColumnStatistics())))
+    expect_failure(run, decisions, TrainingError, "rank 1 has 2 columns, others do not")
+
+
+class TestActingBeforeBeingLetStart:
+    """Whoever acts as if it had been let start ends the run, in words."""
+
+    @pytest.mark.parametrize("is_started", [False, True], ids=["before all", "as one comes back"])
+    @pytest.mark.parametrize(
+        "act",
+        [
+            lambda member: on.WindowClosed(member, report(0)),
+            lambda member: on.Gave(member, "a value"),
+            lambda member: on.Finished(member),
+            lambda member: on.Validated(
+                member, ValidationReport(rank=0, epoch=1, examples=1, loss_sum=0.0, weight=1.0)
+            ),
+        ],
+        ids=["a window", "a gift", "finish", "a validation"],
+    )
+    def test_it_is_refused(self, act: object, is_started: bool) -> None:
+        run = started(2, max_failures=1) if is_started else joined(2)
+        if is_started:
+            run.lose(0)
+            run.join(0, attempt=1, host="host-0")
+        decisions = run.tell(act(run.members[0]))  # type: ignore[operator]
+        words = "rank 0 on host-0 acts as if it had been let start, and it has not"
+        expect_failure(run, decisions, TrainingError, words)
+
+
+class TestDeadlines:
+    """Whose fault it is that the workers do not start."""
+
+    def test_a_rank_that_never_joins_is_named(self) -> None:
+        run = Run(3, deadline_s=10)
+        run.join(0)
+        run.join(2)
+        run.read(0)
+        run.read(2)
+        assert only(do.End, run.wait(9)) == []
+        words = r"^rank 1 did not start \(2 of 3 workers did; .* within 10 s"
+        expect_failure(run, run.wait(1), DeadlineError, words)
+        assert "rank 0" not in str(run.failure)
+
+    def test_a_rank_that_joined_but_reads_nothing_is_named_with_its_host(self) -> None:
+        run = joined(2, deadline_s=0.25)
+        run.read(0)
+        words = r"^rank 1 on host-1 did not receive more of its rows within 0\.25 s"
+        expect_failure(run, run.wait(0.25), DeadlineError, words)
+
+    def test_of_several_that_are_late_those_that_did_not_start_are_named(self) -> None:
+        run = Run(3, deadline_s=10)
+        run.join(0)
+        run.join(1)
+        run.read(0)
+        expect_failure(run, run.wait(10), DeadlineError, "^rank 2 did not start")
+
+    def test_a_reader_that_gives_signs_of_life_is_not_overdue(self) -> None:
+        run = joined(2, deadline_s=10)
+        run.read(0)
+        for _ in range(8):
+            assert only(do.End, run.wait(9)) == []
+            run.coordinator.heartbeat(run.members[1], run.now)
+        assert only(do.Report, run.read(1)) != []
+
+    def test_workers_whose_turn_to_start_has_yet_to_come_are_not_overdue(self) -> None:
+        run = Run(2, deadline_s=10)
+        run.join(0)
+        run.read(0)
+        for _ in range(3):
+            assert only(do.End, run.wait(9)) == []
+            run.tell(on.WorkersExpected())
+        expect_failure(run, run.wait(10), DeadlineError, "^rank 1 did not start")
+
+    def test_workers_that_have_joined_are_overdue_whoever_else_is_expected(self) -> None:
+        run = Run(2, deadline_s=10)
+        run.join(0)
+        run.wait(5)
+        run.tell(on.WorkersExpected())
+        words = "^rank 0 on host-0 did not receive more of its rows"
+        expect_failure(run, run.wait(5), DeadlineError, words)
+
+    def test_a_driver_that_looks_at_the_rows_for_long_makes_nobody_overdue(self) -> None:
+        run = joined(1, deadline_s=10)
+        run.read(0)
+        assert only(do.End, run.wait(100)) == []
+
+    def test_the_first_window_has_the_whole_deadline(self) -> None:
+        run = joined(1, deadline_s=10)
+        run.read(0)
+        run.wait(100)
+        run.start()
+        run.take()
+        assert only(do.End, run.wait(9)) == []
+        words = r"rank 0 on host-0 did not contribute to round 1 \(epoch 1\) within 10 s"
+        expect_failure(run, run.wait(1), DeadlineError, words)
+
+    def test_who_waits_for_the_start_is_told_now_and_then_that_it_goes_on(self) -> None:
+        run = joined(2, deadline_s=8)
+        run.read(0)
+        for _ in range(4):
+            run.coordinator.heartbeat(run.members[1], run.now)
+            assert run.wait(2) == [do.SayWaiting((run.members[0],))]
+
+
+class TestAfterTheEnd:
+    """The first reason counts, and nothing is decided any more."""
+
+    def test_a_failure_ends_the_run_whoever_waits(self) -> None:
+        run = joined(2)
+        run.read(0)
+        error = TrainingError("bad rows")
+        assert run.tell(on.Failed(error)) == [do.End(error)]
+
+    def test_the_first_failure_is_the_one_that_counts(self) -> None:
+        run = Run(2)
+        first = TrainingError("first")
+        run.tell(on.Failed(first))
+        assert run.tell(on.Failed(TrainingError("second"))) == []
+        assert run.failure is first
+
+    def test_a_failure_after_everyone_finished_is_none(self) -> None:
+        run = started(1)
+        assert run.finish(0) == [do.Dismiss(run.members[0]), do.End(None)]
+        assert run.tell(on.Failed(TrainingError("late"))) == []
+        assert run.failure is None
+
+    def test_whoever_joins_then_is_told_why_the_run_ended(self) -> None:
+        run = Run(2)
+        run.tell(on.Failed(StoppedError("rank 1 is gone")))
+        late = run.join(0)
+        assert late == [do.Refuse(run.members[0], "the run ended: rank 1 is gone")]
+
+    def test_whoever_joins_after_a_success_is_told_of_it(self) -> None:
+        run = started(1)
+        run.finish(0)
+        (refused,) = run.join(0, attempt=1)
+        assert refused == do.Refuse(run.members[0], "the run ended: all workers have finished")
+
+    def test_nothing_else_is_decided(self) -> None:
+        run = started(2)
+        run.tell(on.Failed(TrainingError("enough")))
+        assert run.contribute(0) == run.contribute(1) == run.finish(0) == run.lose(1) == []
+        assert run.wait(1000) == []
+
+
+def test_a_worker_has_joined_as_soon_as_it_says_so() -> None:
+    run = Run(2)
+    assert run.join(0) == []
+    assert run.coordinator.members.of(0) is run.members[0]
+
+
+def test_the_start_of_a_training_welcomes_only_who_is_there() -> None:
+    run = joined(3, max_failures=1)
+    for rank in run.ranks:
+        run.read(rank)
+    run.lose(1)
+    assert run.start() == [do.Welcome(run.members[0]), do.Welcome(run.members[2])]
+
+
+def test_a_stranger_cannot_speak_for_a_member() -> None:
+    """Whose joining was refused says nothing, not even that it has finished."""
+    run = started(2, max_failures=1)
+    old = Member(0, "elsewhere", attempt=-1)
+    assert only(do.Refuse, run.tell(on.Joined(old))) != []
+    assert run.tell(on.Finished(old)) == []
+    assert run.tell(on.RowsFound(old, shard())) == []
+    assert only(do.Commit, run.round()) == [commit(run, 1, 1)]

@@ -1,0 +1,133 @@
+"""Workers that follow what epochs came to are told once all have validated, and not before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from decisions import Run, expect_failure, only, started
+
+from sparkdl.averager import decisions as do
+from sparkdl.averager import events as on
+from sparkdl.averager.headers import read_epoch_losses
+from sparkdl.averager.progress import Position, Progress
+from sparkdl.errors import DeadlineError, TrainingError
+from sparkdl.events import EpochSummary, ValidationReport
+from sparkdl.feed.statistics import ShardStatistics
+
+HELD_OUT = ShardStatistics(1, (), held_out=1)
+
+
+def with_held_out_rows(run: Run) -> Run:
+    for rank in run.ranks:
+        run.join(rank)
+    for rank in run.ranks:
+        run.read(rank, HELD_OUT)
+    run.start()
+    run.take()
+    return run
+
+
+def validate(run: Run, rank: int, loss: float, epoch: int = 1) -> list[do.Decision]:
+    report = ValidationReport(rank=rank, epoch=epoch, examples=1, loss_sum=loss, weight=1.0)
+    return run.tell(on.Validated(run.members[rank], report))
+
+
+def ask(run: Run, rank: int, epochs: int = 1, known: int = 0) -> list[do.Decision]:
+    return run.tell(on.EpochLossesWanted(run.members[rank], known, epochs))
+
+
+def told(decisions: list[do.Decision]) -> dict[int, tuple[float, ...]]:
+    return {each.member.rank: each.losses for each in only(do.TellEpochLosses, decisions)}
+
+
+def test_without_held_out_rows_the_training_loss_is_told_at_once() -> None:
+    run = started(2)
+    run.round(last=True)
+    assert told(ask(run, 1)) == {1: (0.0,)}
+
+
+def test_everyone_is_told_when_the_last_has_validated() -> None:
+    run = with_held_out_rows(Run(2))
+    run.round(last=True)
+    validate(run, 0, 3.0)
+    assert not told(ask(run, 0))
+    assert told(validate(run, 1, 5.0)) == {0: (4.0,)}
+    assert told(ask(run, 1)) == {1: (4.0,)}
+
+
+def test_only_what_is_not_known_is_told() -> None:
+    run = with_held_out_rows(Run(1))
+    for epoch in (1, 2, 3):
+        run.round(last=True, epoch=epoch, step=epoch)
+        validate(run, 0, float(epoch), epoch)
+    assert told(ask(run, 0, epochs=3, known=1)) == {0: (2.0, 3.0)}
+
+
+def test_who_comes_back_during_the_next_epoch_is_told_at_once() -> None:
+    run = with_held_out_rows(Run(2, max_failures=1))
+    run.round(last=True)
+    for rank in run.ranks:
+        validate(run, rank, 2.0)
+    run.contribute(0, epoch=2, step=2)
+    run.lose(1)
+    run.join(1, 1, "elsewhere")
+    run.read(1, HELD_OUT)
+    assert told(ask(run, 1)) == {1: (2.0,)}
+
+
+def test_who_was_lost_before_it_had_validated_is_waited_for() -> None:
+    run = with_held_out_rows(Run(2, max_failures=1))
+    run.round(last=True)
+    validate(run, 0, 2.0)
+    ask(run, 0)
+    assert not told(run.lose(1))
+    run.join(1, 1, "elsewhere")
+    assert only(do.Welcome, run.read(1, HELD_OUT))
+    assert told(validate(run, 1, 4.0)) == {0: (3.0,)}
+
+
+def test_after_a_resume_at_the_end_of_an_epoch_all_validate_again() -> None:
+    before = EpochSummary(epoch=1, loss=9.0, examples=2, rounds=1, seconds=1.0, validation_loss=7.0)
+    progress = Progress(
+        epoch=2, rounds=0, positions=(Position(epoch=2, step=1),) * 2, history=(before,)
+    )
+    run = with_held_out_rows(Run(2, progress=progress))
+    validate(run, 0, 2.0)
+    assert not told(ask(run, 0))  # 7.0 may be what some had found
+    assert told(validate(run, 1, 4.0)) == {0: (3.0,)}
+
+
+def test_who_does_not_validate_is_named() -> None:
+    run = with_held_out_rows(Run(3, deadline_s=10.0))
+    run.round(last=True)
+    validate(run, 0, 2.0)
+    ask(run, 0)
+    validate(run, 2, 2.0)
+    ask(run, 2)
+    decisions = run.wait(30.0)
+    assert only(do.SayWaiting, decisions)
+    expect_failure(
+        run, decisions, DeadlineError, "rank 1 .*did not report the loss on its held-out rows"
+    )
+
+
+def test_who_waits_for_an_epoch_that_has_not_ended_is_refused() -> None:
+    run = started(2)
+    expect_failure(run, ask(run, 0), TrainingError, "what 1 epochs came to, and 0 have ended")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"epoch_losses": 1},
+        {"epoch_losses": 1, "known": 1},
+        {"epoch_losses": 1, "known": -1},
+        {"epoch_losses": "1", "known": 0},
+        {"epoch_losses": True, "known": 0},
+        {"epoch_losses": [1], "known": 0.0},
+    ],
+)
+def test_a_question_that_makes_no_sense_is_refused(header: dict[str, Any]) -> None:
+    with pytest.raises(TrainingError, match="rank 3 wants to know"):
+        read_epoch_losses(header, 3)

@@ -1,0 +1,242 @@
+"""The driver's copy of the parameters: what a round makes of it, what is sent, its memory."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from decisions import Run, only, started
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from sparkdl.averager import decisions as do
+from sparkdl.averager.values.center import Center
+from sparkdl.averager.values.center_update import Contributions
+from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision, WireFormat
+from sparkdl.protocols import Layout, Segment
+from sparkdl.transport.channel import Frames
+from sparkdl.transport.framing import PREFIX_BYTES, VALUES_KIND, read_prefix
+
+SIZE = 5
+ONE: Layout = (Segment("parameters", torch.float32, SIZE),)
+MIXED: Layout = (
+    Segment("parameters", torch.float32, 40_000),
+    Segment("buffers", torch.int64, 3),
+    Segment("optimizer", torch.float32, 2),
+)
+
+
+def make_center(
+    layout: Layout = ONE, wire_format: WireFormat | None = None, world_size: int = 2
+) -> Center:
+    zeros = [torch.zeros(segment.numel, dtype=segment.center_dtype) for segment in layout]
+    return Center(layout, zeros, world_size, wire_format or FullPrecision())
+
+
+def contribute(center: Center, rank: int, value: float) -> None:
+    """Add a contribution whose elements are all the same."""
+    total = center.sum
+    assert total is not None
+    for index, chunk in enumerate(total.chunks):
+        dtype = center.contribution(chunk).dtype
+        values = torch.full((chunk.stop - chunk.start,), value, dtype=dtype)
+        place = total.in_place(rank, index)
+        if place is not None:
+            place.copy_(values)
+        total.add(rank, index, values if place is None else None)
+
+
+def average(center: Center, contributions: dict[int, tuple[int, float]]) -> None:
+    """A whole round: examples and value, by rank."""
+    total = center.open_sum(sorted(contributions))
+    for rank, (examples, _) in contributions.items():
+        total.declare(rank, examples)
+    for rank, (examples, value) in sorted(contributions.items()):
+        if examples:
+            contribute(center, rank, value)
+    weights = tuple(examples for examples, _ in contributions.values() if examples)
+    center.commit(Contributions(weights, len(contributions)))
+
+
+def read(frames: Frames, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What a worker receives, after a look at the prefixes."""
+    octets = b""
+    for prefix, values in zip(frames[::2], frames[1::2], strict=True):
+        assert len(prefix) == PREFIX_BYTES
+        assert read_prefix(bytes(prefix)) == (VALUES_KIND, len(values))
+        octets += bytes(values)
+    return torch.frombuffer(bytearray(octets), dtype=dtype)
+
+
+def played(run: Run, center: Center, values: dict[int, float], *ranks: int) -> list[do.Decision]:
+    """A round of the run, its decisions carried out at a center."""
+    made: list[do.Decision] = []
+    for rank in ranks:
+        for decision in (made := made + run.close(rank))[-2:]:
+            if isinstance(decision, do.OpenSum):
+                center.open_sum(decision.ranks)
+            elif isinstance(decision, do.Receive):
+                assert center.sum is not None
+                center.sum.declare(rank, decision.weight)
+        contribute(center, rank, values[rank])
+        made += run.add(rank)
+    (commit,) = only(do.Commit, made)
+    center.commit(commit.contributions)
+    return made
+
+
+def test_a_round_makes_the_weighted_mean_the_center_and_the_reply() -> None:
+    center = make_center()
+    average(center, {0: (3, 1.0), 1: (1, 5.0)})
+    assert center.values[0].tolist() == [2.0] * SIZE
+    assert read(center.reply()).tolist() == read(center.state()).tolist() == [2.0] * SIZE
+
+
+def test_the_mean_becomes_the_center_without_a_copy() -> None:
+    center = make_center()
+    places = []
+    for value in (1.0, 2.0, 3.0):
+        average(center, {0: (1, value)})
+        places.append(center.values[0].data_ptr())
+    assert places[0] == places[2] != places[1]
+
+
+def test_a_round_that_was_decided_on_gives_everyone_the_mean() -> None:
+    run, center = started(2), make_center()
+    played(run, center, {0: 1.0, 1: 3.0}, 0, 1)
+    assert read(center.reply()).tolist() == [2.0] * SIZE
+
+
+def test_a_round_without_a_lost_first_rank_has_the_mean_of_the_others() -> None:
+    run, center = started(3, max_failures=1), make_center(world_size=3)
+    run.lose(0)
+    played(run, center, {1: 1.0, 2: 3.0}, 1, 2)
+    assert read(center.reply()).tolist() == [2.0] * SIZE
+
+
+def test_a_sum_that_has_started_over_has_nothing_of_before() -> None:
+    center = make_center()
+    total = center.open_sum([0, 1])
+    total.declare(0, 1)
+    contribute(center, 0, 100.0)
+    average(center, {1: (1, 3.0)})
+    assert center.values[0].tolist() == [3.0] * SIZE
+
+
+@pytest.mark.parametrize("wire_format", [FullPrecision(), BFloat16Changes()], ids=lambda c: c.name)
+def test_a_round_without_weight_replies_that_nothing_changed(wire_format: WireFormat) -> None:
+    center = make_center(MIXED, wire_format)
+    average(center, {0: (1, 2.0), 1: (1, 4.0)})
+    before = [values.clone() for values in center.values]
+    average(center, {0: (0, 0.0), 1: (0, 0.0)})
+    assert all(map(torch.equal, center.values, before))
+    floats = torch.bfloat16 if wire_format.replies_changes else torch.float32
+    elements = MIXED[0].numel
+    reply = b"".join(bytes(values) for values in center.reply()[1::2])
+    width = floats.itemsize * elements
+    parameters = torch.frombuffer(bytearray(reply[:width]), dtype=floats)
+    integers = torch.frombuffer(bytearray(reply[width : width + 24]), dtype=torch.int64)
+    assert set(parameters.tolist()) == ({0.0} if wire_format.replies_changes else {3.0})
+    assert integers.tolist() == [2, 2, 2]
+
+
+def test_the_reply_has_the_segments_in_order_whatever_is_done_to_each() -> None:
+    center = make_center(MIXED, BFloat16Changes())
+    average(center, {0: (1, 2.0), 1: (1, 4.0)})
+    sizes = [len(octets) for octets in center.reply()[1::2]]
+    assert sizes == [2 * 40_000, 8 * 3, 2 * 2]
+
+
+def test_under_bfloat16_the_reply_is_the_rounded_change_and_the_center_moves_by_it() -> None:
+    center = make_center(wire_format=BFloat16Changes())
+    for number in (1, 2):
+        average(center, {0: (1, 1.0), 1: (1, 1.0078125)})
+        # The mean, 1.00390625, has no bfloat16 of its own; 1 is the nearest with an even end.
+        assert read(center.reply(), torch.bfloat16).tolist() == [1.0] * SIZE
+        assert center.values[0].tolist() == [float(number)] * SIZE
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_parameters_are_kept_in_float32_and_sent_as_they_came(dtype: torch.dtype) -> None:
+    center = make_center((Segment("parameters", dtype, SIZE),))
+    average(center, {0: (1, 1.0), 1: (2, 2.0)})
+    exact = (torch.tensor(5.0) / torch.tensor(3.0)).item()
+    assert center.values[0].tolist() == [exact] * SIZE
+    rounded = torch.tensor(exact).to(dtype).item()
+    assert read(center.reply(), dtype).tolist() == [rounded] * SIZE
+    assert read(center.state()).tolist() == [exact] * SIZE
+
+
+def test_the_state_has_the_segments_that_are_asked_for_in_order() -> None:
+    center = make_center(MIXED)
+    sizes = [sum(map(len, center.state(kind)[1::2])) for kind in ("parameters", "optimizer")]
+    assert sizes == [160_000, 8]
+    both = b"".join(map(bytes, center.state("parameters", "buffers")[1::2]))
+    assert len(both) == 160_000 + 24
+    assert sum(map(len, center.state()[1::2])) == 160_000 + 24 + 8
+
+
+def test_no_message_is_larger_than_what_was_announced() -> None:
+    center = make_center(MIXED, world_size=10_000)
+    assert max(map(len, center.state())) == center.chunk_bytes == 65_536
+
+
+def test_frames_are_made_once_a_round_and_anew_for_the_next() -> None:
+    center = make_center()
+    average(center, {0: (1, 1.0)})
+    first = center.reply()
+    assert center.reply() is first
+    assert center.state() is center.state()
+    average(center, {0: (1, 7.0)})
+    assert read(center.reply()).tolist() == read(center.state()).tolist() == [7.0] * SIZE
+
+
+def test_the_copy_for_a_checkpoint_stays_while_rounds_go_on_in_the_same_place_each_time() -> None:
+    center = make_center()
+    average(center, {0: (1, 1.0)})
+    copy = center.copy()
+    for value in (5.0, 6.0):
+        average(center, {0: (1, value)})
+    (name,) = copy
+    assert copy[name].tolist() == [1.0] * SIZE
+    assert center.copy()[name].data_ptr() == copy[name].data_ptr()
+    assert copy[name].tolist() == [6.0] * SIZE
+
+
+class TestMemory:
+    """Twice the parameters, however many workers; and the reply, if it travels in another type."""
+
+    NUMEL = 100_003
+
+    def held(self) -> int:
+        """Bytes of all tensors of the size of the model, wherever they are."""
+        storages = {
+            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+            for each in gc.get_objects()
+            if issubclass(type(each), Tensor) and not is_lazy(each) and each.numel() == self.NUMEL
+        }
+        return sum(storages.values())
+
+    @pytest.mark.parametrize("world_size", [1, 4, 64])
+    @pytest.mark.parametrize(
+        ("dtype", "wire_format", "bytes_each"),
+        [
+            (torch.float32, FullPrecision(), 8),
+            (torch.float32, BFloat16Changes(), 8 + 2),
+            (torch.bfloat16, FullPrecision(), 8 + 2),
+            (torch.float16, FullPrecision(), 8 + 2),
+            (torch.float64, FullPrecision(), 16),
+        ],
+        ids=["float32", "bfloat16 changes", "bfloat16", "float16", "float64"],
+    )
+    def test_it_does_not_grow(
+        self, dtype: torch.dtype, wire_format: WireFormat, bytes_each: int, world_size: int
+    ) -> None:
+        center = make_center((Segment("parameters", dtype, self.NUMEL),), wire_format, world_size)
+        for _ in range(3):
+            average(center, {rank: (1, float(rank)) for rank in range(world_size)})
+            average(center, dict.fromkeys(range(world_size), (0, 0.0)))
+            center.reply()
+            center.state()
+        assert self.held() == bytes_each * self.NUMEL

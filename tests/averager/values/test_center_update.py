@@ -1,0 +1,138 @@
+"""Updates of the center: what they are told, what they remember, how what comes out travels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sparkdl.averager.values.center import Center
+from sparkdl.averager.values.center_update import CenterUpdate, Contributions
+from sparkdl.averager.values.wire_format import BFloat16Changes, Changes, FullPrecision, WireFormat
+from sparkdl.protocols import Layout, Segment
+
+FORMATS = [FullPrecision(), Changes(), BFloat16Changes()]
+SIZE = 300_000
+"""More than one message of values."""
+
+
+class Momentum(CenterUpdate):
+    """Half of what it was, and the change."""
+
+    keeps = ("velocity",)
+
+    def step(
+        self,
+        center: Tensor,
+        change: Tensor,
+        memory: Mapping[str, Tensor],
+        contributions: Contributions,
+    ) -> None:
+        memory["velocity"].mul_(0.5).add_(change)
+        change.copy_(memory["velocity"])
+
+
+class Told(CenterUpdate):
+    """Moves by what it is told of the contributions."""
+
+    def step(
+        self,
+        center: Tensor,
+        change: Tensor,
+        memory: Mapping[str, Tensor],
+        contributions: Contributions,
+    ) -> None:
+        told = contributions
+        change.fill_(100 * sum(told.weights) + 10 * told.world_size + told.staleness)
+
+
+def layout_of(*kinds: str) -> Layout:
+    return tuple(Segment(kind, torch.float32, SIZE) for kind in kinds)
+
+
+def contribute(center: Center, wire_format: WireFormat, *values: float) -> None:
+    """A round of one worker, which holds the center and then has so many in each segment."""
+    total = center.open_sum([0])
+    total.declare(0, 1)
+    for index, chunk in enumerate(total.chunks):
+        base = chunk.of(center.values)
+        mine = torch.full_like(base, values[chunk.segment])
+        segment = center.layout[chunk.segment]
+        packing = wire_format.contribution(segment)
+        sent = packing.pack(wire_format.encode(mine, base, segment))
+        total.add(0, index, packing.unpack(sent, len(mine)))
+    center.commit(Contributions((1,), 4, 2))
+
+
+def replied(center: Center, wire_format: WireFormat, before: Tensor) -> Tensor:
+    """What the first segment of a worker that held the center becomes by the reply."""
+    octets = bytearray(b"".join(map(bytes, center.reply()[1::2])))
+    dtype = wire_format.reply(center.layout[0]).dtype
+    values, base = before.clone(), before.clone()
+    wire_format.decode(torch.frombuffer(octets, dtype=dtype)[:SIZE], values, base, center.layout[0])
+    return values
+
+
+@pytest.mark.parametrize("wire_format", FORMATS, ids=lambda each: each.name)
+def test_the_center_moves_as_the_update_says_in_every_wire_format(wire_format: WireFormat) -> None:
+    center = Center(layout_of("parameters"), [torch.zeros(SIZE)], 4, wire_format, Momentum())
+    oracle, velocity = np.float32(0), np.float32(0)
+    for value in (1.0, 3.0, 2.5):
+        before = center.values[0].clone()
+        contribute(center, wire_format, value)
+        velocity = velocity * np.float32(0.5) + (np.float32(value) - oracle)
+        oracle = oracle + velocity
+        assert set(center.values[0].tolist()) == {float(oracle)}
+        assert torch.equal(replied(center, wire_format, before), center.values[0])
+
+
+@pytest.mark.parametrize("wire_format", FORMATS, ids=lambda each: each.name)
+def test_what_is_no_parameter_becomes_the_mean(wire_format: WireFormat) -> None:
+    layout = layout_of("parameters", "buffers", "optimizer")
+    center = Center(layout, [torch.zeros(SIZE) for _ in layout], 4, wire_format, Told())
+    contribute(center, wire_format, 1.0, 3.0, 5.0)
+    assert [values[-1].item() for values in center.values] == [142.0, 3.0, 5.0]
+
+
+class Halves(Told):
+    """What is stale counts half."""
+
+    def scale(self, staleness: int) -> float:
+        return 0.5 if staleness else 1.0
+
+
+@pytest.mark.parametrize(
+    ("wire_format", "scale"), [(Changes(), 0.5), (BFloat16Changes(), 0.5), (FullPrecision(), 1.0)]
+)
+def test_changes_are_scaled_by_their_staleness_and_values_never(
+    wire_format: WireFormat, scale: float
+) -> None:
+    center = Center(layout_of("parameters"), [torch.zeros(SIZE)], 4, wire_format, Halves())
+    assert (center.scale(0), center.scale(3)) == (1.0, scale)
+
+
+def test_a_round_without_weight_leaves_center_and_memory_alone() -> None:
+    center = Center(layout_of("parameters"), [torch.zeros(SIZE)], 4, FullPrecision(), Momentum())
+    contribute(center, FullPrecision(), 1.0)
+    center.open_sum([0]).declare(0, 0)
+    center.commit(Contributions((), 4))
+    assert {name: tensor[0].item() for name, tensor in center.named().items()} == {
+        "0.parameters": 1.0,
+        "0.parameters.velocity": 1.0,
+    }
+
+
+def test_what_it_remembers_goes_on_in_another_center() -> None:
+    whole, first = (
+        Center(layout_of("parameters"), [torch.zeros(SIZE)], 4, FullPrecision(), Momentum())
+        for _ in range(2)
+    )
+    for value in (1.0, 3.0):
+        contribute(whole, FullPrecision(), value)
+    contribute(first, FullPrecision(), 1.0)
+    second = Center(first.layout, first.values, 4, FullPrecision(), Momentum(), first.memory)
+    contribute(second, FullPrecision(), 3.0)
+    assert torch.equal(second.values[0], whole.values[0])

@@ -1,0 +1,180 @@
+"""An optimizer and the random numbers go on from a worker's saved state as if nothing had been."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import random
+from functools import partial
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
+from sparkdl.checkpoint.worker_state import pack_worker_state, unpack_worker_state
+from sparkdl.errors import CheckpointError
+from sparkdl.process.randomness import random_state, streams_put_back
+
+CPU = torch.device("cpu")
+
+OPTIMIZERS = {
+    "SGD": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adam": torch.optim.Adam,
+    "AdamW": partial(torch.optim.AdamW, amsgrad=True),
+    "RMSprop": torch.optim.RMSprop,
+    "NAdam": torch.optim.NAdam,
+    "Adagrad": torch.optim.Adagrad,
+    "Adadelta": torch.optim.Adadelta,
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "RAdam": torch.optim.RAdam,
+    "Rprop": torch.optim.Rprop,
+    "Adafactor": torch.optim.Adafactor,
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer, times: int) -> None:
+    for _ in range(times):
+        optimizer.zero_grad()
+        module(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+
+
+def bits(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().view(-1) for p in module.parameters()])
+
+
+@pytest.mark.parametrize("build", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_training_goes_on_with_the_same_bits(build: Any) -> None:
+    module = network()
+    optimizer = build(module.parameters())
+    step(module, optimizer, 3)
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.5  # as a schedule does
+    octets = pack_worker_state(optimizer, CPU, center_has_optimizer=False)
+    other = copy.deepcopy(module)
+    step(module, optimizer, 3)
+
+    torch.manual_seed(99)
+    resumed = build(other.parameters())
+    unpack_worker_state(octets, resumed, CPU)
+    step(other, resumed, 3)
+    assert torch.equal(bits(other), bits(module))
+
+
+def test_state_that_the_center_holds_is_left_out() -> None:
+    module = network()
+    optimizer = torch.optim.Adam(module.parameters())
+    step(module, optimizer, 1)
+    octets = pack_worker_state(optimizer, CPU, center_has_optimizer=True)
+    fresh = torch.optim.Adam(network().parameters())
+    unpack_worker_state(octets, fresh, CPU)
+    assert not any(fresh.state.values())
+
+
+def test_hyperparameters_keep_their_types() -> None:
+    optimizer = torch.optim.Adam(network().parameters(), betas=(0.8, 0.99))
+    octets = pack_worker_state(optimizer, CPU, center_has_optimizer=True)
+    fresh = torch.optim.Adam(network().parameters())
+    unpack_worker_state(octets, fresh, CPU)
+    assert fresh.param_groups[0]["betas"] == (0.8, 0.99)
+    assert fresh.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+def test_what_a_strategy_remembers_comes_back_beside_the_rest() -> None:
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    kept = {"residual": torch.arange(3.0), "rounds": 7, "group.0.lr": 0.5}
+    octets = pack_worker_state(optimizer, CPU, center_has_optimizer=True, of_strategy=kept)
+    found = unpack_worker_state(octets, optimizer, CPU)
+    assert torch.equal(found.pop("residual"), kept.pop("residual"))
+    assert found == kept
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_what_only_pickle_could_save_is_refused_in_words() -> None:
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    optimizer.param_groups[0]["hook"] = object()
+    with pytest.raises(CheckpointError, match="SGD keeps state that cannot be saved"):
+        pack_worker_state(optimizer, CPU, center_has_optimizer=True)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=4,
+)
+NAMES = st.sampled_from(["state.0.exp_avg", "group.0.lr", "group.7.lr", "random.cpu", "state.9.x"])
+
+
+@settings(deadline=None)
+@given(
+    description=VALUES
+    | st.fixed_dictionaries(
+        {"values": VALUES | st.dictionaries(NAMES, VALUES), "on_device": VALUES}
+    ),
+    dropped=st.sets(st.sampled_from(sorted(random_state(CPU)))),
+    put=st.dictionaries(
+        NAMES, st.sampled_from([torch.ones(2, 3), torch.zeros(0), torch.tensor(-7)]), max_size=2
+    ),
+)
+def test_a_state_that_says_anything_is_taken_in_or_refused_in_words(
+    description: Any, dropped: set[str], put: dict[str, Tensor]
+) -> None:
+    kept = {name: t for name, t in random_state(CPU).items() if name not in dropped}
+    file = io.BytesIO()
+    write_tensors(file, kept | put, {"own": json.dumps(description)})
+    optimizer = torch.optim.Adam(network().parameters())
+    with streams_put_back(), contextlib.suppress(CheckpointError):
+        unpack_worker_state(file.getvalue(), optimizer, CPU)
+
+
+def test_a_state_nested_without_end_is_refused_in_words() -> None:
+    file = io.BytesIO()
+    write_tensors(file, {}, {"own": "[" * 100_000})
+    with pytest.raises(CheckpointError, match="does not fit"):
+        unpack_worker_state(file.getvalue(), torch.optim.Adam(network().parameters()), CPU)
+
+
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    two = torch.optim.SGD(network().parameters(), lr=0.1)
+    two.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    octets = pack_worker_state(two, CPU, center_has_optimizer=False)
+    with pytest.raises(CheckpointError, match="does not fit"):
+        unpack_worker_state(octets, torch.optim.SGD(network().parameters(), lr=0.1), CPU)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"values": [], "on_device": []}, []),
+        ({"values": {"group.0.lr": 1, "state.99.step": 2}, "on_device": []}, []),
+        (None, []),
+        ({"values": {}, "on_device": []}, [-1] * 625),
+        ({"values": {}, "on_device": []}, [1 << 40] * 625),
+    ],
+    ids=["a list", "no such parameter", "nothing", "negative words", "too large words"],
+)
+def test_a_state_that_no_worker_writes_is_refused(said: Any, words: list[int]) -> None:
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    octets = pack_worker_state(optimizer, CPU, center_has_optimizer=False)
+    tensors, _ = read_tensors(io.BytesIO(octets))
+    if words:
+        tensors["random.python"] = torch.tensor(words)
+    file = io.BytesIO()
+    write_tensors(file, tensors, {"own": json.dumps(said)})
+    before = random.getstate()
+    with pytest.raises(CheckpointError, match="does not fit"):
+        unpack_worker_state(file.getvalue(), optimizer, CPU)
+    random.setstate(before)

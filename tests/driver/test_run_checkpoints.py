@@ -1,0 +1,212 @@
+"""When a run writes checkpoints, and what they may cost it: never its rows or its bits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interruptions import OPTIMIZERS, AskedToStop, Interrupted, policy, same_bits
+from toys import classification, make_job, mlp
+
+from sparkdl.averager import Averager
+from sparkdl.averager.coordination.checkpointing import Checkpointing
+from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint
+from sparkdl.driver import run
+from sparkdl.errors import ConfigError, TrainingError
+from sparkdl.events import WindowReport
+from sparkdl.strategies import GradientAllReduce
+from sparkdl.testing import run_world
+from sparkdl.testing.world import _threads
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, data = make_job(mlp(), epochs=3), classification([40, 40])
+    whole = run_world(job, data.shards())
+    published, windows_before = threading.Event(), list[bool]()
+    publish = PendingCheckpoint.publish
+
+    def wait_for_the_next_epoch(self: PendingCheckpoint, description: dict[str, Any]) -> None:
+        if description["progress"]["epoch"] == 2:
+            assert published.wait(20)
+        publish(self, description)
+
+    def on_event(event: object) -> None:
+        if isinstance(event, WindowReport) and (event.epoch, event.step) == (2, 15):
+            saved = CheckpointStore(str(tmp_path), keep_last=2).newest()
+            windows_before.append(saved is None)
+            published.set()
+
+    monkeypatch.setattr(PendingCheckpoint, "publish", wait_for_the_next_epoch)
+    outcome = run_world(job, data.shards(), checkpoints=policy(tmp_path), on_event=on_event)
+    assert windows_before[0]
+    assert same_bits(outcome, whole)
+    saved = CheckpointStore(str(tmp_path), keep_last=2).newest()
+    assert saved is not None
+    assert len(saved.description["progress"]["history"]) == 3
+
+
+def test_checkpoints_do_not_change_the_bits(tmp_path: Path) -> None:
+    job, data = make_job(mlp(), epochs=3, optimizer=OPTIMIZERS["Adam"]), classification([12, 8])
+    with_checkpoints = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
+    assert same_bits(with_checkpoints, run_world(job, data.shards()))
+
+
+@pytest.mark.parametrize(
+    ("every", "epochs", "expected"), [(1, 3, [2, 3]), (2, 5, [4, 5]), (7, 3, [3])]
+)
+def test_checkpoints_are_of_every_so_many_epochs_and_of_the_last(
+    tmp_path: Path, every: int, epochs: int, expected: list[int]
+) -> None:
+    job = make_job(mlp(), epochs=epochs)
+    run_world(
+        job, classification([8, 8]).shards(), checkpoints=policy(tmp_path, every_epochs=every)
+    )
+    store = CheckpointStore(str(tmp_path), keep_last=2)
+    found = []
+    while (saved := store.newest()) is not None:
+        found.append(len(saved.description["progress"]["history"]))
+        (Path(saved.directory) / "manifest.json").unlink()
+    assert sorted(found) == expected
+
+
+def test_a_disk_that_is_full_costs_the_checkpoint_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, data = make_job(mlp(), epochs=3), classification([12, 8])
+    whole = run_world(job, data.shards())
+    monkeypatch.setattr("sparkdl.checkpoint.storage._Checksummed.write", _disk_full)
+    with caplog.at_level(logging.WARNING):
+        outcome = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
+    assert same_bits(outcome, whole)
+    assert caplog.text.count("No space left on device") == 3
+    assert "Training goes on" in caplog.text
+    assert list((tmp_path / "c").iterdir()) == []
+
+
+def _disk_full(*_: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def test_an_optimizer_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    def build(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.param_groups[0]["callback"] = print
+        return optimizer
+
+    with pytest.raises(TrainingError, match="SGD keeps state that cannot be saved"):
+        run_world(
+            make_job(mlp(), optimizer=build),
+            classification([8, 8]).shards(),
+            checkpoints=policy(tmp_path / "c"),
+        )
+
+
+def test_state_that_no_checkpoint_holds_is_refused(tmp_path: Path) -> None:
+    job = make_job(mlp(), strategy=GradientAllReduce(shard_optimizer=True))
+    with pytest.raises(ConfigError, match="keeps state on its workers that no checkpoint holds"):
+        run_world(job, classification([8]).shards(), checkpoints=policy(tmp_path / "c"))
+
+
+def test_a_center_is_saved_beside_a_writer_that_is_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after SIGTERM, when the storage is slow."""
+    reached, goes_on = threading.Event(), threading.Event()
+    publish, save_center = PendingCheckpoint.publish, Averager.save_center
+
+    def slow(self: PendingCheckpoint, description: dict[str, Any]) -> None:
+        if not reached.is_set():
+            reached.set()
+            goes_on.wait(30)
+        publish(self, description)
+
+    def then_let_it_go_on(self: Averager) -> None:
+        save_center(self)
+        goes_on.set()
+        for thread in threading.enumerate():
+            if thread.name == "sparkdl-saving":
+                thread.join(30)
+
+    def on_event(event: object) -> None:
+        if isinstance(event, WindowReport) and reached.wait(30):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(PendingCheckpoint, "publish", slow)
+    monkeypatch.setattr(Averager, "save_center", then_let_it_go_on)
+    monkeypatch.setattr("sparkdl.averager.loop.CLOSE_S", 0.2)
+    monkeypatch.setattr("sparkdl.driver.resuming.SIGTERM_S", 0.2)
+    job, data = make_job(mlp(), epochs=9), classification([12])
+    with pytest.raises(SystemExit):
+        run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"), on_event=on_event)
+    there = sorted(entry for entry in (tmp_path / "c").iterdir())
+    assert [entry.name for entry in there] == ["checkpoint-000001", "checkpoint-000002"]
+    assert all((entry / "manifest.json").exists() for entry in there)
+
+
+def test_a_checkpoint_that_waits_for_a_worker_when_the_run_fails_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Another has yet to send its own state.
+    monkeypatch.setattr(Checkpointing, "forgo", lambda self, rank: False)
+
+    def on_event(event: object) -> None:
+        if isinstance(event, WindowReport) and event.epoch == 2:
+            raise Interrupted
+
+    job, data = make_job(mlp(), epochs=9), classification([12])
+    with pytest.raises(Interrupted):
+        run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"), on_event=on_event)
+    assert list((tmp_path / "c").iterdir()) == []
+
+
+def test_without_the_workers_worker_states_the_center_is_saved_all_the_same(tmp_path: Path) -> None:
+    """As when the workers died together with whoever told the driver to end."""
+    job, data = make_job(mlp(), epochs=4, optimizer=OPTIMIZERS["Adam"]), classification([12, 8])
+    whole = run_world(job, data.shards())
+    averagers: list[Averager] = []
+    start = _threads(job, data.shards(), tmp_path)
+
+    def noting(averager: Averager) -> Any:
+        averagers.append(averager)
+        return start(averager)
+
+    def on_event(event: object) -> None:
+        if isinstance(event, WindowReport) and (event.epoch, event.step) == (3, 8):
+            averagers[0].fail(AskedToStop())
+
+    with pytest.raises(AskedToStop):
+        run(job, 2, noting, checkpoints=policy(tmp_path / "c"), on_event=on_event)
+    averagers[0].save_center()
+    saved = CheckpointStore(str(tmp_path / "c"), keep_last=2).newest()
+    assert saved is not None
+    assert saved.description["progress"]["rounds"] >= 2
+    assert not saved.has("rank-00000.safetensors")
+    assert same_bits(run_world(job, data.shards(), checkpoints=policy(tmp_path / "c")), whole)
+
+
+def test_a_second_training_on_the_same_path_is_refused_and_the_first_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparkdl.checkpoint.lease.GRACE_S", 0.05)
+    job, data = make_job(mlp(), epochs=2), classification([12])
+    refused: list[str] = []
+
+    def on_event(event: object) -> None:
+        if isinstance(event, WindowReport) and not refused:
+            with pytest.raises(ConfigError) as caught:
+                run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
+            refused.append(str(caught.value))
+
+    first = policy(tmp_path / "c", application="application-7")
+    outcome = run_world(job, data.shards(), checkpoints=first, on_event=on_event)
+    assert f"in use by process {os.getpid()} (application-7) on" in refused[0]
+    assert same_bits(outcome, run_world(job, data.shards()))
+    assert same_bits(outcome, run_world(job, data.shards(), checkpoints=policy(tmp_path / "c")))

@@ -1,0 +1,261 @@
+"""An optimizer's state is flat, of one layout from the start, and is used from where it lies."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from replicas import OPTIMIZERS, batch, batch_norm_net, replica_of, views_of
+from torch import Tensor, nn
+from toys import mlp
+
+from sparkdl.errors import TrainingError
+from sparkdl.replica import Replica
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_state_lives_in_the_flat_buffers_and_is_used_from_there(name: str) -> None:
+    replica = replica_of(mlp(), OPTIMIZERS[name])
+    for seed in range(3):
+        replica.step(batch(seed))
+        flats = replica.segments(with_optimizer=True)
+        state = [
+            value
+            for values in replica.optimizer.state.values()
+            for value in values.values()
+            if isinstance(value, Tensor)
+        ]
+        assert views_of(state, flats)
+    assert [f.data_ptr() for f in flats] == [
+        f.data_ptr() for f in replica.segments(with_optimizer=True)
+    ]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_trained_and_an_untrained_replica_have_the_same_layout(name: str) -> None:
+    trained, untrained = (replica_of(batch_norm_net(), OPTIMIZERS[name]) for _ in range(2))
+    trained.step(batch(0))
+    trained.step(batch(1))
+    assert trained.layout(with_optimizer=True) == untrained.layout(with_optimizer=True)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_asking_an_untrained_replica_for_its_layout_does_not_move_its_parameters(name: str) -> None:
+    replica = replica_of(mlp(), OPTIMIZERS[name])
+    replica.layout(with_optimizer=True)
+    expected = mlp().state_dict()
+    assert all(torch.equal(value, expected[k]) for k, value in replica.module.state_dict().items())
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(6, 3).double()
+        self.unused = nn.Linear(2, 2).double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.used(features)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_parameter_that_forward_does_not_use_keeps_its_value_and_its_place(name: str) -> None:
+    replica = replica_of(PartlyUsed(), OPTIMIZERS[name])
+    before = replica.module.unused.weight.detach().clone()
+    layouts = set()
+    for seed in range(3):
+        replica.step(batch(seed))
+        replica.segments(with_optimizer=True)
+        layouts.add(replica.layout(with_optimizer=True))
+    assert torch.equal(replica.module.unused.weight, before)
+    assert layouts == {replica_of(PartlyUsed(), OPTIMIZERS[name]).layout(with_optimizer=True)}
+
+
+LAZY: dict[str, Any] = {
+    **OPTIMIZERS,
+    "dampening": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "nadam": partial(torch.optim.NAdam, lr=0.01, weight_decay=0.1),
+    "radam": partial(torch.optim.RAdam, lr=0.01),
+    "adamax": partial(torch.optim.Adamax, lr=0.01),
+    "rprop": partial(torch.optim.Rprop, lr=0.01),
+    "asgd": partial(torch.optim.ASGD, lr=0.01, t0=2),
+}
+
+
+class LateHead(nn.Module):
+    """Uses a second layer from its third minibatch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(6, 3).double()
+        self.late = nn.Linear(6, 3).double()
+        self.used = 0
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.used += 1
+        outputs = self.first(features)
+        return outputs + self.late(features) if self.used > 2 else outputs
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_a_parameter_with_a_late_first_gradient_is_trained_as_in_plain_torch(name: str) -> None:
+    replica, oracle = replica_of(LateHead(), LAZY[name]), LateHead()
+    optimizer = LAZY[name](oracle.parameters())
+    for seed in range(6):
+        replica.segments(with_optimizer=True)
+        replica.step(batch(seed))
+        optimizer.zero_grad()
+        (features,), targets = batch(seed).features, batch(seed).targets
+        nn.functional.cross_entropy(oracle(features), targets).backward()
+        optimizer.step()
+        torch.testing.assert_close(
+            replica.module.state_dict(), oracle.state_dict(), rtol=1e-12, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_state_that_another_replica_has_is_taken_over_with_its_parameter(name: str) -> None:
+    late, early = replica_of(LateHead(), LAZY[name]), replica_of(LateHead(), LAZY[name])
+    early.module.used = 10
+    late.step(batch(0))
+    early.step(batch(0))
+    mine, other = (one.segments(with_optimizer=True) for one in (late, early))
+    for values, others in zip(mine, other, strict=True):
+        values.copy_(others)
+    late.module.used = 10
+    for seed in (1, 2):
+        late.step(batch(seed))
+        early.step(batch(seed))
+        torch.testing.assert_close(
+            late.module.state_dict(), early.module.state_dict(), rtol=0, atol=0
+        )
+    assert views_of(
+        [value for state in late.optimizer.state.values() for value in tensors_in(state)],
+        late.segments(with_optimizer=True),
+    )
+
+
+def tensors_in(state: dict[str, Any]) -> list[Tensor]:
+    return [value for value in state.values() if isinstance(value, Tensor)]
+
+
+def test_a_new_optimizer_has_nothing_of_the_one_before() -> None:
+    replica, fresh = replica_of(LateHead(), LAZY["adam"]), replica_of(LateHead(), LAZY["adam"])
+    replica.step(batch(0))
+    replica.segments(with_optimizer=True)
+    replica.module.load_state_dict(LateHead().state_dict())
+    replica.module.used = 0
+    replica.rebuild_optimizer()
+    for seed in range(4):
+        replica.segments(with_optimizer=True)
+        replica.step(batch(seed))
+        fresh.step(batch(seed))
+    torch.testing.assert_close(
+        replica.module.state_dict(), fresh.module.state_dict(), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("flatten_first", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_without_its_state_steps_like_a_new_one_where_its_schedule_stands(
+    name: str, flatten_first: bool
+) -> None:
+    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    replica = Replica(
+        mlp(),
+        OPTIMIZERS[name],
+        nn.CrossEntropyLoss(),
+        scheduler=schedule,
+        scheduler_every="step",
+    )
+    for seed in range(3):
+        replica.step(batch(seed))
+    if flatten_first:
+        replica.segments(with_optimizer=True)
+    oracle = copy.deepcopy(replica.module)
+
+    replica.reset_optimizer_state()
+    for seed in range(3, 5):
+        replica.step(batch(seed))
+
+    optimizer = OPTIMIZERS[name](oracle.parameters())
+    optimizer.param_groups[0]["lr"] *= 0.5**3
+    plain = Replica(oracle, lambda parameters: optimizer, nn.CrossEntropyLoss())
+    for seed in range(3, 5):
+        plain.step(batch(seed))
+        optimizer.param_groups[0]["lr"] *= 0.5
+    for mine, other in zip(replica.module.parameters(), oracle.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    assert replica.schedule.steps == 5
+
+
+class GrowsLate(torch.optim.SGD):
+    """Keeps a second copy of the parameters from a step on."""
+
+    def __init__(self, parameters: Any, *, grows_at: int) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["steps"] = 0
+        self.grows_at = grows_at
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        group = self.param_groups[0]
+        group["steps"] += 1
+        if group["steps"] >= self.grows_at:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("slow", parameter.detach().clone())
+
+
+def test_optimizer_state_that_grows_after_it_was_counted_is_refused_by_name() -> None:
+    replica = replica_of(mlp(), partial(GrowsLate, grows_at=3))
+    numel = sum(parameter.numel() for parameter in replica.module.parameters())
+    replica.count_optimizer_state()
+    replica.step(batch(0))
+    replica.segments(with_optimizer=True)
+    replica.step(batch(1))
+    replica.step(batch(2))
+    replica.segments(with_optimizer=False)
+    for _ in range(2):
+        with pytest.raises(TrainingError, match=f"GrowsLate .*0 values of 'slow'.*{numel} now"):
+            replica.segments(with_optimizer=True)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_counting_the_state_leaves_no_trace_in_the_training(name: str) -> None:
+    replica, oracle = (replica_of(batch_norm_net(), OPTIMIZERS[name]) for _ in range(2))
+    replica.count_optimizer_state()
+    for seed in range(3):
+        replica.step(batch(seed))
+        oracle.step(batch(seed))
+    for mine, other in zip(
+        replica.segments(with_optimizer=True), oracle.segments(with_optimizer=True), strict=True
+    ):
+        assert torch.equal(mine, other)
+
+
+def test_counting_the_state_is_no_step_for_an_optimizer_that_counts_them_itself() -> None:
+    replica = replica_of(mlp(), partial(GrowsLate, grows_at=9))
+    replica.count_optimizer_state()
+    assert replica.optimizer.param_groups[0]["steps"] == 0
+
+
+class OneStateForAll(torch.optim.SGD):
+    """Keeps a sum over its steps with the first parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = self.param_groups[0]["params"]
+        state = self.state[parameters[0]]
+        if any(parameter.grad is not None for parameter in parameters):
+            state["steps"] = state.get("steps", torch.zeros(())) + 1
+
+
+def test_state_that_lies_with_one_parameter_takes_no_steps_for_the_others() -> None:
+    replica = replica_of(mlp(6), partial(OneStateForAll, lr=0.1))
+    replica.count_optimizer_state()
+    for steps in (1, 2):
+        replica.step(batch())
+        assert [each.item() for each in replica.segments(with_optimizer=True)[1:]] == [steps]

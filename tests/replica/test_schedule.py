@@ -1,0 +1,356 @@
+"""Learning rates that change: on every worker those that torch's scheduler alone would give."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+from torch.optim import lr_scheduler
+from toys import batches_by_hand, classification, make_job, mlp, schema
+
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.errors import ConfigError, DisconnectedError, WorkerError
+from sparkdl.feed.feed import FeedOptions
+from sparkdl.feed.shuffle import exchange_plan
+from sparkdl.protocols import ColumnSpec
+from sparkdl.replica.schedule import Schedule
+from sparkdl.strategies import GradientAllReduce, ParameterAveraging
+from sparkdl.testing import run_world
+from sparkdl.worker import Job, loop
+
+
+def warmup_then_cosine(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5),
+            lr_scheduler.CosineAnnealingLR(optimizer, T_max=20),
+        ],
+        milestones=[5],
+    )
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
+    "StepLR": partial(lr_scheduler.StepLR, step_size=3),
+    "MultiStepLR": partial(lr_scheduler.MultiStepLR, milestones=[2, 9]),
+    "CosineAnnealingLR": partial(lr_scheduler.CosineAnnealingLR, T_max=7),
+    "OneCycleLR": partial(lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=40),
+    "LambdaLR": partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+    "warmup": warmup_then_cosine,
+}
+
+
+def momentum() -> torch.optim.Optimizer:
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
+    groups: list[dict[str, Any]] = [
+        {"params": [p], "lr": lr} for p, lr in zip(parameters, (0.1, 0.2), strict=True)
+    ]
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("build", SCHEDULERS.values(), ids=SCHEDULERS)
+@settings(max_examples=15, deadline=None)
+@given(places=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=4))
+def test_a_schedule_can_be_taken_to_any_place_to_the_bit(
+    build: Any, places: list[tuple[int, int]]
+) -> None:
+    optimizer, oracle = momentum(), momentum()
+    schedule, plain = Schedule(optimizer, build, "step"), build(oracle)
+    for epoch, step in places:
+        schedule.start_at(epoch, 9 * (epoch - 1) + step)
+    epoch, step = places[-1]
+    for _ in range(9 * (epoch - 1) + step):
+        oracle.step()
+        plain.step()
+    assert hyperparameters(optimizer) == hyperparameters(oracle)
+    optimizer.step()
+    schedule.after_step()
+    oracle.step()
+    plain.step()
+    assert hyperparameters(optimizer) == hyperparameters(oracle)
+
+
+# torch's own, on importing the sharded optimizer
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("every", ["step", "epoch"])
+@pytest.mark.parametrize(
+    "strategy",
+    [ParameterAveraging(1), GradientAllReduce(), GradientAllReduce(shard_optimizer=True)],
+    ids=["averaging", "all-reduce", "sharded"],
+)
+def test_one_worker_trains_as_plain_torch_would(strategy: Any, every: Any) -> None:
+    data, model = classification([22]), mlp()
+    oracle = mlp()
+    optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9)
+    scheduler = SCHEDULERS["warmup"](optimizer)
+    for epoch in range(1, 4):
+        for features, targets in batches_by_hand(data, 0, epoch, 4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(
+                oracle(torch.from_numpy(features)), torch.from_numpy(targets)
+            ).backward()
+            optimizer.step()
+            if every == "step":
+                scheduler.step()
+        if every == "epoch":
+            scheduler.step()
+    job = make_job(
+        model,
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        strategy=strategy,
+        scheduler=SCHEDULERS["warmup"],
+        scheduler_every=every,
+        epochs=3,
+    )
+    trained = run_world(job, data.shards()).module
+    for mine, other in zip(trained.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+CYCLES: dict[str, Any] = {
+    "OneCycleLR": partial(lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=40),
+    "CyclicLR": partial(lr_scheduler.CyclicLR, base_lr=0.01, max_lr=0.1),
+}
+
+
+@pytest.mark.parametrize("scheduler", CYCLES.values(), ids=CYCLES)
+def test_a_schedule_that_turns_momentum_on_trains_as_plain_torch_would(scheduler: Any) -> None:
+    data, oracle = classification([22]), mlp()
+    optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    schedule = scheduler(optimizer)
+    for epoch in (1, 2):
+        for features, targets in batches_by_hand(data, 0, epoch, 4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(
+                oracle(torch.from_numpy(features)), torch.from_numpy(targets)
+            ).backward()
+            optimizer.step()
+            schedule.step()
+    job = make_job(
+        mlp(),
+        strategy=ParameterAveraging(3),
+        scheduler=scheduler,
+        scheduler_every="step",
+        epochs=2,
+    )
+    trained = run_world(job, data.shards()).module
+    for mine, other in zip(trained.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scheduler", CYCLES.values(), ids=CYCLES)
+def test_a_schedule_that_turns_momentum_on_can_be_resumed(scheduler: Any, tmp_path: Path) -> None:
+    job = make_job(
+        mlp(),
+        strategy=ParameterAveraging(2),
+        scheduler=scheduler,
+        scheduler_every="step",
+        epochs=2,
+    )
+    shards = classification([14, 9]).shards()
+    straight = run_world(job, shards).module
+    checkpoints = CheckpointPolicy(path=str(tmp_path))
+    run_world(replace(job, epochs=1), shards, checkpoints=checkpoints)
+    resumed = run_world(job, shards, checkpoints=checkpoints).module
+    for mine, other in zip(resumed.parameters(), straight.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+class Recording(torch.optim.SGD):
+    """Notes the learning rate of each step that has gradients, by the thread that takes it."""
+
+    def __init__(self, parameters: Any, rates: dict[str, list[float]], lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.rates = rates
+
+    def step(self, closure: Any = None) -> Any:
+        if any(p.grad is not None and p.grad.any() for p in self.param_groups[0]["params"]):
+            rates = self.rates.setdefault(threading.current_thread().name, [])
+            rates.append(round(self.param_groups[0]["lr"], 9))
+        return super().step(closure)
+
+
+def test_workers_with_fewer_rows_catch_up_at_the_end_of_each_epoch() -> None:
+    rates: dict[str, list[float]] = {}
+    job = make_job(
+        mlp(),
+        optimizer=partial(Recording, rates=rates, lr=1.0),
+        scheduler=partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+        scheduler_every="step",
+        epochs=2,
+    )
+    run_world(job, classification([20, 9]).shards())
+    by_step = [round(1 / (1 + step), 9) for step in range(10)]
+    assert rates["sparkdl-rank-0"] == by_step
+    assert rates["sparkdl-rank-1"] == [*by_step[:3], *by_step[5:8]]
+
+
+def test_no_rate_comes_twice_when_rows_are_dealt_anew() -> None:
+    rates: dict[str, list[float]] = {}
+    job = make_job(
+        mlp(),
+        optimizer=partial(Recording, rates=rates, lr=1.0),
+        scheduler=partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+        scheduler_every="step",
+        epochs=5,
+        feed=FeedOptions(reshuffle_every=2),
+    )
+    run_world(job, classification([20, 4]).shards())
+    by_step = [round(1 / (1 + step), 9) for step in range(19)]
+    # two epochs of 5 and 1 minibatches, then three of 3 each
+    assert rates["sparkdl-rank-0"] == by_step
+    assert rates["sparkdl-rank-1"] == [by_step[0], by_step[5], *by_step[10:]]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@given(
+    rows=st.lists(st.integers(0, 30), min_size=1, max_size=4),
+    every=st.integers(0, 3),
+    epochs=st.integers(1, 6),
+)
+def test_the_steps_before_an_epoch_are_those_of_the_worker_with_the_most_rows(
+    drop_last: bool, rows: list[int], every: int, epochs: int
+) -> None:
+    options = FeedOptions(reshuffle_every=every, drop_last=drop_last)
+    job = make_job(mlp(), feed=options, strategy=GradientAllReduce(accumulate=2))
+    shards, steps = list(rows), 0
+    for epoch in range(1, epochs + 1):
+        if options.reshuffles(epoch):
+            shards = exchange_plan(shards, seed=1, epoch=epoch).sum(axis=0).tolist()
+        assert job.steps_before(epoch, rows) == steps
+        minibatches = [n // 4 if drop_last else math.ceil(n / 4) for n in shards]
+        steps += math.ceil(max(minibatches) / 2)
+
+
+# Every epoch that is not better by three tenths halves the rate, so that some are and some are not.
+PLATEAU: Any = partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0, threshold=0.3)
+
+
+def rates_by_torch(losses: list[float], lr: float) -> list[float]:
+    """The learning rate of each epoch, if these are the losses of the epochs."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+    scheduler, rates = PLATEAU(optimizer), []
+    for loss in losses:
+        rates.append(round(optimizer.param_groups[0]["lr"], 9))
+        scheduler.step(loss)
+    assert len(set(rates)) > 1, f"{rates} would not tell one schedule from another"
+    return rates
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "strategy",
+    [ParameterAveraging(1), GradientAllReduce(), GradientAllReduce(shard_optimizer=True)],
+    ids=["averaging", "all-reduce", "sharded"],
+)
+def test_one_worker_follows_the_training_loss_as_plain_torch_would(strategy: Any) -> None:
+    data, oracle = classification([22]), mlp()
+    optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9)
+    scheduler, losses = PLATEAU(optimizer), []
+    for epoch in range(1, 11):
+        total = 0.0
+        for features, targets in batches_by_hand(data, 0, epoch, 4):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(
+                oracle(torch.from_numpy(features)), torch.from_numpy(targets)
+            )
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(targets)
+        losses.append(total / 22)
+        scheduler.step(losses[-1])
+    rates_by_torch(losses, 0.1)
+    job = make_job(
+        mlp(),
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        strategy=strategy,
+        scheduler=PLATEAU,
+        epochs=10,
+    )
+    trained = run_world(job, data.shards()).module
+    for mine, other in zip(trained.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+def validating(sizes: list[int], **changes: Any) -> tuple[Job, list[Any]]:
+    """A job whose workers hold every third of their rows out, and its rows."""
+    shards = []
+    for ids, batches in zip(ids_of(sizes), classification(sizes).shards(), strict=True):
+        held = pa.array(ids % 3 == 0)
+        rows = pa.Table.from_batches(batches).append_column("held", held)
+        shards.append(rows.to_batches(max_chunksize=10))
+    held_out = ColumnSpec("held", torch.bool)
+    columns = replace(schema(), validation=held_out)
+    return make_job(mlp(), schema=columns, scheduler=PLATEAU, **changes), shards
+
+
+def ids_of(sizes: list[int]) -> list[Any]:
+    return [np.arange(size) for size in sizes]
+
+
+def test_all_workers_follow_the_loss_on_all_held_out_rows_through_lost_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rates: dict[str, list[float]] = {}
+    job, shards = validating(
+        [24, 12],
+        optimizer=partial(Recording, rates=rates, lr=1.0),
+        epochs=6,
+        max_failures=5,
+    )
+    validate, lost = loop._validate, []
+
+    def lose_connection(run: Any, feed: Any, epoch: int) -> Any:
+        if run.rank == 1 and epoch in (2, 5) and epoch not in lost:
+            lost.append(epoch)
+            raise DisconnectedError("the test says so")
+        return validate(run, feed, epoch)
+
+    monkeypatch.setattr(loop, "_validate", lose_connection)
+    history = run_world(job, shards).history
+    assert lost == [2, 5]
+    assert [epoch.validation_examples for epoch in history] == [12] * 6
+    by_epoch = rates_by_torch([epoch.validation_loss or 0.0 for epoch in history], 1.0)
+    assert rates["sparkdl-rank-0"] == [rate for rate in by_epoch for _ in range(4)]
+    assert rates["sparkdl-rank-1"] == [rate for rate in by_epoch for _ in range(2)]
+
+
+@pytest.mark.parametrize("epochs", [1, 4])
+def test_a_schedule_that_follows_losses_can_be_resumed(epochs: int, tmp_path: Path) -> None:
+    job, shards = validating(
+        [24, 12], optimizer=partial(torch.optim.SGD, lr=1.0, momentum=0.9), epochs=6
+    )
+    straight = run_world(job, shards)
+    rates_by_torch([epoch.validation_loss or 0.0 for epoch in straight.history], 1.0)
+    checkpoints = CheckpointPolicy(path=str(tmp_path))
+    run_world(replace(job, epochs=epochs), shards, checkpoints=checkpoints)
+    resumed = run_world(job, shards, checkpoints=checkpoints)
+    for mine, other in zip(resumed.module.parameters(), straight.module.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_schedule_that_follows_losses_takes_no_step_after_each_of_the_optimizers() -> None:
+    with pytest.raises(ConfigError, match="schedulerEvery='epoch'"):
+        Schedule(momentum(), PLATEAU, "step")
+
+
+def test_what_is_no_scheduler_is_named() -> None:
+    job = make_job(mlp(), scheduler=lambda optimizer: 3)
+    with pytest.raises((ConfigError, WorkerError), match="but it returned a int"):
+        run_world(job, classification([8]).shards())

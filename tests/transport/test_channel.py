@@ -1,0 +1,287 @@
+"""One worker's messages, however they are cut: what a conversation gets, and what it never does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wire import EXPECTED, MESSAGES, Wire, channel_over, cut, listen, receive_all, values
+
+from sparkdl.errors import TrainingError
+from sparkdl.transport import channel as channel_module
+from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError
+from sparkdl.transport.framing import header_message
+
+
+def converse(pieces: Iterable[bytes], staging: int = 64) -> list[Any]:
+    """What a conversation hears of some pieces, and is woken as it pauses."""
+    heard: list[Any] = []
+    channel, _ = channel_over(*pieces, staging=staging)
+    channel.begin(listen(heard))
+    for _ in range(2):
+        receive_all(channel)
+        assert not channel.listens
+        channel.wake("woken")
+    receive_all(channel)
+    return heard
+
+
+class TestCutting:
+    """The same bytes give the same conversation wherever they are cut."""
+
+    @pytest.mark.parametrize("place", range(1, len(MESSAGES)))
+    def test_at_every_place(self, place: int) -> None:
+        assert converse(cut(MESSAGES, [place])) == EXPECTED
+
+    @settings(deadline=None, max_examples=200)
+    @given(
+        places=st.sets(st.integers(1, len(MESSAGES) - 1)),
+        staging=st.integers(1, 2 * len(MESSAGES)),
+    )
+    def test_at_any_places_whatever_there_is_room_for(self, places: set[int], staging: int) -> None:
+        assert converse(cut(MESSAGES, places), staging) == EXPECTED
+
+    def test_byte_by_byte(self) -> None:
+        assert converse(cut(MESSAGES, range(len(MESSAGES)))) == EXPECTED
+
+
+class TestPausing:
+    """Nothing is received meanwhile, and no wake is lost."""
+
+    def test_what_arrives_meanwhile_is_left_at_the_other_end(self) -> None:
+        heard: list[Any] = []
+        channel, wire = channel_over(MESSAGES[:80], MESSAGES[80:], staging=1000)
+        channel.begin(listen(heard))
+        receive_all(channel)
+        assert not channel.listens
+        assert not channel.has_left
+        assert wire.arriving
+        channel.wake("woken")
+        assert channel.has_left
+
+    def test_what_has_arrived_with_it_is_heard_afterwards(self) -> None:
+        heard: list[Any] = []
+        channel, wire = channel_over(MESSAGES, staging=1000)
+        channel.begin(listen(heard))
+        receive_all(channel)
+        assert not wire.arriving
+        channel.wake("woken")
+        receive_all(channel)
+        assert heard == EXPECTED[:-2]
+
+    def test_a_wake_before_the_pause_is_not_lost(self) -> None:
+        heard: list[Any] = []
+        channel, wire = channel_over(MESSAGES)
+        channel.begin(listen(heard))
+        channel.wake("woken")
+        channel.wake("woken")
+        receive_all(channel)
+        assert heard == EXPECTED
+        assert not wire.arriving
+
+    def test_a_wake_from_within_the_conversation_is_not_lost(self) -> None:
+        heard: list[Any] = []
+
+        def conversation() -> Conversation:
+            heard.append((yield HEADER))
+            channel.wake("at once")
+            heard.append((yield PAUSE))
+
+        channel, _ = channel_over(header_message({}))
+        channel.begin(conversation())
+        receive_all(channel)
+        assert heard == [{}, "at once"]
+
+    def test_wakes_are_in_order_and_one_a_pause(self) -> None:
+        heard: list[Any] = []
+
+        def conversation() -> Conversation:
+            while True:
+                heard.append((yield PAUSE))
+                heard.append((yield HEADER))
+
+        channel, _ = channel_over(header_message({"n": 1}), header_message({"n": 2}))
+        channel.begin(conversation())
+        for number in range(3):
+            channel.wake(number)
+        receive_all(channel)
+        assert heard == [0, {"n": 1}, 1, {"n": 2}, 2]
+
+    def test_nobody_is_woken_who_has_ended(self) -> None:
+        channel, _ = channel_over()
+        channel.begin(listen([]))
+        channel.end_conversation()
+        channel.wake("late")
+        assert channel.listens
+
+
+class TestRedirecting:
+    """Values whose place is needed are received elsewhere, from any moment on."""
+
+    @pytest.mark.parametrize("before", range(len(values(b"x" * 20)) + 1))
+    def test_nothing_of_what_comes_later_is_in_the_first_place(self, before: int) -> None:
+        octets = values(b"x" * 20)
+        place, elsewhere = bytearray(20), bytearray(64)
+        heard: list[Any] = []
+
+        def conversation() -> Conversation:
+            yield memoryview(place)
+            heard.append((yield HEADER))
+
+        channel, wire = channel_over(*cut(octets[:before], []))
+        channel.begin(conversation())
+        receive_all(channel)
+        came = bytes(place)
+        channel.redirect(memoryview(elsewhere))
+        wire.arriving.extend(cut(octets[before:] + header_message({"and": "on"}), []))
+        receive_all(channel)
+        assert bytes(place) == came
+        assert came.count(b"x") == max(0, before - (len(octets) - 20))
+        assert heard == [{"and": "on"}]
+
+    @pytest.mark.parametrize("need", [HEADER, PAUSE], ids=["a header", "a pause"])
+    def test_who_waits_for_something_else_goes_on_waiting_for_it(self, need: Any) -> None:
+        heard: list[Any] = []
+
+        def conversation() -> Conversation:
+            heard.append((yield need))
+
+        octets = header_message({"a": 1})
+        channel, wire = channel_over(octets[:9])
+        channel.begin(conversation())
+        receive_all(channel)
+        channel.redirect(memoryview(bytearray(64)))
+        wire.arriving.append(octets[9:])
+        channel.wake({"a": 1}) if need is PAUSE else receive_all(channel)
+        assert heard == [{"a": 1}]
+
+    def test_a_header_on_its_way_is_received_all_the_same(self) -> None:
+        octets = header_message({"failure": 1})
+
+        def conversation() -> Conversation:
+            yield memoryview(bytearray(20))
+
+        channel, wire = channel_over(octets[:9])
+        channel.begin(conversation())
+        receive_all(channel)
+        channel.redirect(memoryview(bytearray(20)))
+        wire.arriving.append(octets[9:])
+        with pytest.raises(TrainingError):
+            receive_all(channel)
+
+
+class TestTheEnd:
+    """When the other end is gone, or has nothing more to say."""
+
+    def test_an_end_of_the_stream_is_the_others_leaving(self) -> None:
+        channel, _ = channel_over(MESSAGES[:30], b"")
+        channel.begin(listen([]))
+        with pytest.raises(LeftError, match="the other end closed the connection"):
+            receive_all(channel)
+
+    @pytest.mark.parametrize("act", [Channel.receive, Channel.flush], ids=["receiving", "sending"])
+    def test_so_is_a_connection_that_breaks(self, act: Callable[[Channel], bool]) -> None:
+        channel, wire = channel_over()
+        channel.begin(listen([]))
+        channel.send_header({})
+        wire.broken = True
+        with pytest.raises(LeftError, match=r"the connection broke: (reset|broken)"):
+            act(channel)
+
+    def test_after_a_conversation_whatever_arrives_is_thrown_away(self) -> None:
+        heard: list[Any] = []
+        octets = b"nonsense" * 100
+        channel, wire = channel_over(MESSAGES + MESSAGES, octets)
+        channel.begin(listen(heard))
+        channel.wake("woken")
+        channel.wake("woken")
+        receive_all(channel)
+        assert heard == EXPECTED
+        assert not wire.arriving
+        assert not channel.has_left
+
+    def test_a_conversation_that_is_ended_cleans_up_and_hears_nothing(self) -> None:
+        heard: list[Any] = []
+
+        def conversation() -> Conversation:
+            try:
+                heard.append((yield HEADER))
+            finally:
+                heard.append("cleaned up")
+
+        channel, _ = channel_over(header_message({}))
+        channel.begin(conversation())
+        channel.end_conversation()
+        receive_all(channel)
+        assert heard == ["cleaned up"]
+
+    @pytest.mark.parametrize("kind", ["header", "values"])
+    @pytest.mark.parametrize("staging", [4, 64])
+    def test_the_rest_of_a_message_is_thrown_away_once_the_conversation_has_ended(
+        self, kind: str, staging: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(channel_module, "IN_PLACE_BYTES", 8)
+        octets = header_message({"n": 1}) if kind == "header" else values(b"x" * 20)
+        for came in range(1, len(octets)):
+            place = bytearray(20)
+
+            def conversation(place: bytearray = place) -> Conversation:
+                yield HEADER if kind == "header" else memoryview(place)
+                raise AssertionError("it has ended")
+
+            channel, wire = channel_over(octets[:came], staging=staging)
+            channel.begin(conversation())
+            receive_all(channel)
+            channel.end_conversation()
+            before = bytes(place)
+            wire.arriving.extend([octets[came:], octets])
+            receive_all(channel)
+            assert bytes(place) == before
+            assert not wire.arriving
+
+    def test_closing_forgets_what_was_to_be_sent(self) -> None:
+        channel, wire = channel_over()
+        channel.send_header({})
+        channel.close()
+        assert wire.closed
+        assert not channel.sends
+        assert not channel.flush()
+
+
+def test_a_stream_that_says_so_is_not_asked_again_for_what_it_does_not_have() -> None:
+    wire = Wire([b"x", b"y"], takes=[3, None])
+    wire.short_is_all = True
+    channel = Channel(wire, memoryview(bytearray(64)), lambda channel: None)
+    assert not channel.receive()
+    assert len(wire.arriving) == 1
+    channel.send([memoryview(b"frame"), memoryview(b"s")])
+    assert channel.flush()
+    assert len(wire.offers) == 1
+
+
+class TestBudget:
+    """Nobody keeps the others waiting."""
+
+    def test_who_sends_much_is_received_from_in_turns(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(channel_module, "BUDGET_BYTES", 100)
+
+        def conversation() -> Conversation:
+            while True:
+                yield HEADER
+
+        messages = header_message({"a": 1}) * 50
+        channel, wire = channel_over(messages, staging=10)
+        channel.begin(conversation())
+        left = [len(messages)]
+        while channel.receive():
+            left.append(sum(map(len, wire.arriving)))
+        # It stops with the first piece, of ten bytes at most, that is beyond the budget.
+        assert all(100 <= a - b < 110 for a, b in itertools.pairwise(left))
+        assert 0 < left[-1] <= 100
+        assert not wire.arriving

@@ -1,0 +1,157 @@
+"""Connections are told apart by what they say first, and one that waits keeps no other waiting."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import closing
+from typing import Any
+
+import pytest
+from toys import sparkdl_threads
+
+from sparkdl.errors import SparkDLError, TrainingError
+from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError
+from sparkdl.transport.connecting import dial
+from sparkdl.transport.connection import Connection, ConnectionLostError
+from sparkdl.transport.service import Service
+
+WAIT_S = 20.0
+
+
+class Echo:
+    """Sends back what it hears, with its own name; see ``service.Peer``."""
+
+    def __init__(self, name: str, service: Service, channel: Channel, seen: list[Any]) -> None:
+        self.name = name
+        self.service = service
+        self.channel = channel
+        self.seen = seen
+
+    def conversation(self, said: dict[str, Any]) -> Conversation:
+        while "bye" not in said:
+            if "wait" in said:
+                self.service.elsewhere(self.release.wait, self.channel.wake)
+                waited: Future[bool] = yield PAUSE
+                said = {"waited": waited.result()}
+            if "wrong" in said:
+                raise TrainingError("that was wrong")
+            self.channel.send_header({self.name: said})
+            said = yield HEADER
+        self.service.part(self.channel, {"farewell": self.name})
+
+    release = threading.Event()
+
+    def heard(self) -> None:
+        pass
+
+    def left(self, error: LeftError) -> None:
+        self.seen.append((self.name, "left"))
+
+    def failed(self, error: SparkDLError) -> None:
+        self.seen.append((self.name, str(error)))
+        self.service.close_channel(self.channel)
+
+    def closed(self) -> None:
+        self.seen.append((self.name, "closed"))
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
+def service(request: pytest.FixtureRequest) -> Iterator[Service]:
+    with Service("127.0.0.1", encrypted=request.param) as opened:
+        for name in ("first", "second"):
+            opened.handlers[name] = lambda channel, name=name: Echo(name, opened, channel, SEEN)
+        SEEN.clear()
+        Echo.release.clear()
+        yield opened
+        Echo.release.set()
+
+
+SEEN: list[Any] = []
+
+
+def connected(service: Service, *headers: dict[str, Any]) -> Connection:
+    address = service.address
+    where, token, fingerprint = address.host_and_port, address.token, address.fingerprint
+    connection = dial(where, token, fingerprint, WAIT_S, WAIT_S)
+    for header in headers:
+        connection.send_header(header)
+    return connection
+
+
+@pytest.mark.parametrize(
+    ("said", "by"),
+    [({"second": 1}, "second"), ({"x": 1, "first": 2}, "first"), ({"neither": 1}, "first")],
+)
+def test_the_first_header_decides_who_serves_a_connection_from_then_on(
+    service: Service, said: dict[str, Any], by: str
+) -> None:
+    with closing(connected(service, said, {"first": "again"}, {"bye": True})) as connection:
+        assert connection.receive_header() == {by: said}
+        assert connection.receive_header() == {by: {"first": "again"}}
+        assert connection.receive_header() == {"farewell": by}
+        with pytest.raises(ConnectionLostError):
+            connection.receive_header()
+
+
+def test_a_connection_that_waits_for_something_long_keeps_no_other_waiting(
+    service: Service,
+) -> None:
+    waiting = connected(service, {"first": 0, "wait": True})
+    with closing(waiting), closing(connected(service, {"second": 1})) as other:
+        assert other.receive_header() == {"second": {"second": 1}}
+        Echo.release.set()
+        assert waiting.receive_header() == {"first": {"waited": True}}
+
+
+def test_one_that_cannot_be_understood_ends_alone(service: Service) -> None:
+    with closing(connected(service, {"second": 1})) as good:
+        assert good.receive_header() == {"second": {"second": 1}}
+        bad = connected(service, {"first": 1, "wrong": True})
+        with closing(bad), pytest.raises(ConnectionLostError):
+            bad.receive_header()
+        assert SEEN == [("first", "that was wrong"), ("first", "closed")]
+        good.send_header({"still": "there"})
+        assert good.receive_header() == {"second": {"still": "there"}}
+
+
+def test_the_number_of_threads_is_the_same_for_one_connection_and_for_thirty(
+    service: Service,
+) -> None:
+    connections = [connected(service, {"first": 0})]
+    connections[0].receive_header()
+    before = len(sparkdl_threads())
+    connections += [connected(service, {"second": number}) for number in range(29)]
+    for connection in connections[1:]:
+        connection.receive_header()
+    assert len(sparkdl_threads()) == before
+    for connection in connections:
+        connection.close()
+
+
+def test_a_signal_handler_may_post_in_the_middle_of_a_post_to_a_service_that_has_ended() -> None:
+    with Service("127.0.0.1") as service:
+        pass
+    done: list[str] = []
+    interrupted, until = 0, time.monotonic() + WAIT_S
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal interrupted
+        interrupted += 1
+        service.post(lambda: done.append("signal"))
+        if time.monotonic() > until:
+            raise TimeoutError("a call to post does not return")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+        for _ in range(100_000):
+            service.post(lambda: done.append("main"))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert done.count("main") == 100_000
+    assert done.count("signal") == interrupted > 0

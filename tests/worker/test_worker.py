@@ -1,0 +1,432 @@
+"""Whole runs that go wrong: the error names who, where and when, and everybody leaves."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from misbehaving import (
+    Kills,
+    Marked,
+    Overflows,
+    Raises,
+    marked,
+    ranks,
+    started,
+)
+from torch import Tensor, nn
+from toys import classification, make_job, mlp
+
+from sparkdl.averager import Averager, ServiceAddress
+from sparkdl.averager.progress import Position
+from sparkdl.driver import run
+from sparkdl.errors import (
+    DataError,
+    DisconnectedError,
+    NonFiniteError,
+    TrainingError,
+    WorkerError,
+    WorkerLostError,
+)
+from sparkdl.protocols import Batch
+from sparkdl.strategies import ParameterAveraging
+from sparkdl.strategies.base import Run
+from sparkdl.testing import run_world
+from sparkdl.worker import Placement, report_failure, train
+
+pytestmark = pytest.mark.usefixtures("nobody_stays")
+
+
+class ForgetsItsLastWindow(ParameterAveraging):
+    """On rank 1, in the second epoch."""
+
+    def end_epoch(self, run: Run, state: Any) -> None:
+        if (run.rank, run.epoch) != (1, 2):
+            super().end_epoch(run, state)
+
+
+@pytest.mark.parametrize("epochs", [2, 3])
+def test_a_strategy_that_forgets_its_last_window_is_told_so(epochs: int) -> None:
+    job = make_job(mlp(), strategy=ForgetsItsLastWindow(period=2), epochs=epochs, deadline_s=60.0)
+    started = time.monotonic()
+    with pytest.raises(
+        WorkerError, match="rank 1, epoch 2, step 6: ForgetsItsLastWindow has ended"
+    ):
+        run_world(job, classification([12, 12]).shards())
+    assert time.monotonic() - started < 30
+
+
+class ClosesItsEpochTwice(ParameterAveraging):
+    """Where it ends with a whole period, ``after_step`` has closed the window already."""
+
+    def after_step(self, run: Run, state: Any, batch: Batch) -> None:
+        run.averager.exchange(self._segments(run), run.close_window(last=batch.last))
+
+
+def test_a_strategy_that_closes_its_epoch_twice_is_told_so() -> None:
+    job = make_job(mlp(), strategy=ClosesItsEpochTwice(), epochs=2, deadline_s=60.0)
+    with pytest.raises(
+        TrainingError, match=r"window of epoch 1, but the run is in epoch 2\. A stra"
+    ):
+        run_world(job, classification([12, 12]).shards())
+
+
+def test_an_error_in_the_model_names_rank_epoch_and_step_and_shows_the_workers_traceback() -> None:
+    data = marked([12, 12], 12 + 9)  # rank 1's third minibatch of four
+    with pytest.raises(WorkerError) as caught:
+        run_world(make_job(Raises()), data.shards())
+
+    error = caught.value
+    assert (error.rank, error.epoch, error.step) == (1, 1, 3)
+    assert "rank 1, epoch 1, step 3" in str(error)
+    assert "ZeroDivisionError: the user's own mistake" in str(error)
+    assert "in at_mark" in error.worker_traceback
+    assert "misbehaving.py" in error.worker_traceback
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ...")],
+    ids=["python", "torch"],
+)
+def test_want_of_memory_on_a_worker_names_the_settings(error: Exception) -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, features: Tensor) -> Tensor:
+            raise error
+
+    with pytest.raises(WorkerError, match=r"rank 0, .*\n.*raise spark.executor.memoryOverhead"):
+        run_world(make_job(Fails()), classification([8]).shards())
+
+
+def test_a_module_that_is_not_there_comes_with_how_modules_travel() -> None:
+    class Imports(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, features: Tensor) -> Tensor:
+            import a_module_that_nobody_has  # type: ignore[import-not-found]  # noqa: F401
+
+            return self.net(features)
+
+    with pytest.raises(WorkerError, match=r"a_module_that_nobody_has'\n.*addPyFile"):
+        run_world(make_job(Imports()), classification([8]).shards())
+
+
+def test_an_error_in_a_later_epoch_names_that_epoch() -> None:
+    class SecondTime(Marked):
+        seen = 0
+
+        def at_mark(self) -> None:
+            self.seen += 1
+            if self.seen == 2:
+                raise ZeroDivisionError
+
+    with pytest.raises(WorkerError) as caught:
+        run_world(make_job(SecondTime(), epochs=3), marked([8], 0).shards())
+    assert caught.value.epoch == 2
+    assert caught.value.step in (3, 4)
+
+
+def test_an_error_ends_the_run_long_before_the_deadline() -> None:
+    data = marked([12, 12, 12], 0)
+    started = time.monotonic()
+    with pytest.raises(WorkerError):
+        run_world(make_job(Raises(), deadline_s=60), data.shards())
+    assert time.monotonic() - started < 20
+
+
+def test_an_error_while_building_the_model_on_a_worker_is_the_workers_error() -> None:
+    def build() -> nn.Module:
+        if threading.current_thread() is not threading.main_thread():
+            raise LookupError("no weights on this host")
+        return mlp()
+
+    with pytest.raises(WorkerError, match="LookupError: no weights on this host") as caught:
+        run_world(make_job(build), classification([4, 4]).shards())
+    assert (caught.value.epoch, caught.value.step) == (0, 0)
+    assert "in build" in caught.value.worker_traceback
+
+
+@pytest.mark.parametrize("part", ["loss", "optimizer"])
+def test_an_error_in_loss_or_optimizer_is_the_workers_error(part: str) -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        raise KeyError("in the loss")
+
+    main = threading.main_thread()
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if threading.current_thread() is not main:  # the driver steps a replica of its own
+                raise KeyError("in the optimizer")
+
+    changes = {"loss": loss} if part == "loss" else {"optimizer": partial(Optimizer, lr=0.1)}
+    with pytest.raises(WorkerError, match=f"KeyError: 'in the {part}'"):
+        run_world(make_job(mlp(), **changes), classification([4, 4]).shards())
+
+
+def test_an_error_in_the_source_of_rows_is_the_workers_error() -> None:
+    def rows() -> Iterator[pa.RecordBatch]:
+        yield from classification([4]).shards()[0]
+        raise OSError("the upstream broke")
+
+    with pytest.raises(WorkerError, match="OSError: the upstream broke"):
+        run_world(make_job(mlp()), [rows(), classification([4]).shards()[0]])  # type: ignore[list-item]
+
+
+def test_bad_rows_are_refused_with_their_number_over_all_workers() -> None:
+    shards = classification([4, 4, 4]).shards()
+    features = shards[0][0].column(0)
+
+    def labels(*values: int | None) -> list[pa.RecordBatch]:
+        label = pa.array(values, pa.int64())
+        return [pa.record_batch({"features": features, "label": label})]
+
+    bad = [labels(0, None, 1, 2), shards[1], labels(None, None, 1, 2)]
+    with pytest.raises(DataError, match=r"column 'label' has 3 null values in 12 rows"):
+        run_world(make_job(mlp()), bad)
+
+
+def test_rows_that_are_refused_reach_no_model() -> None:
+    trained: list[int] = []
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, features: Tensor) -> Tensor:
+            trained.append(len(features))
+            return self.net(features)
+
+    good = classification([40]).shards()[0]
+    bad = pa.record_batch(
+        {"features": good[0].column(0), "label": pa.array([None] * len(good[0]), pa.int64())}
+    )
+    with pytest.raises(DataError):
+        run_world(make_job(Counts()), [good, [*good, bad]])
+    assert trained == []
+
+
+def test_a_non_finite_contribution_names_rank_epoch_and_step() -> None:
+    data = marked([16, 16], 16 + 5)  # rank 1's second minibatch, the end of its first window
+    job = make_job(Overflows(), strategy=ParameterAveraging(period=2), epochs=2)
+    with pytest.raises(NonFiniteError) as caught:
+        run_world(job, data.shards())
+
+    error = caught.value
+    assert (error.rank, error.epoch, error.step) == (1, 1, 2)
+    for part in ("rank 1", "epoch 1", "step 2", "NaN or infinite"):
+        assert part in str(error)
+
+
+def test_a_diverged_loss_is_a_non_finite_error() -> None:
+    data = classification([8, 8])
+    data.features[:] *= 1e8
+    job = make_job(nn.Linear(6, 3).double(), optimizer=partial(torch.optim.SGD, lr=1e302), epochs=5)
+    with pytest.raises(NonFiniteError, match="learning rate"):
+        run_world(job, data.shards())
+
+
+@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
+def test_non_finite_values_do_not_reach_the_center(wire_dtype: str) -> None:
+    class BadBuffer(Overflows):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("statistic", torch.zeros(2))
+
+        def at_mark(self) -> None:
+            self.get_buffer("statistic")[1] = float("nan")
+
+    averagers: list[Averager] = []
+    strategy = ParameterAveraging(period=1, wire_dtype=wire_dtype)  # type: ignore[arg-type]
+    job = make_job(BadBuffer(), strategy=strategy)
+    shards = marked([8, 8], 0).shards()
+    with pytest.raises(NonFiniteError, match="rank 0"):
+        run(job, 2, ranks(job, shards, {0: 0, 1: 1}, averagers))
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in averagers[0].center)
+
+
+def test_a_process_killed_in_a_step_is_lost_by_name() -> None:
+    data = marked([12, 12], 12 + 5)
+    started = time.monotonic()
+    with pytest.raises(WorkerLostError, match="rank 1"):
+        run_world(make_job(Kills(), deadline_s=60), data.shards(), ranks_as="processes")
+    assert time.monotonic() - started < 60
+
+
+class EndsOnArrival:
+    """A shard that ends the process which unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (3,)
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_before_it_joins_is_noticed_at_once() -> None:
+    shard = classification([8]).shards()[0]
+    started = time.monotonic()
+    with pytest.raises(WorkerLostError, match="rank 1 exited with code 3"):
+        run_world(
+            make_job(mlp(), deadline_s=60),
+            [shard, EndsOnArrival()],  # type: ignore[list-item]
+            ranks_as="processes",
+        )
+    assert time.monotonic() - started < 55
+
+
+def test_a_rank_outside_the_world_ends_the_run() -> None:
+    job = make_job(mlp(), deadline_s=10)
+    shards = classification([4, 4]).shards()
+    with pytest.raises(TrainingError, match=r"rank 2 .* joined a run of 2 workers"):
+        run(job, 2, ranks(job, shards, {0: 0, 1: 2}))
+
+
+def test_a_rank_that_joins_twice_ends_the_run() -> None:
+    job = make_job(mlp(), deadline_s=10)
+    shards = classification([4, 4]).shards()
+    with pytest.raises(TrainingError, match=r"rank 0 joined from .* a second time"):
+        run(job, 2, ranks(job, shards, {0: 0, 1: 0}))
+
+
+def test_a_replica_of_another_shape_ends_the_run() -> None:
+    def build() -> nn.Module:
+        is_rank = threading.current_thread() is not threading.main_thread()
+        return mlp(classes=5) if is_rank else mlp()
+
+    with pytest.raises(TrainingError, match="same model"):
+        run_world(make_job(build, deadline_s=10), classification([4, 4]).shards())
+
+
+def test_a_worker_that_could_not_start_says_why() -> None:
+    job = make_job(mlp(), deadline_s=10)
+
+    def launch(averager: Averager) -> Any:
+        error = ImportError("No module named 'timm'")
+        reporter = threading.Thread(target=report_failure, args=(averager.address, 1, error))
+        return started([reporter], 10)
+
+    with pytest.raises(WorkerError, match=r"rank 1.*ImportError: No module named 'timm'") as caught:
+        run(job, 2, launch)
+    assert (caught.value.rank, caught.value.epoch, caught.value.step) == (1, 0, 0)
+
+
+def test_an_error_raised_on_a_worker_survives_pickling_in_the_driver() -> None:
+    with pytest.raises(WorkerError) as caught:
+        run_world(make_job(Raises()), marked([4], 0).shards())
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.rank, again.step) == (str(caught.value), 0, 1)
+
+
+def test_a_failed_run_leaves_no_file_behind(tmp_path: Path) -> None:
+    job = make_job(Raises())
+    shards = marked([8], 6).shards()
+
+    def launch(averager: Averager) -> Any:
+        placement = Placement(rank=0, directory=tmp_path)
+        worker = threading.Thread(target=train, args=(job, placement, averager.address, shards[0]))
+        return started([worker], 10)
+
+    with pytest.raises(WorkerError):
+        run(job, 1, launch)
+    assert list(tmp_path.iterdir()) == []
+
+
+class NoAverager:
+    """Lets one worker train alone in the test's own thread; threads share torch's generator."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __enter__(self) -> NoAverager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def report_reading(self, rows: int) -> None:
+        pass
+
+    resumes = False
+    epoch_ended = asks_leave = False
+    mean_weight = 1.0
+    shard_rows = (1,)
+    gather = None
+    closed_epoch = 1
+
+    def start(self, *_: object) -> Position:
+        return Position()
+
+    def exchange(self, *_: object) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def test_replicas_start_equal_and_draw_different_dropout_masks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sparkdl.worker.entry.AveragerClient", NoAverager)
+    starts: list[Tensor] = []
+    masks: list[Tensor] = []
+
+    class Recorder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(6, 3, dtype=torch.float64)
+            starts.append(self.net.weight.detach().clone())
+
+        def forward(self, features: Tensor) -> Tensor:
+            masks.append(nn.functional.dropout(torch.ones(64)))
+            return self.net(features)
+
+    for rank in (0, 1, 0):
+        placement = Placement(rank=rank, directory=tmp_path)
+        shard = classification([4]).shards()[0]
+        train(make_job(Recorder), placement, ServiceAddress("tcp://nowhere:1", ""), shard)
+
+    assert torch.equal(starts[0], starts[1])
+    assert torch.equal(masks[0], masks[2])
+    assert not torch.equal(masks[0], masks[1])
+
+
+def test_a_worker_stopped_by_the_averager_returns_without_raising() -> None:
+    job = make_job(mlp(), deadline_s=5)
+    returned: list[bool] = []
+    with Averager((), [], 2, job.strategy.wire_format, deadline_s=5) as averager:
+
+        def work() -> None:
+            train(job, Placement(rank=0, directory=Path("/tmp")), averager.address, [])
+            returned.append(True)
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        time.sleep(0.2)
+        averager.fail(TrainingError("changed our mind"))
+        worker.join(10)
+    assert returned == [True]
+
+
+def test_a_worker_that_comes_after_the_run_was_closed_says_so_at_once() -> None:
+    with Averager((), [], 1, make_job(mlp()).strategy.wire_format, deadline_s=5) as averager:
+        address: ServiceAddress = averager.address
+    started = time.monotonic()
+    with pytest.raises(DisconnectedError, match=r"rank 0 cannot reach the averager at tcp://"):
+        train(
+            make_job(mlp(), deadline_s=60), Placement(rank=0, directory=Path("/tmp")), address, []
+        )
+    assert time.monotonic() - started < 30
