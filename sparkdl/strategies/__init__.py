@@ -1,9 +1,9 @@
 """The algorithms by which replicas agree, one a file; and what another one is made of."""
 
-from sparkdl.averager.center_update import CenterUpdate, Contributions, ReplaceByMean
-from sparkdl.averager.packing import Packing
-from sparkdl.averager.round_policy import All, Nobody, RoundPolicy
-from sparkdl.averager.wire_format import (
+from sparkdl.averager.coordination.round_policy import All, Nobody, RoundPolicy
+from sparkdl.averager.values.center_update import CenterUpdate, Contributions, ReplaceByMean
+from sparkdl.averager.values.packing import Packing
+from sparkdl.averager.values.wire_format import (
     BFloat16Changes,
     Changes,
     Float4Changes,
@@ -21,17 +21,17 @@ from sparkdl.strategies.asynchronous_outer_optimizer import (
 from sparkdl.strategies.asynchronous_sgd import AsynchronousSGD
 from sparkdl.strategies.barriers import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
 from sparkdl.strategies.base import Needs, Run, Strategy
-from sparkdl.strategies.compression import Compression, Compressor
+from sparkdl.strategies.compression.base import Compression, Compressor
+from sparkdl.strategies.compression.one_bit_adam import OneBitAdam
+from sparkdl.strategies.compression.power_sgd import PowerSGD
+from sparkdl.strategies.compression.top_k import TopK
 from sparkdl.strategies.elastic_averaging import ElasticAveraging
 from sparkdl.strategies.gossip_averaging import GossipAveraging
 from sparkdl.strategies.gradient_all_reduce import GradientAllReduce
 from sparkdl.strategies.kfac import KFACPreconditioner
-from sparkdl.strategies.one_bit_adam import OneBitAdam
 from sparkdl.strategies.outer_optimizer import OuterOptimizer, OuterSGD
 from sparkdl.strategies.parameter_averaging import ParameterAveraging
-from sparkdl.strategies.power_sgd import PowerSGD
 from sparkdl.strategies.threshold_gradient_sharing import ThresholdGradientSharing
-from sparkdl.strategies.top_k import TopK
 
 __all__ = [
     "ASP",

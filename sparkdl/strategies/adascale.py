@@ -71,22 +71,26 @@ class AdaScale(GradientAllReduce):
         """As ``GradientAllReduce``, but for the schedule."""
         return replace(super().needs, leads_schedule=True)
 
+    def require_fits(self, replica: Replica) -> None:
+        """Check that there is a learning rate to multiply."""
+        super().require_fits(replica)
+        if any("lr" not in group for group in replica.optimizer.param_groups):
+            raise ConfigError(
+                f"{type(replica.optimizer).__name__} has no learning rate by the name of 'lr', "
+                "which AdaScale multiplies. Use SGD, or GradientAllReduce"
+            )
+
     def start(self, run: Run) -> _Reducer:
         """As ``GradientAllReduce``, with steps that are worth more."""
         state = super().start(run)
-        if any("lr" not in group for group in run.replica.optimizer.param_groups):
-            raise ConfigError(
-                f"{type(run.replica.optimizer).__name__} has no learning rate by the name of 'lr', "
-                "which AdaScale multiplies. Use SGD, or GradientAllReduce"
-            )
         assert state.meter is not None
-        state.update = _Scaled(state.meter, state.together.rows_a_step)
+        state.update = _Scaled(state.meter, state.group.rows_a_step)
         return state
 
-    def _meter(self, run: Run, together: WorkerGroup) -> NoiseMeter:
-        workers = together.collective.world_size
+    def _meter(self, run: Run, group: WorkerGroup) -> NoiseMeter:
+        workers = group.collective.world_size
         decay = max(1 - workers / 1000, 0.0) if self.decay is None else self.decay
-        return NoiseMeter(run, together, decay, every=1, agreeing=True)
+        return NoiseMeter(run, group, decay, every=1, agreeing=True)
 
     def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
         """What the noise was, and what the steps were worth."""

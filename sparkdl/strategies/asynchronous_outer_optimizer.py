@@ -22,12 +22,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparkdl.averager.center_update import CenterUpdate, Contributions
-from sparkdl.averager.round_policy import Nobody, RoundPolicy
-from sparkdl.averager.wire_format import Changes, WireFormat
+from sparkdl.averager.coordination.round_policy import Nobody, RoundPolicy
+from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.errors import ConfigError
-from sparkdl.protocols import Batch
-from sparkdl.strategies.base import Needs, Run, Strategy
+from sparkdl.strategies.asynchronous import ContributesChanges
+from sparkdl.strategies.base import require_period
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class DelayedNesterov(CenterUpdate):
 
 
 @dataclass(frozen=True)
-class AsynchronousOuterOptimizer(Strategy[None]):
+class AsynchronousOuterOptimizer(ContributesChanges):
     """Train ``period`` steps alone, then step the center, whatever the other workers do.
 
     Choose it where windows are hundreds of steps long, as for ``OuterOptimizer``, and workers
@@ -104,18 +103,7 @@ class AsynchronousOuterOptimizer(Strategy[None]):
     def __post_init__(self) -> None:
         if not isinstance(self.outer, DelayedNesterov):
             raise ConfigError(f"outer must be a DelayedNesterov(buffer), got {self.outer!r}")
-        if type(self.period) is not int or self.period < 1:
-            raise ConfigError(f"period must be a whole number >= 1 of steps, got {self.period!r}")
-
-    @property
-    def needs(self) -> Needs:
-        """Each worker keeps its own optimizer's state."""
-        return Needs(exchanges_optimizer_state=False)
-
-    @property
-    def wire_format(self) -> WireFormat:
-        """What has changed: values would undo what others have added meanwhile."""
-        return Changes()
+        require_period(self.period)
 
     @property
     def center_update(self) -> CenterUpdate:
@@ -126,16 +114,3 @@ class AsynchronousOuterOptimizer(Strategy[None]):
     def round_policy(self) -> RoundPolicy:
         """Each worker alone with the center."""
         return Nobody()
-
-    def after_step(self, run: Run, state: None, batch: Batch) -> None:
-        """Contribute after every ``period`` steps; the epoch's tail is ``end_epoch``'s."""
-        if run.step_of_epoch % self.period == 0 and not batch.last:
-            self._exchange(run, last=False)
-
-    def end_epoch(self, run: Run, state: None) -> None:
-        """Contribute the rest, and wait for the epoch's end."""
-        self._exchange(run, last=True)
-
-    def _exchange(self, run: Run, *, last: bool) -> None:
-        segments = run.replica.segments(with_optimizer=False)
-        run.averager.exchange(segments, run.close_window(last=last))

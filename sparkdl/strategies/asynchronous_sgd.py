@@ -24,13 +24,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sparkdl.averager.center_update import CenterUpdate, Contributions
-from sparkdl.averager.round_policy import RoundPolicy
-from sparkdl.averager.wire_format import Changes, WireFormat
+from sparkdl.averager.coordination.round_policy import RoundPolicy
+from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.errors import ConfigError
-from sparkdl.protocols import Batch, Segment
+from sparkdl.protocols import Segment
+from sparkdl.strategies.asynchronous import ContributesChanges
 from sparkdl.strategies.barriers import ASP, Barrier
-from sparkdl.strategies.base import Needs, Run, Strategy
+from sparkdl.strategies.base import require_period
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ScaledChange(CenterUpdate):
 
 
 @dataclass(frozen=True)
-class AsynchronousSGD(Strategy[None]):
+class AsynchronousSGD(ContributesChanges):
     """Exchange changes with the center after every ``period`` steps, each worker when it is ready.
 
     Choose it when workers differ in speed, or are lost and come back often, and waiting for the
@@ -96,8 +96,7 @@ class AsynchronousSGD(Strategy[None]):
     barrier: Barrier = field(default_factory=ASP)
 
     def __post_init__(self) -> None:
-        if type(self.period) is not int or self.period < 1:
-            raise ConfigError(f"period must be a whole number >= 1 of steps, got {self.period!r}")
+        require_period(self.period)
         number = isinstance(self.rate, (int, float)) and not isinstance(self.rate, bool)
         if not number or not 0 < self.rate < math.inf:
             raise ConfigError(f"rate must be a number > 0, got {self.rate!r}")
@@ -110,11 +109,6 @@ class AsynchronousSGD(Strategy[None]):
             )
 
     @property
-    def wire_format(self) -> WireFormat:
-        """What has changed: values would undo what others have added meanwhile."""
-        return Changes()
-
-    @property
     def center_update(self) -> CenterUpdate:
         """By rate and staleness."""
         return ScaledChange(self.rate, self.scale_by_staleness)
@@ -123,21 +117,3 @@ class AsynchronousSGD(Strategy[None]):
     def round_policy(self) -> RoundPolicy:
         """By the barrier."""
         return self.barrier.policy(self.period)
-
-    @property
-    def needs(self) -> Needs:
-        """Each worker keeps its own optimizer's state."""
-        return Needs(exchanges_optimizer_state=False)
-
-    def after_step(self, run: Run, state: None, batch: Batch) -> None:
-        """Exchange what was trained since the last time; the epoch's tail is ``end_epoch``'s."""
-        if run.step_of_epoch % self.period == 0 and not batch.last:
-            self._exchange(run, last=False)
-
-    def end_epoch(self, run: Run, state: None) -> None:
-        """Exchange the rest, and wait for the epoch's end."""
-        self._exchange(run, last=True)
-
-    def _exchange(self, run: Run, *, last: bool) -> None:
-        segments = run.replica.segments(with_optimizer=False)
-        run.averager.exchange(segments, run.close_window(last=last))

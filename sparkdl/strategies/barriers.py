@@ -28,8 +28,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
+from sparkdl.averager.coordination.round_policy import All, Nobody, RoundPolicy
 from sparkdl.averager.progress import Position
-from sparkdl.averager.round_policy import All, Nobody, RoundPolicy
 from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
 
@@ -101,7 +101,7 @@ class SSP(Barrier):
 
 @dataclass(frozen=True)
 class PBSP(Barrier):
-    """Probabilistic BSP: nobody goes on before ``beta`` others, drawn anew each time, are as far.
+    """Probabilistic BSP: nobody goes on before ``beta`` others, drawn again each time, are as far.
 
     Take it for many workers of which some are slow: most steps meet none of these. What a few
     workers gain is little, for a sample of few is soon everyone.

@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from sparkdl.averager.center_update import CenterUpdate, ReplaceByMean
+from sparkdl.averager.coordination.round_policy import All, RoundPolicy
 from sparkdl.averager.progress import Position
-from sparkdl.averager.round_policy import All, RoundPolicy
-from sparkdl.averager.wire_format import WireFormat
+from sparkdl.averager.values.center_update import CenterUpdate, ReplaceByMean
+from sparkdl.averager.values.wire_format import WireFormat
 from sparkdl.collective import Collective
 from sparkdl.collective.peers import Peers
 from sparkdl.errors import ConfigError
@@ -69,7 +69,7 @@ class Run:
         self.loss_sum = 0.0
         self.measured = {}
         if self.calls is not None:
-            self.calls.begin_anew()
+            self.calls.restart()
 
     def start_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Count a new epoch, of which some steps may have been taken already."""
@@ -103,7 +103,7 @@ class Run:
         self.loss_sum += batch.examples * (loss.double() if loss.is_cuda else loss.item())
 
     def close_window(self, *, last: bool, stands_for: int | None = None) -> WindowReport:
-        """Sum up the minibatches since the last round, and start counting anew.
+        """Sum up the minibatches since the last round, and start counting again.
 
         Args:
             last: whether it is the epoch's last window.
@@ -143,6 +143,16 @@ def require_steps(name: str, steps: object) -> None:
     """
     if steps is not None and (type(steps) is not int or steps < 1):
         raise ConfigError(f"{name} must be None or a whole number >= 1 of steps, got {steps!r}")
+
+
+def require_period(period: object) -> None:
+    """Check that a period is a whole number of steps >= 1.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if type(period) is not int or period < 1:
+        raise ConfigError(f"period must be a whole number >= 1 of steps, got {period!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,6 +235,16 @@ class Strategy(ABC, Generic[State]):
         """
         return 1
 
+    def require_fits(self, replica: Replica) -> None:
+        """Called before any worker is started: check that a replica can be trained like this.
+
+        Args:
+            replica: as every worker builds it; not to be changed.
+
+        Raises:
+            ConfigError: it cannot; the message says what to change.
+        """
+
     def start(self, run: Run) -> State:
         """Called on every worker when its replica holds the center, before its first minibatch.
 
@@ -237,7 +257,7 @@ class Strategy(ABC, Generic[State]):
     def saved_state(self, state: State) -> Mapping[str, Any]:
         """What of the state a worker needs to go on from a commit: tensors, numbers and text.
 
-        It becomes part of the worker's own state in checkpoints, and of what is kept to start all
+        It becomes part of the worker's state in checkpoints, and of what is kept to start all
         workers again. A worker that comes back alone starts without.
         """
         return {}

@@ -6,7 +6,7 @@ are thrown away, which loses nothing where each worker draws from all rows. Here
 rows of its own, and each is to be trained on once an epoch: a late contribution is part of the next
 round, as the change that it is of the center that it began with. How late, is its staleness.
 
-``predicted`` chooses k anew in each round, after Teng & Wood 2018, "High Throughput Synchronous
+``predicted`` chooses k again in each round, after Teng & Wood 2018, "High Throughput Synchronous
 Distributed Stochastic Gradient Descent": from a model of how long workers take
 (``averager.run_times``), as many are waited for as make the most contributions a second.
 """
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from sparkdl.averager.cutoff import BackupWorkers, PredictedCutoff
-from sparkdl.averager.round_policy import All, RoundPolicy
+from sparkdl.averager.coordination.cutoff import BackupWorkers, PredictedCutoff
+from sparkdl.averager.coordination.round_policy import All, RoundPolicy
 from sparkdl.errors import ConfigError
 
 Cutoff = Literal["none", "predicted"] | int

@@ -13,8 +13,10 @@ of which is taken before (Algorithm 1):
 The paper writes a = learning rate * rho, and b = workers * a for the rate at which the center moves
 to the replicas' mean. In the synchronous mode a sum has every worker's d_i, added in the order of
 ranks; in the asynchronous one each d_i is a sum of its own, of the center of that moment. These are
-Sync EASGD and Async EASGD of You, Buluc, Demmel 2017. Their round robin would only make workers
-wait for their turns, and their Hogwild has no lock to do without here, where one thread adds.
+Sync EASGD and Async EASGD of You, Buluc, Demmel 2017; with ``aggregation="executors"`` it is their
+Sync EASGD3, whose exchange is hidden behind the steps that follow. Their round robin would only
+make workers wait for their turns, and their Hogwild has no lock to do without here, where one
+thread adds.
 
 Momentum is the optimizer's. With ``SGD(momentum=m)`` this is MEASGD (You et al., equations 5 and
 6). EAMSGD (Zhang et al., Algorithm 2) is ``SGD(momentum=m, nesterov=True)``, but for one thing:
@@ -32,26 +34,24 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from sparkdl.averager.center_update import CenterUpdate, Contributions
-from sparkdl.averager.round_policy import All, Nobody, RoundPolicy
-from sparkdl.averager.wire_format import FullPrecision, WireFormat
+from sparkdl.averager.coordination.round_policy import All, Nobody, RoundPolicy
+from sparkdl.averager.values.center_update import CenterUpdate, Contributions, ReplaceByMean
+from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
-from sparkdl.replica import Replica
-from sparkdl.strategies.base import Needs, Run, Strategy
+from sparkdl.strategies.base import Needs, Run, Strategy, require_period
+from sparkdl.strategies.springs import Spring, SpringAmongWorkers
 
 MODES = ("synchronous", "asynchronous")
+AGGREGATIONS = ("driver", "executors")
 CENTER_RATE = 0.9
 """b = workers * a in the experiments of Zhang et al."""
-SWAPPED_AT_ONCE = 1 << 20
-"""Values, so that a swap takes no third copy of the parameters."""
 
 
 @dataclass(frozen=True)
-class ElasticAveraging(Strategy["_Spring"]):
+class ElasticAveraging(Strategy[Spring]):
     """Pull replicas and center together after steps p, 2p, ... and at the end of each epoch.
 
     Choose it where rounds have to be rare and replicas gain from searching apart: in the paper it
@@ -59,7 +59,7 @@ class ElasticAveraging(Strategy["_Spring"]):
     process, where a fit is of few rounds, for the center follows the replicas from a distance, or
     where a worker has no memory for two more copies of the parameters.
 
-    A worker that was lost and comes back by itself begins at the center. One that goes on from a
+    A worker that was lost and comes back by itself begins at the center. One that resumes from a
     checkpoint, or is started again with all others, begins where its replica was.
 
     Args:
@@ -72,20 +72,35 @@ class ElasticAveraging(Strategy["_Spring"]):
         mode: ``synchronous`` gives the same bits each time; in ``asynchronous`` each worker is
             with the center by itself, so that nobody waits for the slow ones but at an epoch's end,
             and the result depends on who comes first.
+        aggregation: ``driver`` has the center there; a lost worker is only that worker's loss.
+            With ``executors`` each worker keeps the center, and they add up among themselves, over
+            NCCL (gloo on CPUs), while they train on to the next round; the driver receives one copy
+            at the end of each epoch. For many workers or large models, in the synchronous mode: the
+            results are the same but for rounding. All workers then have to run at once, in Spark's
+            barrier mode; if one is lost, all are started again from the end of the last epoch.
 
     Raises:
-        ConfigError: an argument is out of range.
+        ConfigError: an argument is out of range, or they do not go together.
     """
 
     period: int = 10
     moving_rate: float | None = None
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
+    aggregation: Literal["driver", "executors"] = "driver"
 
     def __post_init__(self) -> None:
-        if type(self.period) is not int or self.period < 1:
-            raise ConfigError(f"period must be a whole number >= 1 of steps, got {self.period!r}")
+        require_period(self.period)
         if self.mode not in MODES:
             raise ConfigError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+        if self.aggregation not in AGGREGATIONS:
+            raise ConfigError(
+                f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {self.aggregation!r}"
+            )
+        if self._together and not self._in_step:
+            raise ConfigError(
+                f"mode={self.mode!r} is for aggregation='driver': among executors all add up "
+                "together, in step"
+            )
         rate, most = self.moving_rate, "<= 1" if self._in_step else "< 1 in asynchronous mode"
         if rate is None:
             return
@@ -101,9 +116,19 @@ class ElasticAveraging(Strategy["_Spring"]):
         return self.mode == "synchronous"
 
     @property
+    def _together(self) -> bool:
+        return self.aggregation == "executors"
+
+    @property
     def needs(self) -> Needs:
-        """Nothing but the driver; each worker keeps its own optimizer's state."""
-        return Needs(exchanges_optimizer_state=False)
+        """Nothing but the driver, if it has the center; each worker keeps its optimizer's state."""
+        return Needs(
+            exchanges_optimizer_state=False,
+            collective=self._together,
+            gang_start=self._together,
+            equal_steps=self._together,
+            resumes_alone=not self._together,
+        )
 
     @property
     def wire_format(self) -> WireFormat:
@@ -112,7 +137,9 @@ class ElasticAveraging(Strategy["_Spring"]):
 
     @property
     def center_update(self) -> CenterUpdate:
-        """The center's end of the springs."""
+        """The center's end of the springs; among executors the driver is handed the center."""
+        if self._together:
+            return ReplaceByMean()
         return ElasticPull(self.moving_rate, buffers=not self._in_step)
 
     @property
@@ -120,7 +147,7 @@ class ElasticAveraging(Strategy["_Spring"]):
         """Everyone, or nobody."""
         return All() if self._in_step else Nobody()
 
-    def start(self, run: Run) -> _Spring:
+    def start(self, run: Run) -> Spring:
         """Begin at the center.
 
         Raises:
@@ -134,29 +161,35 @@ class ElasticAveraging(Strategy["_Spring"]):
                 f"center together: it has to be at most 2 / (1 + workers) = {limit:g}; "
                 f"{CENTER_RATE} / workers = {CENTER_RATE / run.world_size:g} is usual"
             )
-        return _Spring(run.replica, rate, in_step=self._in_step)
+        if self._together:
+            return SpringAmongWorkers(run, rate, self.period)
+        return Spring(run.replica, rate, in_step=self._in_step)
 
-    def saved_state(self, state: _Spring) -> Mapping[str, Any]:
+    def saved_state(self, state: Spring) -> Mapping[str, Any]:
         """The replica's own parameters and buffers, and how far it has still to move."""
         return state.saved()
 
-    def restore_state(self, state: _Spring, saved: Mapping[str, Any]) -> None:
+    def restore_state(self, state: Spring, saved: Mapping[str, Any]) -> None:
         """Put the replica back where it was."""
         state.restore(saved)
 
-    def train_epoch(self, run: Run, state: _Spring, batches: Iterable[Batch]) -> None:
+    def rows_changed(self, run: Run, state: Spring) -> None:
+        """Learn how many windows all workers have now."""
+        state.rows_changed(run)
+
+    def train_epoch(self, run: Run, state: Spring, batches: Iterable[Batch]) -> None:
         """Train the replica's own parameters, and leave it with the epoch's final center."""
         state.swap()
         super().train_epoch(run, state, batches)
         state.swap()
 
-    def after_step(self, run: Run, state: _Spring, batch: Batch) -> None:
+    def after_step(self, run: Run, state: Spring, batch: Batch) -> None:
         """Give up what the center has received; exchange after every ``period`` steps."""
         state.move()
         if run.step_of_epoch % self.period == 0 and not batch.last:
             state.exchange(run, last=False)
 
-    def end_epoch(self, run: Run, state: _Spring) -> None:
+    def end_epoch(self, run: Run, state: Spring) -> None:
         """Exchange the tail, 0 to ``period`` steps, and take the epoch's final center."""
         if not self._in_step and run.examples:
             # The final center has what others did meanwhile, and no longer tells this one's part.
@@ -195,103 +228,3 @@ class ElasticPull(CenterUpdate):
 def rate_of(moving_rate: float | None, world_size: int) -> float:
     """The moving rate of a run with so many workers; the same at both ends of a spring."""
     return CENTER_RATE / world_size if moving_rate is None else moving_rate
-
-
-class _Spring:
-    """One replica's end of its spring. Between epochs the replica holds the center.
-
-    Args:
-        replica: the worker's.
-        rate: the moving rate.
-        in_step: whether the center in which a round begins is the one received last.
-    """
-
-    def __init__(self, replica: Replica, rate: float, *, in_step: bool) -> None:
-        self._replica = replica
-        self._rate = rate
-        self._in_step = in_step
-        self._kinds = [segment.kind for segment in replica.layout(with_optimizer=False)]
-        # The last center received while the replica trains, else the replica's own values.
-        self._other = [values.clone() for values in self._segments()]
-        self._pull = [torch.zeros_like(values) for values in self._parameters(self._other)]
-        # Whether the center has received something that the replica has yet to give up, and
-        # whether ``_pull`` says already how much that is.
-        self._due = self._known = False
-
-    def exchange(self, run: Run, *, last: bool) -> None:
-        """Contribute what the replica has come to, unless the window has no rows.
-
-        Args:
-            run: the worker's.
-            last: whether the window is the epoch's last.
-        """
-        if not run.examples:
-            run.averager.exchange(self._other, run.close_window(last=last))
-            return
-        assert not self._due
-        mine = self._segments()
-        self._due = True
-        if self._in_step:
-            self._find_pull(mine, self._other, self._rate)
-        for values, other in zip(mine, self._other, strict=True):
-            other.copy_(values)
-        # All pull alike, whatever their rows.
-        run.averager.exchange(self._other, run.close_window(last=last, stands_for=1))
-        if not self._in_step:
-            self._find_pull(mine, self._other, self._rate_after)
-
-    def move(self) -> None:
-        """Give up what the center has received."""
-        if self._due:
-            for values, pull in zip(self._parameters(self._segments()), self._pull, strict=True):
-                values.sub_(pull)
-            self._due = self._known = False
-
-    def swap(self) -> None:
-        """Have the replica hold the center instead of its own values, or those again."""
-        for segment, other in zip(self._segments(), self._other, strict=True):
-            for start in range(0, len(segment), SWAPPED_AT_ONCE):
-                part = slice(start, start + SWAPPED_AT_ONCE)
-                kept = segment[part].clone()
-                segment[part] = other[part]
-                other[part] = kept
-
-    def saved(self) -> dict[str, Any]:
-        """For ``restore``, while the replica trains."""
-        saved = {f"own.{index}": values for index, values in enumerate(self._segments())}
-        if self._known:
-            saved |= {f"pull.{index}": pull for index, pull in enumerate(self._pull)}
-        return {**saved, "due": self._due, "known": self._known}
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over what was ``saved``, while the replica holds the center of that commit."""
-        for index, other in enumerate(self._other):
-            other.copy_(saved[f"own.{index}"])
-        self._due, self._known = saved["due"], saved["known"]
-        if self._known:
-            for index, pull in enumerate(self._pull):
-                pull.copy_(saved[f"pull.{index}"])
-        elif self._due:
-            # It was saved before the center's answer, which the replica now holds.
-            self._find_pull(self._other, self._segments(), self._rate_after)
-
-    @property
-    def _rate_after(self) -> float:
-        """The moving rate, of the distance that is left once the center has moved."""
-        return self._rate / (1 - self._rate)
-
-    def _find_pull(self, mine: list[Tensor], center: list[Tensor], rate: float) -> None:
-        ends = zip(self._parameters(mine), self._parameters(center), self._pull, strict=True)
-        for values, held, pull in ends:
-            torch.sub(values, held, out=pull).mul_(rate)
-        self._known = True
-
-    def _segments(self) -> list[Tensor]:
-        return self._replica.segments(with_optimizer=False)
-
-    def _parameters(self, segments: list[Tensor]) -> list[Tensor]:
-        return [
-            values
-            for kind, values in zip(self._kinds, segments, strict=True)
-            if kind == "parameters"
-        ]

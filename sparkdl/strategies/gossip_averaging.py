@@ -8,6 +8,10 @@ steps worker i calls on worker j, whom the topology names:
     push        x_j  <-  its mean with all that came since it last called on somebody itself
     push_pull   x_i, x_j  <-  (x_i + x_j) / 2
 
+and in ``symmetric``, D-PSGD, all its neighbours at once, while they do the same:
+
+    x_i  <-  sum_j W_ij x_j        W_ij = 1 / (1 + neighbours of j)
+
 A visit multiplies the workers' parameters by a mixing matrix W. In ``push_pull`` it is symmetric
 and leaves the workers' mean where it is, as D-PSGD's: this is its asynchronous form. The distance
 of replicas from their mean shrinks with W's second largest eigenvalue l: for random pairs of n
@@ -24,19 +28,25 @@ then; the optimizer's state stays with the workers.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
-from sparkdl.averager.finite import require_finite
-from sparkdl.averager.wire_format import FullPrecision, WireFormat
+from sparkdl.averager.values.finite import require_finite
+from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
+from sparkdl.collective.peers import AWAY_TIMES, PATIENCE_S
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
-from sparkdl.strategies.base import Needs, Run, Strategy
+from sparkdl.strategies.base import Needs, Run, Strategy, require_period
 from sparkdl.strategies.gossip import MODES, Shown
+from sparkdl.strategies.lockstep import Snapshots, lead_of, neighbors_of
+from sparkdl.transport.connection import Connection
 
+SYMMETRIC = "symmetric"
 TOPOLOGIES = ("random", "ring", "exponential")
 
 
@@ -48,30 +58,33 @@ class GossipAveraging(Strategy["_Gossip"]):
     the driver's link nor the slowest worker should set the pace. Do not for few workers, nor where
     two fits have to give the same bits or accuracy is all: averaging is better on each.
 
-    A worker that is lost is done without, and begins its epoch anew when it is back; others skip it
+    A worker that is lost is done without, and starts its epoch over when it is back; others skip it
     until then. In an epoch the driver sees no values: it is the most that is lost with a worker.
 
     Args:
         period: local steps between two visits, >= 1; 1 in the papers.
         mode: ``push_pull`` conserves the mean, for twice the bytes of the others. With ``pull`` and
-            ``push`` (Jin et al.) a worker that many call on counts for more.
+            ``push`` (Jin et al.) a worker that many call on counts for more. ``symmetric`` is
+            D-PSGD: in each turn a worker waits for its neighbours' and mixes with all of them, so
+            that two fits give the same bits, and one that is slow slows those beside it.
         topology: whom a worker calls on. ``random`` draws anyone, and mixes fastest without a plan;
             ``ring`` takes both neighbours in turn, of whom there are few connections, and mixes
             slowly beyond some ten workers; ``exponential`` takes who is 1, 2, 4, ... ranks further
-            (Assran et al. 2019, "Stochastic Gradient Push"): log2(n) turns mix n workers.
+            (Assran et al. 2019, "Stochastic Gradient Push"): log2(n) turns mix n workers. Those of
+            ``symmetric`` are the same to both sides: two on a ``ring``, on one that is drawn anew
+            each turn if ``random``, and with ``exponential`` all at once.
 
     Raises:
         ConfigError: an argument is out of range.
     """
 
     period: int = 1
-    mode: Literal["push", "pull", "push_pull"] = "push_pull"
+    mode: Literal["push", "pull", "push_pull", "symmetric"] = "push_pull"
     topology: Literal["random", "ring", "exponential"] = "random"
 
     def __post_init__(self) -> None:
-        if type(self.period) is not int or self.period < 1:
-            raise ConfigError(f"period must be a whole number >= 1 of steps, got {self.period!r}")
-        for name, known in (("mode", MODES), ("topology", TOPOLOGIES)):
+        require_period(self.period)
+        for name, known in (("mode", (*MODES, SYMMETRIC)), ("topology", TOPOLOGIES)):
             if getattr(self, name) not in known:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
@@ -89,7 +102,7 @@ class GossipAveraging(Strategy["_Gossip"]):
 
     def start(self, run: Run) -> _Gossip:
         """Begin at the center, and be visited."""
-        return _Gossip(run, self)
+        return (_LockStep if self.mode == SYMMETRIC else _Visiting)(run, self)
 
     def train_epoch(self, run: Run, state: _Gossip, batches: Iterable[Batch]) -> None:
         """Show the others what an epoch begins with, and train."""
@@ -98,7 +111,7 @@ class GossipAveraging(Strategy["_Gossip"]):
 
     def after_step(self, run: Run, state: _Gossip, batch: Batch) -> None:
         """Call on another worker after every ``period`` steps."""
-        run.averager.give_sign_of_life()
+        run.averager.heartbeat()
         if run.step_of_epoch % self.period == 0 and not batch.last:
             state.mix(run, turn=run.step_of_epoch // self.period - 1)
 
@@ -131,13 +144,15 @@ def peer_of(topology: str, rank: int, world_size: int, epoch: int, turn: int) ->
     return (rank + hop) % world_size
 
 
-class _Gossip:
-    """One worker's part.
+class _Gossip(ABC):
+    """One worker's part, while its replica holds the center.
 
     Args:
-        run: the worker's; its replica holds the center.
-        strategy: whom it calls on, and what for.
+        run: the worker's.
+        strategy: whom it mixes with, and when.
     """
+
+    _shown: Shown | Snapshots
 
     def __init__(self, run: Run, strategy: GossipAveraging) -> None:
         assert run.peers is not None
@@ -145,12 +160,50 @@ class _Gossip:
         self._strategy = strategy
         layout = run.replica.layout(with_optimizer=False)
         self._mixed = [index for index, segment in enumerate(layout) if segment.averaged]
-        copies = zip(self._mixed, self._mine(run), strict=True)
-        self._shown = Shown(
-            [values.detach().to("cpu", layout[index].center_dtype) for index, values in copies]
+        self._show(
+            [
+                values.detach().to("cpu", layout[index].center_dtype)
+                for index, values in zip(self._mixed, self._mine(run), strict=True)
+            ]
         )
         run.cleanup.callback(self._peers.close)
         self._peers.visitors.host = self._shown.host
+
+    @abstractmethod
+    def _show(self, values: list[Tensor]) -> None:
+        """Have ``_shown`` for such values."""
+
+    @abstractmethod
+    def open(self, run: Run) -> None:
+        """Begin an epoch."""
+
+    @abstractmethod
+    def mix(self, run: Run, turn: int) -> None:
+        """Mix with whom the topology names, unless there is none."""
+
+    @abstractmethod
+    def close(self, run: Run) -> None:
+        """End an epoch."""
+
+    def _finite(self, run: Run) -> list[Tensor]:
+        """What the worker has, which is to be numbers before others see it."""
+        mine = self._mine(run)
+        for values in mine:
+            require_finite(values, run.window())
+        return mine
+
+    def _mine(self, run: Run) -> list[Tensor]:
+        segments = run.replica.segments(with_optimizer=False)
+        return [segments[index] for index in self._mixed]
+
+
+class _Visiting(_Gossip):
+    """Calls on one other worker in a turn, and waits for nobody."""
+
+    _shown: Shown
+
+    def _show(self, values: list[Tensor]) -> None:
+        self._shown = Shown(values)
 
     def open(self, run: Run) -> None:
         """Begin an epoch."""
@@ -159,7 +212,7 @@ class _Gossip:
     def mix(self, run: Run, turn: int) -> None:
         """Call on another worker, unless there is none."""
         strategy = self._strategy
-        self._publish(run, last=False)
+        self._shown.publish(self._finite(run), last=False)
         if run.world_size > 1:
             peer = peer_of(strategy.topology, run.rank, run.world_size, run.epoch, turn)
             self._peers.visit(peer, lambda there: self._shown.visit(there, strategy.mode))
@@ -167,15 +220,55 @@ class _Gossip:
 
     def close(self, run: Run) -> None:
         """End an epoch with what the worker has learned and what others have made of it."""
-        self._publish(run, last=True)
+        self._shown.publish(self._finite(run), last=True)
         self._shown.adopt(self._mine(run))
 
-    def _publish(self, run: Run, *, last: bool) -> None:
-        mine = self._mine(run)
-        for values in mine:
-            require_finite(values, run.window())
-        self._shown.publish(mine, last=last)
 
-    def _mine(self, run: Run) -> list[Tensor]:
-        segments = run.replica.segments(with_optimizer=False)
-        return [segments[index] for index in self._mixed]
+class _LockStep(_Gossip):
+    """Mixes with all neighbours of a turn, and waits for them while they are on their way."""
+
+    _shown: Snapshots
+
+    def _show(self, values: list[Tensor]) -> None:
+        self._shown = Snapshots(values)
+        self._began = time.monotonic()
+
+    def open(self, run: Run) -> None:
+        """Begin an epoch."""
+        self._shown.open(run.epoch, lead_of(self._strategy.topology, run.world_size))
+        self._began = time.monotonic()
+
+    def mix(self, run: Run, turn: int) -> None:
+        """Take a part of each neighbour's; of who is not there the worker keeps its own instead."""
+        mine = self._finite(run)
+        patience_s = max(PATIENCE_S, AWAY_TIMES * (time.monotonic() - self._began))
+        self._shown.await_visits(turn, self._patience(run, patience_s))
+        shown = self._shown.publish(turn, mine)
+        peers = neighbors_of(self._strategy.topology, run.rank, run.world_size, run.epoch, turn)
+        for peer in peers:
+            patience = self._patience(run, patience_s)
+
+            def talk(there: Connection, waits: Callable[[], bool] = patience) -> bool:
+                return self._shown.visit(there, run.epoch, turn, waits)
+
+            if self._peers.visit(peer, talk):
+                weight = 1 / (1 + len(peers))
+                for values, own, other in zip(mine, shown, self._shown.room, strict=True):
+                    values.add_(other.sub_(own).to(values), alpha=weight)
+        self._began = time.monotonic()
+
+    @staticmethod
+    def _patience(run: Run, seconds: float) -> Callable[[], bool]:
+        until = time.monotonic() + seconds
+
+        def waits() -> bool:
+            run.averager.heartbeat()
+            time.sleep(0.01)  # who has yet to start says so at once
+            return time.monotonic() < until
+
+        return waits
+
+    def close(self, run: Run) -> None:
+        """End an epoch; neighbours may still be at the worker's last turn."""
+        self._finite(run)
+        self._shown.end()

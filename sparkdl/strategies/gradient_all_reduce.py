@@ -23,19 +23,19 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparkdl.averager.wire_format import FullPrecision, WireFormat
+from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
 from sparkdl.collective import release_model
 from sparkdl.errors import ConfigError
-from sparkdl.optimizers import NamedParameters, takes_names
 from sparkdl.protocols import Batch, OptimizerBuilder
 from sparkdl.replica import Replica
+from sparkdl.replica.optimizers import NamedParameters, takes_names
 from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
-from sparkdl.strategies.compression import Compression, Compressor
+from sparkdl.strategies.compression.base import Compression, Compressor
 from sparkdl.strategies.gradient_noise import DECAY, EVERY, NoiseMeter
 from sparkdl.strategies.gradients import ROUNDED, FiniteGradients, FiniteSum, reduce_by
 from sparkdl.strategies.kfac import KFACPreconditioner, Preconditioning
 from sparkdl.strategies.model_and_loss import ModelAndLoss, distribute
-from sparkdl.strategies.synchronized_norm import synchronize
+from sparkdl.strategies.synchronized_norm import batch_norm_layers, synchronize
 from sparkdl.strategies.worker_group import WorkerGroup
 
 SWITCHES = ("shard_optimizer", "find_unused_parameters", "sync_batch_norm", "measure_noise")
@@ -110,9 +110,15 @@ class GradientAllReduce(Strategy["_Reducer"]):
                 f"{self.preconditioner!r:.200}"
             )
         if isinstance(self.compression, Compression):
-            self._require_whole_gradients(type(self.compression).__name__)
+            self._require_compressible(self.compression)
 
-    def _require_whole_gradients(self, compression: str) -> None:
+    def _require_compressible(self, given: Compression) -> None:
+        compression = type(given).__name__
+        if self.shard_optimizer and given.reads_optimizer:
+            raise ConfigError(
+                f"compression={compression}(...) needs the optimizer's state on every worker, and "
+                "shard_optimizer leaves each a part of it: leave one of the two out"
+            )
         if self.measure_noise:
             raise ConfigError(
                 f"compression={compression}(...) leaves too little of the gradients to measure "
@@ -142,33 +148,46 @@ class GradientAllReduce(Strategy["_Reducer"]):
             minibatches_a_step=self.accumulate,
         )
 
+    def require_fits(self, replica: Replica) -> None:
+        """Check the compression's optimizer, and that there is a BatchNorm layer to synchronize."""
+        if isinstance(self.compression, Compression):
+            if any(parameter.is_complex() for parameter in replica.trainable()):
+                raise ConfigError(
+                    f"compression={type(self.compression).__name__}(...) is of real gradients, and "
+                    "this model has complex parameters: leave it out"
+                )
+            self.compression.require_fits(replica)
+        if self.sync_batch_norm:
+            batch_norm_layers(replica.module)
+
     def start(self, run: Run) -> _Reducer:
         """Wrap the replica, and learn how many steps all workers have."""
+        self.require_fits(run.replica)
         if self.shard_optimizer:
             run.replica.rebuild_optimizer(_sharded)
-        together = WorkerGroup(run, run.batch_size * self.accumulate)
-        turn = synchronize(run.replica.module) if self.sync_batch_norm else None
+        group = WorkerGroup(run, run.batch_size * self.accumulate)
+        forward_pass = synchronize(run.replica.module) if self.sync_batch_norm else None
         model = distribute(
             run.replica,
-            turn,
+            forward_pass,
             bucket_mb=self.bucket_mb,
             find_unused_parameters=self.find_unused_parameters,
         )
         run.cleanup.callback(release_model, model)  # before the group ends
         compressor, rounding = None, None
         if isinstance(self.compression, Compression):
-            compressor = self.compression.compressor(together.collective, run.replica)
+            compressor = self.compression.compressor(group.collective, run.replica)
         else:
             rounding = self.compression
         finite = reduce_by(rounding, compressor, model, run)
-        meter = self._meter(run, together) if self.measure_noise else None
+        meter = self._meter(run, group) if self.measure_noise else None
         preconditioning = None
         if self.preconditioner is not None:
             preconditioning = self.preconditioner.start(run)
-        return _Reducer(model, together, finite, compressor, run.batch_size, meter, preconditioning)
+        return _Reducer(model, group, finite, compressor, run.batch_size, meter, preconditioning)
 
-    def _meter(self, run: Run, together: WorkerGroup) -> NoiseMeter:
-        return NoiseMeter(run, together, DECAY, every=EVERY, agreeing=False)
+    def _meter(self, run: Run, group: WorkerGroup) -> NoiseMeter:
+        return NoiseMeter(run, group, DECAY, every=EVERY, agreeing=False)
 
     def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
         """What was left out of the gradients, measured of them and collected, if anything is."""
@@ -193,28 +212,28 @@ class GradientAllReduce(Strategy["_Reducer"]):
 
     def rows_changed(self, run: Run, state: _Reducer) -> None:
         """Learn how many steps all workers have now."""
-        state.together.agree(run)
+        state.group.agree(run)
 
     def train_epoch(self, run: Run, state: _Reducer, batches: Iterable[Batch]) -> None:
         """Take as many optimizer steps as the worker with the most rows, then tell the driver."""
-        together = state.together
+        group = state.group
         remaining = iter(batches)
-        while not together.done:
+        while not group.done:
             run.count_step()
             mine = itertools.islice(remaining, self.accumulate)
-            for batch, loss in state.step(run.replica, mine, all_turns=self.sync_batch_norm):
+            for batch, loss in state.step(run.replica, mine, all_passes=self.sync_batch_norm):
                 run.count(batch, loss)
             run.end_step()
-            together.steps += 1
-            together.give_sign_of_life(run)
-            together.hand_over_if_due(run, self.commit_every, lambda: self._agreed(run, state))
+            group.steps += 1
+            group.heartbeat(run)
+            group.commit_if_due(run, self.commit_every, lambda: self._agreed(run, state))
         self.end_epoch(run, state)
 
     def end_epoch(self, run: Run, state: _Reducer) -> None:
         """Hand the driver a copy of it all."""
         if state.meter is not None:
             run.measured = self._measured(state, state.meter)
-        state.together.hand_over(run, self._agreed(run, state), last=True)
+        state.group.commit(run, self._agreed(run, state), last=True)
 
     def _measured(self, state: _Reducer, meter: NoiseMeter) -> dict[str, float]:
         return meter.measured()
@@ -229,7 +248,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
             for segment, values in zip(layout, segments, strict=True)
             if segment.kind == "buffers"
         ]
-        state.together.average(buffers, state.together.shares, run.window())
+        state.group.average(buffers, state.group.shares, run.window())
         return segments
 
 
@@ -238,7 +257,7 @@ class _Reducer:
 
     Args:
         model: its model, wrapped.
-        together: this worker among the others.
+        group: this worker among the others.
         finite: looks at its gradients.
         compressor: has what was left out of them; None if nothing is.
         batch_size: rows a minibatch.
@@ -252,7 +271,7 @@ class _Reducer:
     def __init__(
         self,
         model: DistributedDataParallel,
-        together: WorkerGroup,
+        group: WorkerGroup,
         finite: FiniteGradients | FiniteSum,
         compressor: Compressor | None,
         batch_size: int,
@@ -260,7 +279,7 @@ class _Reducer:
         preconditioning: Preconditioning | None,
     ) -> None:
         self.model = model
-        self.together = together
+        self.group = group
         self.finite = finite
         self.compressor = compressor
         self.meter = meter
@@ -270,29 +289,31 @@ class _Reducer:
         self._loss: ModelAndLoss = model.module
 
     def step(
-        self, replica: Replica, batches: Iterator[Batch], *, all_turns: bool
+        self, replica: Replica, batches: Iterator[Batch], *, all_passes: bool
     ) -> Iterator[tuple[Batch, Tensor]]:
         """Take one optimizer step with the other workers.
 
         Args:
             replica: this worker's.
             batches: its minibatches of this step; none if its rows are used up.
-            all_turns: whether it runs the model as often as the worker with the most minibatches.
+            all_passes: whether it runs the model as often as the worker with the most minibatches.
 
         Yields:
             Each minibatch with its mean loss.
         """
-        collective, step = self.together.collective, self.together.steps
-        rows = self.together.examples_of(range(step, step + 1))
+        collective, step = self.group.collective, self.group.steps
+        rows = self.group.examples_of(range(step, step + 1))
         total = sum(rows)
-        turns = math.ceil((max(rows) if all_turns else rows[collective.rank]) / self._batch_size)
+        passes = math.ceil((max(rows) if all_passes else rows[collective.rank]) / self._batch_size)
         self._loss.remember_used()
         replica.optimizer.zero_grad()
         trained: list[Batch | None] = []
-        for turn in range(max(1, turns)):
+        for number in range(max(1, passes)):
             batch = next(batches, None)
             trained.append(batch)
-            now = turn >= turns - 1
+            now = number >= passes - 1
+            if self.preconditioning is not None:
+                self.preconditioning.counts = batch is not None
             with collective.guarded("the reduction of gradients"), self._sync(now=now):
                 loss: Tensor = self.model(batch)
                 self.finite.loss = loss.detach()

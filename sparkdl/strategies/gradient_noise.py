@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.worker_group import WorkerGroup
+from sparkdl.strategies.worker_group import HALVES, WorkerGroup
 
 DECAY = 0.99
 """Of the running means, as in GPT-NeoX: they are of the last hundred steps that were measured."""
@@ -37,7 +37,6 @@ EVERY = 10
 """How many steps to the next that is measured, for what measuring costs."""
 NOISE_SCALE = "gradient_noise_scale"
 GAIN = "adascale_gain"
-WIDE = (torch.float32, torch.float64)
 _UNREAD = 16
 """Steps after which numbers on a GPU are read: each time waits for it."""
 
@@ -120,7 +119,7 @@ def gain(noise: float, signal: float, rows: float, base_rows: float) -> float:
 def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     """One scalar a gradient, in float32 at least."""
     dense = [each.coalesce()._values() if each.is_sparse else each for each in gradients]
-    wide = [each if each.dtype in WIDE else each.float() for each in dense]
+    wide = [each.float() if each.dtype in HALVES else each for each in dense]
     return list(torch._foreach_norm(wide))
 
 
@@ -149,7 +148,7 @@ class NoiseMeter:
 
     Args:
         run: this worker's.
-        together: this worker among the others.
+        group: this worker among the others.
         decay: of the running means.
         every: how many steps to the next that is measured.
         agreeing: whether the workers put together what they measure at once, and so have the same
@@ -160,11 +159,11 @@ class NoiseMeter:
     """
 
     def __init__(
-        self, run: Run, together: WorkerGroup, decay: float, *, every: int, agreeing: bool
+        self, run: Run, group: WorkerGroup, decay: float, *, every: int, agreeing: bool
     ) -> None:
         self.noise = GradientNoise(decay)
         self._run = run
-        self._together = together
+        self._group = group
         self._every = every
         self._agreeing = agreeing
         self._norms: list[Tensor] = []
@@ -219,7 +218,7 @@ class NoiseMeter:
                 self.settle()
 
     def _agree(self, minibatches: Sequence[_Minibatch], mean: Tensor, rows: int) -> None:
-        collective = self._together.collective
+        collective = self._group.collective
         local = sum(each.square for each in minibatches)
         ours = [len(minibatches), local, sum(1 / each.rows for each in minibatches)]
         sums = torch.tensor(ours, dtype=torch.float64, device=collective.device)
@@ -239,16 +238,16 @@ class NoiseMeter:
             self.noise.add(local, inverse_rows, _total(mean), rows)
 
     def measured(self) -> dict[str, float]:
-        """Noise scale and gain by name, those there are; asked for by all workers together."""
+        """Noise scale and gain by name, those there are; asked for by all workers group."""
         self.settle()
-        collective, means = self._together.collective, self.noise.means
+        collective, means = self._group.collective, self.noise.means
         ours = [0.0, 0.0, 0.0] if means is None else [1.0, *means]
         sums = torch.tensor(ours, dtype=torch.float64, device=collective.device)
         workers, noise, signal = collective.all_reduce(sums).tolist()
         if not workers:
             return {}
         noise, signal = noise / workers, signal / workers
-        base = self._together.rows_a_step
+        base = self._group.rows_a_step
         found = {GAIN: gain(noise, signal, base * collective.world_size, base)}
         scale = noise_scale(noise, signal)
         return found if scale is None else {NOISE_SCALE: scale, **found}

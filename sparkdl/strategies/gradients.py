@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from sparkdl.averager.finite import ADVICE, count_non_finite
+from sparkdl.averager.values.finite import ADVICE, count_non_finite
 from sparkdl.errors import NonFiniteError
 from sparkdl.protocols import Batch
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.compression import Compressor
+from sparkdl.strategies.compression.base import Compressor
 
 ROUNDED = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """In what gradients travel, by the name of the compression."""
@@ -55,7 +55,7 @@ class FiniteGradients:
         self._answers: list[_Answer] = []
         self._step = 0
 
-    def look_at(self, values: Tensor) -> None:
+    def scan(self, values: Tensor) -> None:
         """Look at one bucket.
 
         Args:
@@ -159,7 +159,7 @@ class FiniteSum:
         gradients = [each.grad for each in self._parameters if each.grad is not None]
         dense = [each for each in gradients if not each.is_sparse]
         if dense and dense[0].untyped_storage().data_ptr() not in self._buckets:
-            # DDP lays them out anew once, after the first step.
+            # DDP lays them out again once, after the first step.
             storages = [(each, each.untyped_storage()) for each in dense]
             self._buckets = {
                 storage.data_ptr(): each.new_empty(0).set_(storage)  # type: ignore[call-overload]
@@ -212,7 +212,7 @@ def reduce_by(
     places: dict[Tensor, int] = {p: place for place, p in enumerate(run.replica.trainable())}
 
     def look_and_reduce(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotations
-        finite.look_at(bucket.buffer())
+        finite.scan(bucket.buffer())
         if compressor is not None and run.step > compressor.start_after:
             return compressor.take_bucket(bucket, places)
         return reduce(state, bucket)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
-from sparkdl.strategies.synchronized_norm import Turn
+from sparkdl.strategies.synchronized_norm import ForwardPass
 
 
 class ModelAndLoss(nn.Module):
@@ -20,24 +20,26 @@ class ModelAndLoss(nn.Module):
 
     Args:
         replica: the worker's.
-        turn: of its synchronized BatchNorm layers, if it has any.
+        forward_pass: of its synchronized BatchNorm layers, if it has any.
         all_used: whether every parameter takes part in every loss.
     """
 
-    def __init__(self, replica: Replica, turn: Turn | None, *, all_used: bool) -> None:
+    def __init__(
+        self, replica: Replica, forward_pass: ForwardPass | None, *, all_used: bool
+    ) -> None:
         super().__init__()
         self.module = replica.module
         self._forward = replica.forward
         self._trainable = replica.trainable()
         self._touched = self._trainable if all_used else self._trainable[:1]
         self._all_used = all_used
-        self._turn = turn
+        self._forward_pass = forward_pass
         self._earlier: Batch | None = None
 
     def forward(self, batch: Batch | None) -> Tensor:
         """The mean loss; without a batch a zero whose gradients are zero."""
-        if self._turn is not None:
-            return self._in_turn(batch, self._turn)
+        if self._forward_pass is not None:
+            return self._synchronized(batch, self._forward_pass)
         if batch is None:
             loss: Tensor = _NoRows.apply(*self._touched)  # type: ignore[no-untyped-call]
             return loss
@@ -53,9 +55,9 @@ class ModelAndLoss(nn.Module):
             used = next((p for p in self._trainable if p.grad is not None), None)
             self._touched = self._touched if used is None else [used]
 
-    def _in_turn(self, batch: Batch | None, turn: Turn) -> Tensor:
+    def _synchronized(self, batch: Batch | None, forward_pass: ForwardPass) -> Tensor:
         """Run the model in any case: others wait for what its layers add."""
-        turn.counts = batch is not None
+        forward_pass.counts = batch is not None
         self._earlier = self._earlier if batch is None else batch
         if self._earlier is None:
             raise ConfigError(
@@ -63,7 +65,7 @@ class ModelAndLoss(nn.Module):
                 "minibatch of every worker. Use fewer workers, or more rows"
             )
         loss = self._forward(self._earlier)
-        return loss if turn.counts else loss * 0.0
+        return loss if forward_pass.counts else loss * 0.0
 
 
 class _NoRows(torch.autograd.Function):
@@ -73,7 +75,7 @@ class _NoRows(torch.autograd.Function):
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
         """The zero."""
         ctx.save_for_backward(*parameters)
-        return parameters[0].new_zeros(())
+        return parameters[0].real.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
@@ -82,13 +84,17 @@ class _NoRows(torch.autograd.Function):
 
 
 def distribute(
-    replica: Replica, turn: Turn | None, *, bucket_mb: float, find_unused_parameters: bool
+    replica: Replica,
+    forward_pass: ForwardPass | None,
+    *,
+    bucket_mb: float,
+    find_unused_parameters: bool,
 ) -> DistributedDataParallel:
     """Have the gradients of a replica reduced among the workers.
 
     Args:
         replica: the worker's.
-        turn: of its synchronized BatchNorm layers, if it has any.
+        forward_pass: of its synchronized BatchNorm layers, if it has any.
         bucket_mb: MB of gradients that are sent off together.
         find_unused_parameters: whether a parameter may take no part in the loss.
 
@@ -99,7 +105,7 @@ def distribute(
         # torch renames the argument; what it is called next is not known to older versions.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
         return DistributedDataParallel(
-            ModelAndLoss(replica, turn, all_used=not find_unused_parameters),
+            ModelAndLoss(replica, forward_pass, all_used=not find_unused_parameters),
             bucket_cap_mb=bucket_mb,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,

@@ -40,9 +40,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from sparkdl.averager.center_update import CenterUpdate, Contributions
-from sparkdl.averager.round_policy import RoundPolicy
-from sparkdl.averager.wire_format import NARROW_FORMATS, ParameterChanges, WireFormat
+from sparkdl.averager.coordination.round_policy import RoundPolicy
+from sparkdl.averager.values.center_update import CenterUpdate, Contributions
+from sparkdl.averager.values.wire_format import NARROW_FORMATS, ParameterChanges, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
 from sparkdl.strategies.base import Needs, Run, Strategy
@@ -147,7 +147,7 @@ class OuterOptimizer(Strategy["Stream | None"]):
         inner_state: what becomes of the state of the workers' own optimizers (momentum, Adam's
             moments) in a round. With ``keep`` each goes on with its own, as DiLoCo does; a lost
             worker comes back without. With ``average`` the floating-point part is averaged too,
-            which needs as many more bytes as it has. With ``reset`` each begins anew, as in CNTK's
+            which needs as many more bytes as it has. With ``reset`` each starts over, as in CNTK's
             BMUF. SlowMo knows all three.
         wire_dtype: ``float32`` sends values in the replica's own precision; ``bfloat16`` sends
             changes rounded to bfloat16, half the bytes; ``float8`` a quarter, in blocks of 128 that
@@ -305,7 +305,7 @@ class OuterOptimizer(Strategy["Stream | None"]):
 
     def _exchange(self, run: Run, *, last: bool) -> None:
         if self.inner_state == "reset":
-            # Before the round: a checkpoint of it is then of a worker that has begun anew.
+            # Before the round: a checkpoint of it is then of a worker that has started over.
             run.replica.reset_optimizer_state()
         segments = run.replica.segments(with_optimizer=self.needs.exchanges_optimizer_state)
         run.averager.exchange(segments, run.close_window(last=last))

@@ -27,11 +27,11 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from sparkdl.averager.round_policy import RoundPolicy
-from sparkdl.averager.wire_format import WIRE_FORMATS, ParameterChanges, WireFormat
+from sparkdl.averager.coordination.round_policy import RoundPolicy
+from sparkdl.averager.values.wire_format import WIRE_FORMATS, ParameterChanges, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
-from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
+from sparkdl.strategies.base import Needs, Run, Strategy, require_period, require_steps
 from sparkdl.strategies.cutoff import Cutoff, cutoff_policy, require_cutoff
 from sparkdl.strategies.worker_group import WorkerGroup
 
@@ -76,8 +76,7 @@ class ParameterAveraging(Strategy["Aggregation"]):
     cutoff: Cutoff = "none"
 
     def __post_init__(self) -> None:
-        if isinstance(self.period, bool) or not isinstance(self.period, int) or self.period < 1:
-            raise ConfigError(f"period must be a whole number >= 1 of steps, got {self.period!r}")
+        require_period(self.period)
         if not isinstance(self.average_optimizer_state, bool):
             raise ConfigError(
                 f"average_optimizer_state must be a bool, got {self.average_optimizer_state!r}"
@@ -204,59 +203,59 @@ class AmongExecutors(Aggregation):
     """The workers form the mean; who has used up its rows takes part in the rest of an epoch."""
 
     def __init__(self, run: Run, strategy: ParameterAveraging) -> None:
-        self._together = WorkerGroup(run, run.batch_size)
+        self._group = WorkerGroup(run, run.batch_size)
         self._period = strategy.period
         self._commit_every = strategy.commit_every
 
     def rows_changed(self, run: Run) -> None:
         """Learn how many windows all workers have now."""
-        self._together.agree(run)
+        self._group.agree(run)
 
     def average(self, run: Run, segments: list[Tensor]) -> None:
         """Form the mean, and hand the driver a copy if that is due."""
-        together = self._together
-        window = range(together.steps, together.steps + self._period)
-        together.average(segments, together.examples_of(window), run.window())
-        together.steps = window.stop
-        together.give_sign_of_life(run)
-        together.hand_over_if_due(run, self._commit_every, lambda: segments)
+        group = self._group
+        window = range(group.steps, group.steps + self._period)
+        group.average(segments, group.examples_of(window), run.window())
+        group.steps = window.stop
+        group.heartbeat(run)
+        group.commit_if_due(run, self._commit_every, lambda: segments)
 
     def finish(self, run: Run, segments: list[Tensor]) -> None:
         """Take part in all rounds that are left, and hand the driver a copy."""
-        while not self._together.done:
+        while not self._group.done:
             self.average(run, segments)
-        self._together.hand_over(run, segments, last=True)
+        self._group.commit(run, segments, last=True)
 
 
 class ByHost(Aggregation):
     """Each host forms a mean and contributes it, as often as it has windows."""
 
     def __init__(self, run: Run, strategy: ParameterAveraging) -> None:
-        self._together = WorkerGroup(run, run.batch_size, within_host=True)
+        self._group = WorkerGroup(run, run.batch_size, within_host=True)
         self._period = strategy.period
 
     def rows_changed(self, run: Run) -> None:
         """Learn how many windows the host has now."""
-        self._together.agree(run)
+        self._group.agree(run)
 
     def average(self, run: Run, segments: list[Tensor], *, last: bool = False) -> None:
         """Take part in the next round; the epoch's ``last`` one ends with its final center."""
-        together = self._together
-        window = range(together.steps, together.steps + self._period)
-        examples = together.examples_of(window)
-        together.require_announced(run, examples)
-        stands_for = sum(examples) if together.collective.index == 0 else 0
+        group = self._group
+        window = range(group.steps, group.steps + self._period)
+        examples = group.examples_of(window)
+        group.require_announced(run, examples)
+        stands_for = sum(examples) if group.collective.index == 0 else 0
         mine = run.window()
         report = run.close_window(last=last, stands_for=stands_for)
         if any(examples):
-            together.average(segments, examples, mine)
-        together.exchange(run, segments, report)
-        together.steps = 0 if last else window.stop
+            group.average(segments, examples, mine)
+        group.exchange(run, segments, report)
+        group.steps = 0 if last else window.stop
 
     def finish(self, run: Run, segments: list[Tensor]) -> None:
         """Take part in all rounds that the host has left."""
-        together = self._together
-        while together.steps + self._period < together.steps_an_epoch:
+        group = self._group
+        while group.steps + self._period < group.steps_an_epoch:
             self.average(run, segments)
         self.average(run, segments, last=True)
 

@@ -25,13 +25,13 @@ from sparkdl.errors import ConfigError
 
 
 @dataclass
-class Turn:
+class ForwardPass:
     """What the layers know of the forward pass under way: whether its rows count."""
 
     counts: bool = True
 
 
-def synchronize(module: nn.Module) -> Turn:
+def synchronize(module: nn.Module) -> ForwardPass:
     """Make every BatchNorm layer of a module normalize over all workers while it trains.
 
     Every worker then has to run forward and backward as often as every other; one that has no rows
@@ -46,25 +46,34 @@ def synchronize(module: nn.Module) -> Turn:
     Raises:
         ConfigError: there is no such layer.
     """
-    turn = Turn()
+    forward_pass = ForwardPass()
+    for layer in batch_norm_layers(module):
+        layer.forward = functools.partial(_forward, layer, forward_pass, type(layer).forward)  # type: ignore[method-assign]
+    return forward_pass
+
+
+def batch_norm_layers(module: nn.Module) -> list[_BatchNorm]:
+    """The BatchNorm layers of a module.
+
+    Raises:
+        ConfigError: there are none.
+    """
     layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     if not layers:
         raise ConfigError(
             f"sync_batch_norm is set, but {type(module).__name__} has no BatchNorm layer. Leave "
             "it out"
         )
-    for layer in layers:
-        layer.forward = functools.partial(_forward, layer, turn, type(layer).forward)  # type: ignore[method-assign]
-    return turn
+    return layers
 
 
-def _forward(layer: _BatchNorm, turn: Turn, own_forward: Any, x: Tensor) -> Tensor:
+def _forward(layer: _BatchNorm, forward_pass: ForwardPass, own_forward: Any, x: Tensor) -> Tensor:
     """Normalize x of shape (examples, channels, ...)."""
     if not layer.training:
         normalized: Tensor = own_forward(layer, x)
         return normalized
     wide = x if x.dtype is torch.float64 else x.float()
-    count, mean, variance = _over_workers(wide, turn)
+    count, mean, variance = _over_workers(wide, forward_pass)
     _update_statistics(layer, count, mean.detach(), variance.detach())
     scale = (variance + layer.eps).rsqrt()
     shift = -mean * scale
@@ -74,11 +83,11 @@ def _forward(layer: _BatchNorm, turn: Turn, own_forward: Any, x: Tensor) -> Tens
     return (wide * scale.view(shape) + shift.view(shape)).to(x.dtype)
 
 
-def _over_workers(x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+def _over_workers(x: Tensor, forward_pass: ForwardPass) -> tuple[Tensor, Tensor, Tensor]:
     """Values a channel, mean and variance over all workers' rows that count."""
     channels = x.shape[1]
     columns = x.transpose(0, 1).reshape(channels, -1)
-    values = columns.shape[1] if turn.counts else 0
+    values = columns.shape[1] if forward_pass.counts else 0
     variance, mean = torch.var_mean(columns, dim=1, correction=0)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own = torch.cat([mean, variance, mean.new_full((1,), values)])

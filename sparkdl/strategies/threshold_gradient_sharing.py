@@ -34,13 +34,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sparkdl.averager.finite import require_finite
-from sparkdl.averager.sparse import Sparse
-from sparkdl.averager.wire_format import FullPrecision, SparseChanges, WireFormat
+from sparkdl.averager.values.finite import require_finite
+from sparkdl.averager.values.sparse import Sparse
+from sparkdl.averager.values.wire_format import FullPrecision, SparseChanges, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
 from sparkdl.protocols import Batch
-from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
+from sparkdl.strategies.base import Needs, Run, Strategy, require_period, require_steps
 from sparkdl.strategies.threshold_encoding import Encoding, ThresholdEncoder
 from sparkdl.strategies.worker_group import WorkerGroup
 
@@ -105,8 +105,7 @@ class ThresholdGradientSharing(Strategy["_Sharing"]):
             )
         require_steps("shake_every", self.shake_every)
         require_steps("commit_every", self.commit_every)
-        if type(self.period) is not int or self.period < 1:
-            raise ConfigError(f"period must be a whole number >= 1 of steps, got {self.period!r}")
+        require_period(self.period)
         if self.aggregation not in AGGREGATIONS:
             raise ConfigError(
                 f"aggregation must be 'driver' or 'executors', got {self.aggregation!r}"
@@ -245,34 +244,34 @@ class _AmongWorkers(_Sharing):
 
     def __init__(self, run: Run, strategy: ThresholdGradientSharing) -> None:
         super().__init__(run, strategy)
-        self._together = WorkerGroup(run, run.batch_size)
+        self._group = WorkerGroup(run, run.batch_size)
         self._period = strategy.period
         self._commit_every = strategy.commit_every
         self._shares = [torch.zeros_like(values) for values in self._center]
 
     def rows_changed(self, run: Run) -> None:
         """Learn how many windows all workers have now."""
-        self._together.agree(run)
+        self._group.agree(run)
 
     def exchange(self, run: Run) -> None:
         """Send to all others, and hand the driver a copy if that is due."""
-        together = self._together
-        window = range(together.steps, together.steps + self._period)
-        self._share(run, together.examples_of(window))
+        group = self._group
+        window = range(group.steps, group.steps + self._period)
+        self._share(run, group.examples_of(window))
         self._take_center(run)
-        together.steps = window.stop
-        together.give_sign_of_life(run)
-        together.hand_over_if_due(run, self._commit_every, lambda: self._mine(run))
+        group.steps = window.stop
+        group.heartbeat(run)
+        group.commit_if_due(run, self._commit_every, lambda: self._mine(run))
 
     def finish(self, run: Run) -> None:
         """Take part in all rounds that are left, and hand the driver a copy."""
-        while not self._together.done:
+        while not self._group.done:
             self.exchange(run)
-        self._together.hand_over(run, self._mine(run), last=True)
+        self._group.commit(run, self._mine(run), last=True)
 
     def _share(self, run: Run, examples: Sequence[int]) -> None:
         """Form the center of everybody's shares, on each worker in the same order."""
-        collective = self._together.collective
+        collective = self._group.collective
         if examples[collective.index]:
             self._find_shares(run, run.window(), self._shares)
         messages = [_message(share) for share in self._shares]
@@ -295,7 +294,7 @@ class _AmongWorkers(_Sharing):
                     center.copy_(part.clone().view(center.dtype))
 
     def _everyones(self, mine: Tensor) -> list[Tensor]:
-        collective = self._together.collective
+        collective = self._group.collective
         return [each.cpu() for each in collective.all_gather(mine.to(collective.device))]
 
 

@@ -1,4 +1,4 @@
-"""What strategies share whose workers exchange among themselves: shares, means, signs of life."""
+"""What strategies share whose workers exchange among themselves: shares, means, heartbeats."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sparkdl.averager.finite import looks_finite, require_finite
+from sparkdl.averager.values.finite import looks_finite, require_finite
 from sparkdl.collective import Collective
 from sparkdl.errors import TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.strategies.base import Run
 
-SIGN_OF_LIFE_S = 5.0
-"""Seconds between two signs of life to the driver, which hears nothing of the collective; a sixth
+HEARTBEAT_S = 5.0
+"""Seconds between two heartbeats to the driver, which hears nothing of the collective; a sixth
 of the deadline of an operation if that is less."""
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -43,9 +43,9 @@ class WorkerGroup:
         self.collective: Collective = everyone.within_host() if within_host else everyone
         self.rows_a_step = rows_a_step
         self.agree(run)
-        self._turns = 0
-        self._next_sign = 1
-        self._last_sign = time.monotonic()
+        self._calls = 0
+        self._next_heartbeat = 1
+        self._last_heartbeat = time.monotonic()
 
     def agree(self, run: Run) -> None:
         """Tell each other how many rows each has; every worker has to do so at the same time.
@@ -57,7 +57,7 @@ class WorkerGroup:
         told = [gathered[rank] for rank in self.collective.members]
         self.shares = [int(one["rows"]) for one in told]
         # Who has no rows left may have stopped counting.
-        self.steps = self._steps_handed_over = max(int(one["steps"]) for one in told)
+        self.steps = self._steps_committed = max(int(one["steps"]) for one in told)
 
     def examples_of(self, steps: range) -> list[int]:
         """How many rows the members have in some ``steps``, counted from an epoch's start."""
@@ -104,19 +104,19 @@ class WorkerGroup:
             if wide is not values:
                 values.copy_(wide)
 
-    def give_sign_of_life(self, run: Run) -> None:
+    def heartbeat(self, run: Run) -> None:
         """Let the driver hear of every rank now and then; to be called as often by all of them."""
-        self._turns += 1
-        if self._turns < self._next_sign:
+        self._calls += 1
+        if self._calls < self._next_heartbeat:
             return
-        seconds = time.monotonic() - self._last_sign
-        # The clocks differ; rank 0's decides for all after how many turns the next sign is due.
-        signs = run.averager.gather({"seconds": seconds, "turns": self._turns})
-        pace = signs[0]["seconds"] / signs[0]["turns"]
-        interval_s = min(SIGN_OF_LIFE_S, self.collective.deadline_s / 6)
-        self._next_sign = max(1, round(interval_s / max(pace, 1e-6)))
-        self._turns = 0
-        self._last_sign = time.monotonic()
+        seconds = time.monotonic() - self._last_heartbeat
+        # The clocks differ; rank 0's decides for all after how many calls the next one is due.
+        told = run.averager.gather({"seconds": seconds, "calls": self._calls})
+        pace = told[0]["seconds"] / told[0]["calls"]
+        interval_s = min(HEARTBEAT_S, self.collective.deadline_s / 6)
+        self._next_heartbeat = max(1, round(interval_s / max(pace, 1e-6)))
+        self._calls = 0
+        self._last_heartbeat = time.monotonic()
 
     @property
     def steps_an_epoch(self) -> int:
@@ -128,17 +128,17 @@ class WorkerGroup:
         """Whether the epoch's last step has been taken."""
         return self.steps >= self.steps_an_epoch
 
-    def hand_over_if_due(
+    def commit_if_due(
         self, run: Run, every: int | None, segments: Callable[[], Sequence[Tensor]]
     ) -> None:
         """Let the driver have a copy, to go on from there, ``every`` so many steps.
 
         The epoch's end has one in any case, and is not this one's.
         """
-        if every is not None and self.steps - self._steps_handed_over >= every and not self.done:
-            self.hand_over(run, segments(), last=False)
+        if every is not None and self.steps - self._steps_committed >= every and not self.done:
+            self.commit(run, segments(), last=False)
 
-    def hand_over(self, run: Run, segments: Sequence[Tensor], *, last: bool) -> None:
+    def commit(self, run: Run, segments: Sequence[Tensor], *, last: bool) -> None:
         """Let the driver have a copy: equal replicas need one contribution, for all.
 
         Args:
@@ -150,11 +150,11 @@ class WorkerGroup:
             TrainingError: this worker did not train on the rows that it had announced, by which
                 its contributions were weighed.
         """
-        announced = self.examples_of(range(self._steps_handed_over, self.steps))
+        announced = self.examples_of(range(self._steps_committed, self.steps))
         self.require_announced(run, announced)
-        self.steps = self._steps_handed_over = 0 if last else self.steps
+        self.steps = self._steps_committed = 0 if last else self.steps
         stands_for = sum(announced) if run.rank == 0 else 0
-        run.averager.hand_over(segments, run.close_window(last=last, stands_for=stands_for))
+        run.averager.commit(segments, run.close_window(last=last, stands_for=stands_for))
 
     def require_announced(self, run: Run, announced: Sequence[int]) -> None:
         """Check that this worker has trained on the rows by which the others weigh its values.
@@ -185,6 +185,6 @@ class WorkerGroup:
         if run.rank == first:
             run.averager.exchange(segments, window)
         else:
-            run.averager.hand_over(segments, window)
+            run.averager.commit(segments, window)
         for values in segments:
             self.collective.broadcast(values, first)

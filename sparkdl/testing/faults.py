@@ -8,9 +8,8 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
 
-from sparkdl.transport.address import AveragerAddress
+from sparkdl.transport.address import ServiceAddress
 
 BLOCK_BYTES = 1 << 14
 
@@ -28,7 +27,7 @@ class Proxy:
 
     def __init__(
         self,
-        target: AveragerAddress,
+        target: ServiceAddress,
         breaks_after: Callable[[], int | None] = lambda: None,
         on_bytes: Callable[[bytes], None] = lambda octets: None,
         host: str = "127.0.0.1",
@@ -40,19 +39,14 @@ class Proxy:
         self._lines: list[_Line] = []
         self.breaks = 0
         uri = f"tcp://{host}:{self._listener.getsockname()[1]}"
-        self.address = AveragerAddress(uri, target.token, target.fingerprint)
+        self.address = ServiceAddress(uri, target.token, target.fingerprint)
         self._thread = threading.Thread(target=self._listen, name="sparkdl-proxy", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Proxy:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

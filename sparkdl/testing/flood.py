@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 
 _PAUSE_S = 0.01
 
@@ -48,12 +47,7 @@ class Flood:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._thread.join(10)
 

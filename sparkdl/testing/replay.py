@@ -15,8 +15,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from sparkdl.averager.committed import CommittedProgress
-from sparkdl.averager.kept import KeptState
+from sparkdl.averager.coordination.committed import CommittedProgress
+from sparkdl.averager.kept import WorkerState
 from sparkdl.driver import build_replica, initial_center
 from sparkdl.events import WindowReport
 from sparkdl.feed.feed import Feed
@@ -37,7 +37,7 @@ def recorded_commits() -> Iterator[Commits]:
     commit = CommittedProgress.commit
 
     def recording(
-        self: CommittedProgress, windows: Iterable[WindowReport], kept: Mapping[int, KeptState]
+        self: CommittedProgress, windows: Iterable[WindowReport], kept: Mapping[int, WorkerState]
     ) -> None:
         windows = list(windows)
         commits.append(windows)

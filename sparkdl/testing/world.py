@@ -25,9 +25,9 @@ from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.collective import Network
 from sparkdl.driver import Launch, Outcome, run
 from sparkdl.errors import DisconnectedError, TrainingError, WorkerLostError
-from sparkdl.transport.address import AveragerAddress
-from sparkdl.warm_start import WarmStart
-from sparkdl.worker import Job, Place, train
+from sparkdl.replica.warm_start import WarmStart
+from sparkdl.transport.address import ServiceAddress
+from sparkdl.worker import Job, Placement, train
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def run_world(
         devices: where each rank's replica lives; all on the CPU by default.
         hosts: what each rank takes for its host; all the same by default.
         checkpoints: where to write checkpoints and whether to go on from one.
-        on_event: called for the data's facts and each window and epoch reported.
+        on_event: called for the data's statistics and each window and epoch reported.
         callbacks: as ``driver.run`` takes them.
         warm_start: as ``driver.run`` takes it.
 
@@ -110,11 +110,11 @@ def _threads(
         workers = [
             threading.Thread(
                 target=_train_in_thread,
-                args=(job, place, averager.address, shard),
-                name=f"sparkdl-rank-{place.rank}",
+                args=(job, placement, averager.address, shard),
+                name=f"sparkdl-rank-{placement.rank}",
                 daemon=True,
             )
-            for place, shard in zip(places, shards, strict=True)
+            for placement, shard in zip(places, shards, strict=True)
         ]
         for worker in workers:
             worker.start()
@@ -135,9 +135,9 @@ def _places(
     directory: Path,
     devices: Sequence[str] | None,
     hosts: Sequence[str] | None,
-) -> list[Place]:
+) -> list[Placement]:
     return [
-        Place(
+        Placement(
             rank=rank,
             directory=directory,
             device=devices[rank] if devices else "cpu",
@@ -147,14 +147,14 @@ def _places(
     ]
 
 
-def _train_in_thread(job: Job, place: Place, address: AveragerAddress, shard: Shard) -> None:
+def _train_in_thread(job: Job, placement: Placement, address: ServiceAddress, shard: Shard) -> None:
     """One rank; as Spark would, start it again when it asks for that."""
     for attempt in range(1 + job.survivable_losses):
         try:
-            train(job, replace(place, attempt=attempt), address, shard)
+            train(job, replace(placement, attempt=attempt), address, shard)
             return
         except DisconnectedError as error:
-            logger.info("attempt %d of rank %d ended: %s", attempt, place.rank, error)
+            logger.info("attempt %d of rank %d ended: %s", attempt, placement.rank, error)
 
 
 def _processes(
@@ -198,11 +198,13 @@ def _processes(
     return launch
 
 
-def _train_in_process(payload: bytes, place: Place, address: AveragerAddress, shard: Shard) -> None:
+def _train_in_process(
+    payload: bytes, placement: Placement, address: ServiceAddress, shard: Shard
+) -> None:
     # As under torchrun: Linux shares the cores among sessions first, threads of several ranks in
     # one session keep each other waiting.
     os.setsid()
-    train(cloudpickle.loads(payload), place, address, shard)
+    train(cloudpickle.loads(payload), placement, address, shard)
 
 
 class _Keeper:

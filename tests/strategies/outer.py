@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from toys import classification, make_job, mlp
 
-from sparkdl.driver import Outcome
 from sparkdl.strategies import OuterOptimizer, OuterSGD
 from sparkdl.worker import Job
 
@@ -32,10 +31,3 @@ def job(model: nn.Module | None = None, **changes: Any) -> Job:
 def named(value: Any) -> str:
     """A parameter of a test, for its name."""
     return value.func.__name__ if isinstance(value, partial) else str(value)
-
-
-def same_bits(first: Outcome, second: Outcome) -> bool:
-    pairs = zip(
-        first.module.state_dict().values(), second.module.state_dict().values(), strict=True
-    )
-    return all(torch.equal(mine, other) for mine, other in pairs)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
-from sparkdl.averager.coordinator import Coordinator
+from sparkdl.averager.coordination.coordinator import Coordinator
 
 
 @contextmanager

@@ -10,59 +10,87 @@ from sparkdl.averager import decisions as do
 from sparkdl.events import WindowReport
 
 
-class ByHand:
-    """What was decided, done in plain torch: each window from the center that its rank was sent."""
+class Replay:
+    """A run's commits, window by window.
 
-    def __init__(self, data: Data, rate: float = 1.0, *, scale_by_staleness: bool = False) -> None:
+    Attributes:
+        module: of the parameters with which a window is trained, and at last of the center's.
+        center: as it is now.
+    """
+
+    def __init__(self, data: Data) -> None:
         self.data = data
-        self.rate = rate
-        self.scale_by_staleness = scale_by_staleness
         self.module = mlp().train()
         self.center = [p.detach().clone() for p in self.module.parameters()]
-        self.updates = 0
-        self.sent: dict[int, tuple[list[Tensor], int]] = {}
-        self.steps = dict.fromkeys(range(len(data.sizes)), 0)
-        self.round: list[WindowReport] = []
+        self._steps = dict.fromkeys(range(len(data.sizes)), 0)
+        self._round: list[WindowReport] = []
 
     def follow(self, decisions: list[do.Decision]) -> nn.Module:
         for decision in decisions:
             if isinstance(decision, do.Report) and isinstance(decision.event, WindowReport):
-                self.round.append(decision.event)
+                self._round.append(decision.event)
                 continue
-            self.update()
+            windows, self._round = self._round, []
+            self.commit(windows)
             if isinstance(decision, (do.Welcome, do.Reply)):
-                copies = [values.clone() for values in self.center]
-                self.sent[decision.member.rank] = copies, self.updates
+                self.send_center(decision.member.rank, joins=isinstance(decision, do.Welcome))
         self.put(self.center)
         return self.module
+
+    def commit(self, windows: list[WindowReport]) -> None:
+        """Have windows, which may be none, change the center."""
+        raise NotImplementedError
+
+    def send_center(self, rank: int, *, joins: bool) -> None:
+        """A rank goes on from the center as it is now."""
+        raise NotImplementedError
 
     def put(self, values: list[Tensor]) -> None:
         with torch.no_grad():
             for parameter, value in zip(self.module.parameters(), values, strict=True):
                 parameter.copy_(value)
 
-    def update(self) -> None:
-        windows, self.round = self.round, []
-        moves = [torch.zeros_like(values) for values in self.center]
-        total = sum(window.examples for window in windows)
-        for window in windows:
-            began, since = self.sent[window.rank]
-            self.put(began)
-            self.train(window)
-            stale = 1 + self.updates - since if self.scale_by_staleness else 1
-            for move, start, mine in zip(moves, began, self.module.parameters(), strict=True):
-                share = window.examples / total if total else 0
-                move += (mine.detach() - start) * (share * self.rate / stale)
-        for values, move in zip(self.center, moves, strict=True):
-            values += move
-        self.updates += bool(total)
-
     def train(self, window: WindowReport) -> None:
         optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
         plan = batches_by_hand(self.data, window.rank, window.epoch, 4)
-        for features, targets in plan[self.steps[window.rank] : window.step_of_epoch]:
+        for features, targets in plan[self._steps[window.rank] : window.step_of_epoch]:
             optimizer.zero_grad()
             outputs = self.module(torch.from_numpy(features))
             nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
             optimizer.step()
-        self.steps[window.rank] = 0 if window.last else window.step_of_epoch
+        self._steps[window.rank] = 0 if window.last else window.step_of_epoch
+
+
+class ByHand(Replay):
+    """The center moves by the mean change, of each window since the center that its rank was sent.
+
+    Args:
+        data: of the run.
+        rate: part of the mean that it moves by.
+        scale_by_staleness: whether changes are divided by how many updates there were.
+    """
+
+    def __init__(self, data: Data, rate: float = 1.0, *, scale_by_staleness: bool = False) -> None:
+        super().__init__(data)
+        self._rate = rate
+        self._scale_by_staleness = scale_by_staleness
+        self._updates = 0
+        self._sent: dict[int, tuple[list[Tensor], int]] = {}
+
+    def send_center(self, rank: int, *, joins: bool) -> None:
+        self._sent[rank] = [values.clone() for values in self.center], self._updates
+
+    def commit(self, windows: list[WindowReport]) -> None:
+        moves = [torch.zeros_like(values) for values in self.center]
+        total = sum(window.examples for window in windows)
+        for window in windows:
+            began, since = self._sent[window.rank]
+            self.put(began)
+            self.train(window)
+            stale = 1 + self._updates - since if self._scale_by_staleness else 1
+            for move, start, mine in zip(moves, began, self.module.parameters(), strict=True):
+                share = window.examples / total if total else 0
+                move += (mine.detach() - start) * (share * self._rate / stale)
+        for values, move in zip(self.center, moves, strict=True):
+            values += move
+        self._updates += bool(total)

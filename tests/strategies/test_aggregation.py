@@ -47,6 +47,7 @@ def same_bits(first: nn.Module, second: nn.Module) -> bool:
     return all(torch.equal(mine[key], other[key]) for key in other)
 
 
+@pytest.mark.slow_variants(fast=3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     "sizes",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from members import same_bits
 from misbehaving import KillsOnce, die_after
-from outer import DATA, MOMENTUM, SIZES, job, same_bits
-from simulated import Oracle, simulated
+from outer import DATA, MOMENTUM, SIZES, job
 from toys import classification, relative_error
 
-from sparkdl.averager.center_update import new_memory
+from sparkdl.averager.values.center_update import new_memory
+from sparkdl.checkpoint.object_spec import load_object, save_object
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.checkpoint.recipe import load_recipe, save_recipe
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.persistence import PLACES
+from sparkdl.estimator.persistence import EXPECTED
 from sparkdl.protocols import Segment
 from sparkdl.strategies import (
     AsynchronousOuterOptimizer,
@@ -110,36 +109,6 @@ def test_a_killed_worker_comes_back_and_no_row_is_lost_or_counted_twice(tmp_path
     assert outcome.history[-1].loss < outcome.history[0].loss
 
 
-def by_hand() -> Oracle:
-    """The update once more, for one number."""
-    velocity = gathered = 0.0
-
-    def move(
-        center: float,
-        contributions: Contributions,
-        values: Mapping[int, float],
-        begun: Mapping[int, float],
-    ) -> float:
-        nonlocal velocity, gathered
-        ((rank, value),) = values.items()
-        change = (value - begun[rank]) / 3
-        gathered += change
-        if contributions.round % 3:
-            return center + 0.7 * change
-        velocity = 0.5 * velocity + gathered
-        gathered = 0.0
-        return center + 0.7 * (change + 0.5 * velocity)
-
-    return move
-
-
-@pytest.mark.usefixtures("quiet")
-def test_every_schedule_ends_with_the_center_that_its_commits_give() -> None:
-    outcomes = simulated(STRATEGY, by_hand, range(150))
-    assert sum(outcome.failure is None for outcome in outcomes) > 100
-    assert sum(outcome.losses for outcome in outcomes) > 35
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -161,7 +130,7 @@ def test_arguments_out_of_range_are_refused(make: Any, message: str) -> None:
 
 
 def test_it_is_saved_and_loaded_without_trust(tmp_path: Path) -> None:
-    saved = save_recipe(STRATEGY, tmp_path, "strategy")
-    place = PLACES["strategy"]
-    assert load_recipe(saved, tmp_path, "strategy", place=place, trust=False) == STRATEGY
+    saved = save_object(STRATEGY, tmp_path, "strategy")
+    expected = EXPECTED["strategy"]
+    assert load_object(saved, tmp_path, "strategy", expected=expected, trust=False) == STRATEGY
     assert list(tmp_path.iterdir()) == []

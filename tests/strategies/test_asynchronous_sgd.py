@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ import cloudpickle
 import misbehaving
 import pytest
 import torch
+from members import same_bits
 from misbehaving import KillsOnce, die_after
 from recorded import recorded_decisions
 from replayed import ByHand
-from simulated import Oracle, simulated
 from torch import nn
 from toys import (
     classification,
@@ -26,11 +25,10 @@ from toys import (
 )
 
 from sparkdl.averager import decisions as do
+from sparkdl.checkpoint.object_spec import load_object, save_object
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.checkpoint.recipe import load_recipe, save_recipe
-from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.persistence import PLACES
+from sparkdl.estimator.persistence import EXPECTED
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.strategies import (
     ASP,
@@ -39,7 +37,6 @@ from sparkdl.strategies import (
     PSSP,
     SSP,
     AsynchronousSGD,
-    Contributions,
     ParameterAveraging,
     Softsync,
 )
@@ -58,11 +55,6 @@ AVERAGING = ParameterAveraging(period=2, average_optimizer_state=False)
 def job(model: nn.Module | None = None, **changes: Any) -> Job:
     settings = {"strategy": STRATEGY, "epochs": 3, "max_failures": 1, **changes}
     return make_job(model or mlp(), **settings)
-
-
-def same_bits(first: Outcome, second: Outcome) -> bool:
-    pairs = zip(first.module.parameters(), second.module.parameters(), strict=True)
-    return all(torch.equal(mine, other) for mine, other in pairs)
 
 
 def by_hand(strategy: AsynchronousSGD) -> ByHand:
@@ -119,6 +111,7 @@ def test_a_killed_worker_comes_back_and_no_row_is_lost_or_counted_twice(tmp_path
     assert relative_error(trained, by_hand(strategy).follow(decisions)) < 1e-9
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize(
     ("barrier", "windows"), [(ASP(), 4), (ASP(), 14), (SSP(0), 4), (PBSP(1), 14)], ids=str
 )
@@ -173,9 +166,9 @@ def test_with_another_barrier_a_checkpoint_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("barrier", [ASP(), BSP(), SSP(2), PBSP(3), PSSP(3, 2), Softsync(2)])
 def test_it_is_saved_and_loaded_without_trust(tmp_path: Path, barrier: Any) -> None:
     strategy = AsynchronousSGD(3, 0.5, False, barrier)
-    recipe = save_recipe(strategy, tmp_path, "strategy")
-    place = PLACES["strategy"]
-    assert load_recipe(recipe, tmp_path, "strategy", place=place, trust=False) == strategy
+    spec = save_object(strategy, tmp_path, "strategy")
+    expected = EXPECTED["strategy"]
+    assert load_object(spec, tmp_path, "strategy", expected=expected, trust=False) == strategy
     assert list(tmp_path.iterdir()) == []
 
 
@@ -196,34 +189,3 @@ def test_it_is_saved_and_loaded_without_trust(tmp_path: Path, barrier: Any) -> N
 def test_arguments_that_make_no_sense_are_refused(arguments: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         AsynchronousSGD(**arguments)
-
-
-def scaled_by_hand() -> Oracle:
-    """The update once more, for one number."""
-    centers: list[float] = []
-
-    def move(
-        center: float,
-        contributions: Contributions,
-        values: Mapping[int, float],
-        begun: Mapping[int, float],
-    ) -> float:
-        if center not in centers:
-            centers.append(center)
-        stale = {rank: len(centers) - 1 - centers.index(begun[rank]) for rank in values}
-        assert contributions.staleness == max(stale.values())
-        moved = sum(
-            weight * (value - begun[rank]) / (1 + stale[rank])
-            for weight, (rank, value) in zip(contributions.weights, values.items(), strict=True)
-        )
-        return center + 0.8 * moved / sum(contributions.weights)
-
-    return move
-
-
-@pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("barrier", [ASP(), SSP(0), PBSP(1), Softsync(2), BSP()], ids=str)
-def test_every_schedule_ends_with_the_center_that_its_commits_give(barrier: Any) -> None:
-    outcomes = simulated(replace(STRATEGY, barrier=barrier), scaled_by_hand, range(150))
-    assert sum(outcome.failure is None for outcome in outcomes) > 100
-    assert sum(outcome.losses for outcome in outcomes) > 35

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,16 @@ import torch
 from misbehaving import KillsOnce, die_after
 from recorded import recorded_decisions
 from replayed import ByHand
-from simulated import Oracle, simulated
 from torch import nn
 from toys import classification, make_job, mlp, relative_error, sgd_on_union
 
-from sparkdl.averager.center import Center
-from sparkdl.averager.center_update import Contributions
-from sparkdl.averager.round_policy import All
+from sparkdl.averager.coordination.round_policy import All
+from sparkdl.averager.values.center import Center
+from sparkdl.averager.values.center_update import Contributions
+from sparkdl.checkpoint.object_spec import load_object, save_object
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.checkpoint.recipe import load_recipe, save_recipe
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.persistence import PLACES
+from sparkdl.estimator.persistence import EXPECTED
 from sparkdl.protocols import Segment
 from sparkdl.strategies import (
     FullPrecision,
@@ -137,47 +135,6 @@ def test_a_resumed_training_goes_on_where_each_worker_was(
     assert outcome.history[-1].loss < outcome.history[0].loss
 
 
-def averaged() -> Oracle:
-    """The center once more, for one number."""
-
-    def move(
-        center: float,
-        contributions: Contributions,
-        values: Mapping[int, float],
-        begun: Mapping[int, float],
-    ) -> float:
-        pairs = zip(contributions.weights, values.items(), strict=True)
-        moved = sum(weight * (value - begun[rank]) for weight, (rank, value) in pairs)
-        return center + moved / sum(contributions.weights)
-
-    return move
-
-
-def stepped() -> Oracle:
-    """The same with SGD's momentum."""
-    mean, velocity = averaged(), [0.0]
-
-    def move(center: float, *others: Any) -> float:
-        velocity[0] = 0.5 * velocity[0] + mean(center, *others) - center
-        return center + 0.7 * velocity[0]
-
-    return move
-
-
-@pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize(
-    ("strategy", "oracle"),
-    [(STRATEGY, averaged), (OUTER, stepped), (PREDICTED, averaged)],
-    ids=["averaging", "outer", "predicted"],
-)
-def test_every_schedule_ends_with_the_center_that_its_commits_give(
-    strategy: Strategy[Any], oracle: Any
-) -> None:
-    outcomes = simulated(strategy, oracle, range(60))
-    assert sum(outcome.failure is None for outcome in outcomes) > 40
-    assert sum(outcome.losses for outcome in outcomes) > 12
-
-
 def test_without_a_cutoff_everyone_is_in_every_round_and_values_travel() -> None:
     for strategy in (ParameterAveraging(), OuterOptimizer()):
         assert type(strategy.round_policy) is All
@@ -186,9 +143,9 @@ def test_without_a_cutoff_everyone_is_in_every_round_and_values_travel() -> None
 
 @pytest.mark.parametrize("strategy", [STRATEGY, OUTER, PREDICTED], ids=str)
 def test_it_is_saved_and_loaded_without_trust(strategy: Strategy[Any], tmp_path: Path) -> None:
-    recipe = save_recipe(strategy, tmp_path, "strategy")
-    place = PLACES["strategy"]
-    assert load_recipe(recipe, tmp_path, "strategy", place=place, trust=False) == strategy
+    spec = save_object(strategy, tmp_path, "strategy")
+    expected = EXPECTED["strategy"]
+    assert load_object(spec, tmp_path, "strategy", expected=expected, trust=False) == strategy
 
 
 @pytest.mark.parametrize("kind", [ParameterAveraging, OuterOptimizer])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,110 +14,28 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from members import same_bits
 from misbehaving import KillsOnce, die_after
 from recorded import recorded_decisions
-from simulated import Oracle, simulated
-from torch import Tensor, nn
-from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error, schema
+from springs import DATA, SIZES, STRATEGY, ByHand, Watched, in_step, job, replicas
+from torch import nn
+from toys import batches_by_hand, classification, relative_error, schema
 
 from sparkdl.averager import decisions as do
-from sparkdl.averager.center import Center
+from sparkdl.averager.values.center import Center
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.events import WindowReport
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.protocols import Batch, ColumnSpec, Segment
-from sparkdl.replica import Replica
-from sparkdl.strategies import Contributions, ElasticAveraging, ParameterAveraging, Run
+from sparkdl.protocols import ColumnSpec, Segment
+from sparkdl.strategies import Contributions, ElasticAveraging, ParameterAveraging
 from sparkdl.testing import batches_of, run_world
-from sparkdl.worker import Job
 
 cloudpickle.register_pickle_by_value(misbehaving)
 
-SIZES = [40, 34, 22]
-DATA = classification(SIZES)
-STRATEGY = ElasticAveraging(period=2, moving_rate=0.2)
 ASYNCHRONOUS = ElasticAveraging(period=2, moving_rate=0.2, mode="asynchronous")
-
-
-def job(model: nn.Module | None = None, **changes: Any) -> Job:
-    settings = {"strategy": STRATEGY, "epochs": 3, "max_failures": 1, "deadline_s": 120.0}
-    return make_job(model or mlp(), **{**settings, **changes})
-
-
-def same_bits(first: Outcome, second: Outcome) -> bool:
-    pairs = zip(
-        first.module.state_dict().values(), second.module.state_dict().values(), strict=True
-    )
-    return all(torch.equal(mine, other) for mine, other in pairs)
-
-
-class ByHand:
-    """Zhang et al.'s algorithms 1 and 2 in numpy: flat vectors, gradients of torch.
-
-    Args:
-        rate: the moving rate.
-        momentum: of each worker.
-        looks_ahead: whether gradients are taken, and springs end, at x + momentum * v.
-    """
-
-    def __init__(self, rate: float, momentum: float = 0.0, *, looks_ahead: bool = False) -> None:
-        self.module = mlp().train()
-        self.center = self._flat(self.module.parameters())
-        self._rate, self._momentum = rate, momentum
-        self._ahead = momentum if looks_ahead else 0.0
-        self.own = [self.center] * len(SIZES)
-        self.velocity: list[Any] = [0.0] * len(SIZES)
-        self.pull: list[Any] = [0.0] * len(SIZES)
-
-    def begin(self, rank: int) -> None:
-        """At the center, and at rest."""
-        self.own[rank], self.velocity[rank], self.pull[rank] = self.center, 0.0, 0.0
-
-    def place(self, rank: int) -> np.ndarray:
-        """Where a worker's gradients are taken."""
-        return self.own[rank] + self._ahead * self.velocity[rank]
-
-    def train(self, rank: int, batches: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        for features, targets in batches:
-            nn.utils.vector_to_parameters(
-                torch.from_numpy(self.place(rank)), self.module.parameters()
-            )
-            self.module.zero_grad()
-            outputs = self.module(torch.from_numpy(features))
-            nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
-            gradient = self._flat(p.grad for p in self.module.parameters())
-            self.velocity[rank] = self._momentum * self.velocity[rank] - 0.1 * gradient
-            self.own[rank] = self.own[rank] + self.velocity[rank] - self.pull[rank]
-            self.pull[rank] = 0.0
-
-    def meet(self, ranks: list[int]) -> None:
-        """The exchange of some workers with one center."""
-        for rank in ranks:
-            self.pull[rank] = self._rate * (self.place(rank) - self.center)
-        self.center = self.center + sum(self.pull[rank] for rank in ranks)
-
-    def outcome(self) -> nn.Module:
-        nn.utils.vector_to_parameters(torch.from_numpy(self.center), self.module.parameters())
-        return self.module
-
-    @staticmethod
-    def _flat(tensors: Any) -> np.ndarray:
-        return np.concatenate([tensor.detach().numpy().ravel() for tensor in tensors])
-
-
-def in_step(hand: ByHand, epochs: int) -> nn.Module:
-    """Windows of two minibatches of all who have some left."""
-    for epoch in range(1, epochs + 1):
-        plans = [batches_by_hand(DATA, rank, epoch, 4) for rank in range(3)]
-        for start in range(0, max(map(len, plans)), 2):
-            ranks = [rank for rank in range(3) if start < len(plans[rank])]
-            for rank in ranks:
-                hand.train(rank, plans[rank][start : start + 2])
-            hand.meet(ranks)
-    return hand.outcome()
+AMONG = ElasticAveraging(period=2, moving_rate=0.2, aggregation="executors")
 
 
 def as_decided(decisions: list[do.Decision]) -> nn.Module:
@@ -183,145 +99,6 @@ def test_a_round_of_springs_that_sum_to_one_is_parameter_averaging() -> None:
     mean = job(strategy=ParameterAveraging(5, average_optimizer_state=False), epochs=1)
     first, second = (run_world(each, data.shards()).module for each in (springs, mean))
     assert relative_error(first, second) < 1e-12
-
-
-SPRINGS: dict[int, Any] = {}
-
-
-@dataclass(frozen=True)
-class Watched(ElasticAveraging):
-    """Lets a test see the replicas when all is over."""
-
-    def start(self, run: Run) -> Any:
-        SPRINGS[run.rank] = super().start(run)
-        return SPRINGS[run.rank]
-
-
-def replicas() -> list[dict[str, Any]]:
-    """Of each rank, what it would take up again."""
-    found = []
-    for _, spring in sorted(SPRINGS.items()):
-        spring.swap()
-        found.append(spring.saved())
-    SPRINGS.clear()
-    return found
-
-
-class Point(nn.Module):
-    """A number, times each row's first feature."""
-
-    def __init__(self, start: float) -> None:
-        super().__init__()
-        self.place = nn.Parameter(torch.tensor([start], dtype=torch.float64))
-
-    def forward(self, features: Tensor) -> Tensor:
-        return self.place * features[:, 0]
-
-
-def slope(outputs: Tensor, targets: Tensor) -> Tensor:
-    return outputs.mean()
-
-
-def parabola(outputs: Tensor, targets: Tensor) -> Tensor:
-    return 0.5 * outputs.square().mean()
-
-
-def equal_rows(*values: float, steps: int) -> Data:
-    """So many rows of each rank, all of its value."""
-    features = np.repeat(np.array(values), steps)[:, None] * np.ones(6)
-    return Data(features, np.zeros(len(features), np.int64), (steps,) * len(values))
-
-
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
-def test_what_leaves_the_replicas_arrives_in_the_center(mode: Any) -> None:
-    """On slopes of 1, -2, 5 each step takes that times the learning rate from the sum of all."""
-    data, strategy = equal_rows(1.0, -2.0, 5.0, steps=9), Watched(2, moving_rate=0.3, mode=mode)
-    sloping = job(Point(4.0), loss=slope, strategy=strategy, batch_size=1)
-    center = run_world(sloping, data.shards()).module.place.item()
-    found = replicas()
-    assert all(each["due"] for each in found)
-    kept = sum(each["own.0"] - each["pull.0"] for each in found)
-    moved = 0.1 * (1 - 2 + 5) * 9 * 3
-    assert center + float(kept) == pytest.approx(4 * 4.0 - moved, rel=1e-13)
-    assert len({float(each["own.0"]) for each in found}) == 3
-
-
-def test_next_to_no_pull_leaves_the_replicas_to_themselves() -> None:
-    run_world(job(strategy=Watched(2, moving_rate=1e-14)), DATA.shards())
-    hand = ByHand(0.0)
-    in_step(hand, epochs=3)
-    for rank, each in enumerate(replicas()):
-        # ``own.0`` lies as the parameters do.
-        assert np.allclose(each["own.0"].numpy(), hand.own[rank], rtol=1e-9, atol=1e-12)
-
-
-def test_a_whole_pull_swaps_worker_and_center() -> None:
-    """On a slope of 1 each of the two takes every second step: 0, -0.1, -0.1, -0.2, -0.2, ..."""
-    data = equal_rows(1.0, steps=7)
-    strategy = ElasticAveraging(1, moving_rate=1)
-    swapping = job(Point(0.0), loss=slope, strategy=strategy, batch_size=1, epochs=1)
-    assert run_world(swapping, data.shards()).module.place.item() == pytest.approx(-0.4)
-
-
-class Clones:
-    """A center and so many workers that do all alike, of which one trains.
-
-    Args:
-        strategy: theirs.
-        start: where all begin.
-        workers: how many they are.
-    """
-
-    def __init__(self, strategy: ElasticAveraging, start: float, workers: int) -> None:
-        layout = (Segment("parameters", torch.float64, 1),)
-        values = [torch.tensor([start], dtype=torch.float64)]
-        update = strategy.center_update
-        self.center = Center(layout, values, workers, strategy.wire_format, update)
-        self._ranks = range(workers)
-
-    def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
-        total = self.center.open_sum(self._ranks)
-        for rank in self._ranks:
-            total.declare(rank, window.weight)
-            total.add(rank, 0, segments[0])
-        self.center.commit(Contributions((window.weight,) * len(self._ranks), len(self._ranks)))
-        segments[0].copy_(self.center.values[0])
-
-
-def distance(rate: float, lr: float, workers: int = 1) -> float:
-    """How far from the bottom of a parabola the center is after 400 steps, from 1 at the start."""
-    strategy = ElasticAveraging(1, moving_rate=rate)
-    clones = Clones(strategy, 1.0, workers)
-    replica = Replica(Point(1.0), partial(torch.optim.SGD, lr=lr), parabola)
-    run = Run(0, replica, clones, world_size=workers)  # type: ignore[arg-type]
-    row = torch.ones(1, 6, dtype=torch.float64), torch.zeros(1)
-    steps = (Batch((row[0],), row[1], last=step == 399) for step in range(400))
-    strategy.train_epoch(run, strategy.start(run), steps)
-    return abs(float(clones.center.values[0]))
-
-
-@pytest.mark.parametrize("lr", [0.5, 1.2])
-def test_the_edge_of_stability_is_the_paper_s(lr: float) -> None:
-    """(4 - 2 eta) / (4 - eta) for one worker; bisected to 1 %."""
-    stable, unstable = 0.0, 1.0
-    assert distance(unstable, lr) > 1.0
-    while unstable - stable > 0.01:
-        middle = (stable + unstable) / 2
-        if distance(middle, lr) < 1.0:
-            stable = middle
-        else:
-            unstable = middle
-    assert (stable + unstable) / 2 == pytest.approx((4 - 2 * lr) / (4 - lr), rel=0.02)
-
-
-def test_the_edge_of_stability_of_three_in_step() -> None:
-    """(4 - 2 eta) / (2 + 2 p - p eta), where an eigenvalue of what they do together passes -1.
-
-    With s the workers' common place, (s, c) <- ((1 - eta - a) s + a c, p a s + (1 - p a) c).
-    """
-    edge = (4 - 2 * 0.5) / (2 + 2 * 3 - 3 * 0.5)
-    assert distance(0.98 * edge, 0.5, workers=3) < 1e-2
-    assert distance(1.015 * edge, 0.5, workers=3) > 1e1
 
 
 @pytest.mark.parametrize("strategy", [STRATEGY, ASYNCHRONOUS], ids=["in step", "one by one"])
@@ -388,7 +165,7 @@ def test_with_another_rate_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_when_all_start_again_each_replica_goes_on(tmp_path: Path) -> None:
-    """Workers that deal their rows anew cannot be replaced one by one."""
+    """Workers that reshuffle their rows cannot be replaced one by one."""
     options = FeedOptions(reshuffle_every=1)
     whole = run_world(job(feed=options), DATA.shards(), ranks_as="processes")
     killed = job(KillsOnce(tmp_path, after=12), feed=options)
@@ -461,32 +238,6 @@ def test_the_center_moves_by_the_sum_of_the_pulls_of_those_who_are_there(
     assert np.allclose(center.values[0].numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
-def moved_by_hand(rate: float) -> Oracle:
-    """The update once more, for one number; simulated workers have weights, which the mean has."""
-
-    def move(
-        center: float,
-        contributions: Contributions,
-        values: Mapping[int, float],
-        begun: Mapping[int, float],
-    ) -> float:
-        total = sum(w * v for w, v in zip(contributions.weights, values.values(), strict=True))
-        mean = total / sum(contributions.weights)
-        return center + rate * len(values) * (mean - center)
-
-    return move
-
-
-@pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("strategy", [STRATEGY, ASYNCHRONOUS], ids=["in step", "one by one"])
-def test_every_schedule_ends_with_the_center_that_its_commits_give(
-    strategy: ElasticAveraging,
-) -> None:
-    outcomes = simulated(strategy, partial(moved_by_hand, 0.2), range(200))
-    assert sum(outcome.failure is None for outcome in outcomes) > 150
-    assert sum(outcome.losses for outcome in outcomes) > 50
-
-
 def test_a_rate_at_which_the_center_overshoots_is_refused() -> None:
     with pytest.raises(WorkerError, match=r"moving_rate=0.9 is too much for 3 workers.*0.5; .*0.3"):
         run_world(job(strategy=ElasticAveraging(2, moving_rate=0.9)), DATA.shards())
@@ -516,3 +267,35 @@ def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], words: st
 def test_two_runs_end_in_the_same_bits() -> None:
     first, second = (run_world(job(normed()), DATA.shards()) for _ in range(2))
     assert same_bits(first, second)
+
+
+def test_among_executors_it_is_synchronous_easgd_too() -> None:
+    outcome = run_world(job(strategy=AMONG), DATA.shards(), ranks_as="processes")
+    assert relative_error(outcome.module, in_step(ByHand(0.2), epochs=3)) < 1e-12
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+
+
+def test_among_executors_the_center_has_the_mean_of_buffers() -> None:
+    driver = run_world(job(normed(), optimizer=MOMENTUM), DATA.shards())
+    among = job(normed(), optimizer=MOMENTUM, strategy=AMONG)
+    outcome = run_world(among, DATA.shards(), ranks_as="processes")
+    first, second = outcome.module.state_dict(), driver.module.state_dict()
+    for name, values in second.items():
+        assert torch.allclose(first[name], values, rtol=1e-11, atol=1e-13), name
+
+
+@pytest.mark.slow
+def test_among_executors_a_lost_worker_changes_no_bit(tmp_path: Path) -> None:
+    """All are started again, each replica where it was when the last epoch ended."""
+    whole = run_world(job(strategy=AMONG), DATA.shards(), ranks_as="processes")
+    killed = job(KillsOnce(tmp_path, after=12), strategy=AMONG)
+    outcome = run_world(killed, DATA.shards(), ranks_as="processes")
+    assert len(os.listdir(tmp_path)) > 12
+    assert same_bits(outcome, whole)
+
+
+def test_among_executors_nobody_goes_alone() -> None:
+    with pytest.raises(ConfigError, match="mode='asynchronous' is for aggregation='driver'"):
+        ElasticAveraging(mode="asynchronous", aggregation="executors")
+    with pytest.raises(ConfigError, match="aggregation must be one of driver, executors"):
+        ElasticAveraging(aggregation="host")  # type: ignore[arg-type]

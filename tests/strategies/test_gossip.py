@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import queue
-import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -15,12 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from visits import connected
 
 from sparkdl.errors import TrainingError
 from sparkdl.strategies import gossip
 from sparkdl.strategies.gossip import MODES, Shown
 from sparkdl.strategies.gossip_averaging import TOPOLOGIES, peer_of
-from sparkdl.transport.connection import Connection, ConnectionLostError
+from sparkdl.transport.connection import ConnectionLostError
 
 
 @pytest.fixture(autouse=True)
@@ -50,32 +47,6 @@ class Worker:
         self.shown.publish(self.mine, last=True)
         self.shown.adopt(self.mine)
         return self.mine[0].numpy()
-
-
-@contextmanager
-def connected(host: Shown) -> Iterator[Connection]:
-    """A connection to a worker that serves one visit."""
-    here, there = (Connection(end, 5.0) for end in socket.socketpair())
-    errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
-
-    def serve() -> None:
-        try:
-            host.host(there, there.receive_header())
-        except (ConnectionLostError, TrainingError) as error:
-            errors.put(error)
-        finally:
-            there.close()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield here
-    finally:
-        here.close()
-        thread.join(10)
-        assert not thread.is_alive()
-    if not errors.empty():
-        raise errors.get()
 
 
 def matrix(n: int, mode: str, caller: int, called: int) -> np.ndarray:

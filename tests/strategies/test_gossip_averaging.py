@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import misbehaving
 import numpy as np
 import pytest
 import torch
+from members import same_bits
 from misbehaving import Interrupted, KillsOnce
-from simulated import simulated
 from torch import Tensor, nn
 from toys import average_by_hand, classification, make_job, mlp, relative_error
 
@@ -25,10 +24,9 @@ from sparkdl.averager.run_events import RunEvent
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.collective import peers as peers_module
 from sparkdl.collective.peers import PeerAwayError, Peers, Visitors
-from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
-from sparkdl.strategies import Contributions, GossipAveraging, ParameterAveraging
+from sparkdl.strategies import GossipAveraging, ParameterAveraging
 from sparkdl.strategies.gossip import Shown
 from sparkdl.testing import run_world
 from sparkdl.transport.connection import Connection, ConnectionLostError
@@ -44,11 +42,6 @@ MODES = ["push", "pull", "push_pull"]
 def job(model: nn.Module | None = None, **changes: Any) -> Job:
     settings = {"strategy": GossipAveraging(), "epochs": 3, "max_failures": 1, **changes}
     return make_job(model or mlp(), **settings)
-
-
-def same_bits(first: Outcome, second: Outcome) -> bool:
-    pairs = zip(first.module.parameters(), second.module.parameters(), strict=True)
-    return all(torch.equal(mine, other) for mine, other in pairs)
 
 
 class Visits:
@@ -245,24 +238,6 @@ def test_it_goes_on_from_a_checkpoint_with_the_epochs_that_are_left(tmp_path: Pa
         assert [row.examples for row in resumed.history] == [sum(SIZES)] * 3
         assert same_bits(resumed, whole) or strategy.period == 1
         assert resumed.history[-1].loss == pytest.approx(whole.history[-1].loss, rel=0.3)
-
-
-def mean(
-    center: float,
-    contributions: Contributions,
-    values: Mapping[int, float],
-    begun: Mapping[int, float],
-) -> float:
-    total = sum(w * v for w, v in zip(contributions.weights, values.values(), strict=True))
-    return total / sum(contributions.weights)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_whatever_happens_an_epoch_ends_with_the_mean() -> None:
-    """The driver's part, under the simulation's schedules; the visits have theirs elsewhere."""
-    outcomes = simulated(GossipAveraging(), lambda: mean, range(100))
-    assert sum(outcome.failure is None for outcome in outcomes) > 75
-    assert sum(outcome.losses for outcome in outcomes) > 25
 
 
 @pytest.mark.parametrize(

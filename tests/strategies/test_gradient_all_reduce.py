@@ -96,7 +96,7 @@ def test_an_epoch_may_take_longer_than_the_deadline_for_its_workers_give_signs_o
 def events_of_a_step(bucket_mb: float, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens in the last step: gradients sent off, and the first layer's computed."""
     events: list[str] = []
-    look_at, update = FiniteGradients.look_at, Replica.update
+    scan, update = FiniteGradients.scan, Replica.update
 
     def updating(self: Replica) -> None:
         events.append("update")
@@ -104,14 +104,14 @@ def events_of_a_step(bucket_mb: float, monkeypatch: pytest.MonkeyPatch) -> list[
 
     def noting(self: FiniteGradients, values: Tensor) -> None:
         events.append("sent")
-        look_at(self, values)
+        scan(self, values)
 
     def build() -> nn.Module:
         model = mlp()
         next(model.parameters()).register_hook(lambda gradient: events.append("first-layer"))
         return model
 
-    monkeypatch.setattr(FiniteGradients, "look_at", noting)
+    monkeypatch.setattr(FiniteGradients, "scan", noting)
     monkeypatch.setattr(Replica, "update", updating)
     # With a compression there is a hook that can be watched.
     job = make_job(build, strategy=GradientAllReduce(bucket_mb=bucket_mb, compression="bf16"))

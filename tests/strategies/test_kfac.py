@@ -19,7 +19,7 @@ from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.strategies import GradientAllReduce, KFACPreconditioner, TopK
-from sparkdl.strategies.kfac.grid import Grid, deal
+from sparkdl.strategies.kfac.grid import Grid, assign
 from sparkdl.strategies.kfac.layers import factored_layers
 from sparkdl.testing import run_world
 
@@ -239,11 +239,11 @@ def test_rows_have_a_fraction_of_the_workers_that_divides_them() -> None:
 
 
 def test_decompositions_are_dealt_the_longest_first_to_who_has_least() -> None:
-    shares = deal(Grid.of(2, 1.0), {"a": (10, 2), "b": (8, 7), "c": (6, 1)})
+    shares = assign(Grid.of(2, 1.0), {"a": (10, 2), "b": (8, 7), "c": (6, 1)})
     assert shares.row_of == {"a": 0, "b": 0, "c": 0}
     # 1000 to the first, 512, 343 and 216 to the second, and 8 and 1 to the first
     assert shares.decomposers == {"a": (0, 0), "b": (1, 1), "c": (1, 0)}
-    shares = deal(Grid.of(2, 0.5), {"a": (10, 2), "b": (8, 7), "c": (6, 1)})
+    shares = assign(Grid.of(2, 0.5), {"a": (10, 2), "b": (8, 7), "c": (6, 1)})
     assert shares.row_of == {"a": 0, "b": 1, "c": 1}
     assert shares.decomposers == {"a": (0, 0), "b": (1, 1), "c": (1, 1)}
 
@@ -261,6 +261,9 @@ class Tied(nn.Module):
         self.grouped = nn.Conv2d(4, 4, 3, groups=2)
         self.same = nn.Conv2d(4, 4, 3, padding="same")
         self.reflecting = nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")
+        self.empty = nn.Linear(4, 1)
+        self.empty.weight = nn.Parameter(torch.empty(0, 4))
+        self.complex = nn.Linear(4, 4, dtype=torch.complex64)
         self.known = nn.Conv2d(4, 4, 3, padding=1, bias=False)
 
 
@@ -293,6 +296,49 @@ def test_a_layer_that_is_never_called_keeps_its_gradients() -> None:
     found.precondition(run.replica, 4)
     kept = [torch.equal(p.grad, b) for p, b in zip(module.parameters(), before, strict=True)]
     assert kept == [False, False, True, True]
+
+
+def test_a_layer_that_the_optimizer_was_not_given_shortens_no_step() -> None:
+    def trained(optimizer: Any) -> nn.Module:
+        strategy = GradientAllReduce(preconditioner=KFACPreconditioner(kl_clip=1e-5))
+        job = make_job(mlp(), strategy=strategy, optimizer=optimizer)
+        return run_world(job, classification([14]).shards()).module
+
+    last, zero_rate = (
+        trained(lambda parameters: torch.optim.SGD(list(parameters)[2:], lr=0.1)),
+        trained(
+            lambda parameters: torch.optim.SGD(
+                [{"params": parameters[:2], "lr": 0.0}, {"params": parameters[2:]}], lr=0.1
+            )
+        ),
+    )
+    assert relative_error(last, zero_rate) < 1e-12
+
+
+class BesideNorm(nn.Module):
+    """What ``mlp`` computes, with a BatchNorm layer that has no part in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.norm = mlp(), nn.BatchNorm1d(6).double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.mlp(features) + 0.0 * self.norm(features).sum()
+
+
+@pytest.mark.slow
+def test_rows_that_a_worker_runs_for_others_only_are_not_counted() -> None:
+    """With synchronized BatchNorm, one whose rows are used up runs the model on earlier ones."""
+    data = classification((14, 5))
+
+    def trained(build: Any, *, sync: bool) -> nn.Module:
+        settings = KFACPreconditioner(0.05, 0.9, 1, 1, None)
+        strategy = GradientAllReduce(preconditioner=settings, sync_batch_norm=sync)
+        job = make_job(build(), strategy=strategy, optimizer=SGD)
+        return run_world(job, data.shards(), ranks_as="processes").module
+
+    beside: Any = trained(BesideNorm, sync=True)
+    assert relative_error(beside.mlp, trained(mlp, sync=False)) < 1e-9
 
 
 @pytest.mark.parametrize(

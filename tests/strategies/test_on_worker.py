@@ -12,13 +12,13 @@ import cloudpickle
 import misbehaving
 import pytest
 import torch
+from members import same_bits
 from misbehaving import KillsOnce, die_after
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
 
-from sparkdl.averager.wire_format import FullPrecision, WireFormat
+from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import Batch
@@ -79,11 +79,6 @@ class Drifting(Strategy[Drift]):
 
 def job(model: nn.Module | None = None, **changes: Any) -> Job:
     return make_job(model or mlp(), **{"strategy": Drifting(), "epochs": 3, **changes})
-
-
-def same_bits(first: Outcome, second: Outcome) -> bool:
-    pairs = zip(first.module.parameters(), second.module.parameters(), strict=True)
-    return all(torch.equal(mine, other) for mine, other in pairs)
 
 
 @pytest.mark.parametrize("windows", [3, 12, 20])

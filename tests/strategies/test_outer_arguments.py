@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from members import same_bits
 from outer import (
     DATA,
     job,
-    same_bits,
 )
 from torch import Tensor
 
 from sparkdl import strategies
 from sparkdl.checkpoint.identity import text_of
-from sparkdl.checkpoint.recipe import load_recipe, save_recipe
+from sparkdl.checkpoint.object_spec import load_object, save_object
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.persistence import PLACES
+from sparkdl.estimator.persistence import EXPECTED
 from sparkdl.protocols import Batch
 from sparkdl.strategies import (
     OuterOptimizer,
@@ -100,9 +100,9 @@ def test_its_text_is_the_same_in_every_process_and_it_can_be_pickled() -> None:
 
 def test_a_saved_estimators_strategy_comes_back_without_trust(tmp_path: Path) -> None:
     strategy = OuterOptimizer(((1, 1), (31, 16)), OuterSGD(1, 0.5), "reset", "bfloat16")
-    saved = save_recipe(strategy, tmp_path, "strategy")
-    place = PLACES["strategy"]
-    assert load_recipe(saved, tmp_path, "strategy", place=place, trust=False) == strategy
+    saved = save_object(strategy, tmp_path, "strategy")
+    expected = EXPECTED["strategy"]
+    assert load_object(saved, tmp_path, "strategy", expected=expected, trust=False) == strategy
     assert not list(tmp_path.iterdir())
 
 

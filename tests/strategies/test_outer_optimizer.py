@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from members import same_bits
 from outer import (
     ADAGRAD,
     ADAM,
@@ -24,7 +25,6 @@ from outer import (
     STRATEGY,
     job,
     named,
-    same_bits,
 )
 from torch import Tensor, nn
 from toys import (

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import misbehaving
 import numpy as np
 import pytest
 import torch
+from members import same_bits
 from misbehaving import KillsOnce, die_after
 from outer import (
     ADAGRAD,
@@ -26,17 +25,13 @@ from outer import (
     STRATEGY,
     job,
     named,
-    same_bits,
 )
-from simulated import Oracle, simulated
 from torch import Tensor
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.strategies import (
-    Contributions,
-    OuterOptimizer,
     OuterSGD,
 )
 from sparkdl.testing import run_world
@@ -109,6 +104,7 @@ def test_a_killed_worker_comes_back_and_the_center_is_what_was_committed(tmp_pat
     assert relative_difference(outcome.module.get_submodule("net"), oracle) < 1e-12
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize(
     ("inner_state", "inner"),
     [("keep", SGD), ("reset", MOMENTUM), ("average", MOMENTUM)],
@@ -117,7 +113,7 @@ def test_a_killed_worker_comes_back_and_the_center_is_what_was_committed(tmp_pat
 def test_when_all_start_again_the_velocity_goes_on(
     tmp_path: Path, inner_state: Any, inner: Any
 ) -> None:
-    """Workers that deal their rows anew cannot be replaced one by one."""
+    """Workers that reshuffle their rows cannot be replaced one by one."""
     given = {
         "feed": FeedOptions(reshuffle_every=1),
         "strategy": dataclasses.replace(STRATEGY, inner_state=inner_state),
@@ -128,32 +124,3 @@ def test_when_all_start_again_the_velocity_goes_on(
     outcome = run_world(killed, DATA.shards(), ranks_as="processes")
     assert len(os.listdir(tmp_path)) > 12
     assert same_bits(outcome, whole)
-
-
-def velocity_by_hand(nesterov: bool) -> Oracle:
-    """The update once more, for one number."""
-    velocity = 0.0
-
-    def move(
-        center: float,
-        contributions: Contributions,
-        values: Mapping[int, float],
-        begun: Mapping[int, float],
-    ) -> float:
-        nonlocal velocity
-        assert {begun[rank] for rank in values} == {center}
-        total = sum(w * v for w, v in zip(contributions.weights, values.values(), strict=True))
-        change = total / sum(contributions.weights) - center
-        velocity = 0.6 * velocity + change
-        return center + 0.7 * (change + 0.6 * velocity if nesterov else velocity)
-
-    return move
-
-
-@pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "heavy ball"])
-def test_every_schedule_ends_with_the_center_that_its_commits_give(nesterov: bool) -> None:
-    strategy = OuterOptimizer(outer=OuterSGD(0.7, 0.6, nesterov))
-    outcomes = simulated(strategy, partial(velocity_by_hand, nesterov), range(200))
-    assert sum(outcome.failure is None for outcome in outcomes) > 150
-    assert sum(outcome.losses for outcome in outcomes) > 50

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from sparkdl.averager.center_update import new_memory
+from sparkdl.averager.values.center_update import new_memory
 from sparkdl.protocols import Segment
 from sparkdl.strategies import (
     CenterUpdate,

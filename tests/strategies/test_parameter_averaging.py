@@ -26,12 +26,12 @@ from toys import (
     sgd_on_union,
 )
 
-from sparkdl.averager import Averager, AveragerAddress, AveragerClient
+from sparkdl.averager import Averager, AveragerClient, ServiceAddress
 from sparkdl.averager.run_events import RunEvent as Event
 from sparkdl.averager.run_events import WorkerTimes
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.facts import DataFacts, ShardFacts
+from sparkdl.feed.statistics import DataStatistics, ShardStatistics
 from sparkdl.protocols import Segment
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
@@ -87,14 +87,12 @@ def test_rounds_come_every_period_and_once_for_the_tail(batches: list[int], peri
     assert [row.rounds for row in outcome.history] == [rounds, rounds]
 
 
-def test_events_are_the_facts_then_windows_times_and_a_summary_an_epoch_which_is_the_history() -> (
-    None
-):
+def test_events_are_statistics_then_windows_times_and_a_summary_an_epoch_as_in_history() -> None:
     events: list[Event] = []
     outcome = run_world(
         make_job(mlp(), epochs=3), classification([8, 4]).shards(), on_event=events.append
     )
-    assert isinstance(events[0], DataFacts)
+    assert isinstance(events[0], DataStatistics)
     assert events[0].shard_rows == (8, 4)
     assert all(isinstance(e, WindowReport | EpochSummary | WorkerTimes) for e in events[1:])
     assert [e for e in events if isinstance(e, EpochSummary)] == outcome.history
@@ -285,9 +283,9 @@ def test_rounds_without_any_rows_leave_every_replica_at_the_initial_model(wire_d
     layout = (Segment("parameters", torch.float32, 5),)
     states = {rank: torch.full((5,), -1.0) for rank in range(2)}
 
-    def work(rank: int, address: AveragerAddress) -> None:
+    def work(rank: int, address: ServiceAddress) -> None:
         with AveragerClient(address, rank, strategy.wire_format, deadline_s=10) as client:
-            client.start(ShardFacts(0, ()), [states[rank]], layout)
+            client.start(ShardStatistics(0, ()), [states[rank]], layout)
             for epoch in (1, 2):
                 window = WindowReport(
                     rank=rank, epoch=epoch, step=0, examples=0, loss_sum=0.0, last=True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -17,9 +17,9 @@ import misbehaving
 import numpy as np
 import pytest
 import torch
+from members import same_bits
 from misbehaving import KillsOnce, die_after
-from outer import ADAM, DATA, MOMENTUM, SGD, SIZES, job, named, same_bits
-from simulated import Oracle, simulated
+from outer import ADAM, DATA, MOMENTUM, SGD, SIZES, job, named
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from toys import (
@@ -35,7 +35,7 @@ from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.events import WindowReport
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.strategies import Contributions, OuterOptimizer, OuterSGD
+from sparkdl.strategies import OuterOptimizer, OuterSGD
 from sparkdl.testing import run_world
 
 cloudpickle.register_pickle_by_value(misbehaving)
@@ -310,48 +310,20 @@ def test_a_killed_worker_comes_back_and_no_row_is_lost_or_counted_twice(tmp_path
     assert outcome.history[-1].loss < outcome.history[0].loss
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize(
     ("strategy", "after"), [(STREAMS[2], 12), (STREAMS[6], 7)], ids=["overlap", "fragments"]
 )
 def test_when_all_start_again_each_goes_on_from_its_own_parameters(
     tmp_path: Path, strategy: OuterOptimizer, after: int
 ) -> None:
-    """Workers that deal their rows anew cannot be replaced one by one."""
+    """Workers that reshuffle their rows cannot be replaced one by one."""
     given = {"feed": FeedOptions(reshuffle_every=1), "strategy": strategy}
     whole = run_world(job(**given), DATA.shards(), ranks_as="processes")
     killed = job(KillsOnce(tmp_path, after=after), **given)
     outcome = run_world(killed, DATA.shards(), ranks_as="processes")
     assert len(os.listdir(tmp_path)) > after
     assert same_bits(outcome, whole)
-
-
-def fragments_by_hand() -> Oracle:
-    """Nesterov's momentum for one number, of which a fragment is told by its value."""
-    velocities: list[tuple[float, float]] = []
-
-    def move(
-        center: float,
-        contributions: Contributions,
-        values: Mapping[int, float],
-        begun: Mapping[int, float],
-    ) -> float:
-        known = [pair for pair in velocities if pair[0] == pytest.approx(center, rel=1e-12)]
-        _, velocity = known[-1] if known else (center, 0.0)
-        total = sum(w * v for w, v in zip(contributions.weights, values.values(), strict=True))
-        change = total / sum(contributions.weights) - center
-        velocity = 0.5 * velocity + change
-        moved = center + 0.7 * (change + 0.5 * velocity)
-        velocities.append((moved, velocity))
-        return moved
-
-    return move
-
-
-@pytest.mark.usefixtures("quiet")
-def test_every_schedule_ends_with_the_fragments_that_its_commits_give() -> None:
-    outcomes = simulated(OuterOptimizer(6, OUTER, fragments=3), fragments_by_hand, range(150))
-    assert sum(outcome.failure is None for outcome in outcomes) > 100
-    assert sum(outcome.losses for outcome in outcomes) > 35
 
 
 def test_with_other_fragments_a_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections import Counter
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +15,10 @@ import misbehaving
 import numpy as np
 import pytest
 import torch
+from members import same_bits
 from misbehaving import KillsOnce, die_after
 from recorded import recorded_decisions
-from simulated import simulated
+from replayed import Replay
 from torch import nn
 from toys import (
     Data,
@@ -29,21 +28,14 @@ from toys import (
     make_job,
     mlp,
     relative_error,
-    schema,
 )
 
-from sparkdl.averager import channel
-from sparkdl.averager import decisions as do
-from sparkdl.averager.center import Frames
-from sparkdl.averager.channel import Channel
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError, NonFiniteError
 from sparkdl.events import WindowReport
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.strategies import Contributions, ParameterAveraging, ThresholdGradientSharing
+from sparkdl.strategies import ParameterAveraging, ThresholdGradientSharing
 from sparkdl.testing import run_world
-from sparkdl.transport.framing import VALUES_KIND, read_prefix
 from sparkdl.worker import Job
 
 cloudpickle.register_pickle_by_value(misbehaving)
@@ -59,13 +51,6 @@ AMONG = replace(STRATEGY, aggregation="executors")
 def job(model: nn.Module | None = None, **changes: Any) -> Job:
     settings = {"strategy": STRATEGY, "epochs": 3, "max_failures": 1, **changes}
     return make_job(model or mlp(), **settings)
-
-
-def same_bits(first: Outcome, second: Outcome) -> bool:
-    pairs = zip(
-        first.module.state_dict().values(), second.module.state_dict().values(), strict=True
-    )
-    return all(torch.equal(mine, other) for mine, other in pairs)
 
 
 class Encoder:
@@ -217,127 +202,6 @@ def test_buffers_are_averaged_and_never_encoded(aggregation: Any) -> None:
     assert mine["seen"]
 
 
-@pytest.fixture
-def traffic(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Bytes of values in and out of the driver; the ranks are processes of their own."""
-    counted: Counter[str] = Counter()
-    send = Channel.send
-
-    def counting_read(octets: bytearray) -> tuple[int, int]:
-        kind, length = read_prefix(octets)
-        counted["in"] += length if kind == VALUES_KIND else 0
-        return kind, length
-
-    def counting_send(
-        self: Channel, frames: Frames, then: Callable[[], None] | None = None
-    ) -> None:
-        send(self, frames, then)
-        if len(frames) > 1:
-            counted["out"] += sum(map(len, frames[1::2]))
-
-    monkeypatch.setattr(channel, "read_prefix", counting_read)
-    monkeypatch.setattr(Channel, "send", counting_send)
-    return counted
-
-
-class Quadratic(nn.Module):
-    """x of 1,000 numbers, of which the rows' gradient moves the first ``moving`` by 1 each step."""
-
-    def __init__(self, moving: int) -> None:
-        super().__init__()
-        self.x = nn.Parameter(torch.zeros(1000))
-        self.moving = moving
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        total = -self.x[: self.moving].sum().float() + 0 * self.x.sum()
-        return total.expand(len(features), 3)
-
-
-def total_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return outputs[:, 0].mean()
-
-
-@pytest.mark.parametrize(
-    ("moving", "up", "down"),
-    [
-        (0, 8, 8),
-        (10, 8 + 4 * 10, 8 + 4 * 10),
-        (62, 8 + 4 * 62, 8 + 4 * 62),
-        (63, 8 + 2 * 125, 8 + 2 * 125),
-        (1000, 8 + 2 * 125, 8 + 2 * 125),
-    ],
-)
-def test_the_driver_receives_and_sends_what_the_formula_says(
-    moving: int, up: int, down: int, traffic: Counter[str]
-) -> None:
-    """Every entry that moves does so by the learning rate, which is the threshold."""
-    steps, workers = 4, 2
-    strategy = ThresholdGradientSharing(2**-5, sparsity=None)
-    given = make_job(
-        Quadratic(moving),
-        strategy=strategy,
-        loss=total_of,
-        optimizer=partial(torch.optim.SGD, lr=2**-5),
-        schema=schema(dtype=torch.float32),
-        epochs=2,
-    )
-    data = classification([4 * steps] * workers, dtype=np.float32)
-    outcome = run_world(given, data.shards(), ranks_as="processes")
-    expected = torch.zeros(1000)
-    expected[:moving] = 2 * steps * 2**-5
-    assert torch.equal(outcome.module.x.detach(), expected)
-    whole = 4 * 1000
-    assert traffic["in"] == 2 * steps * workers * up
-    # The center at the start, and at the end of each epoch in place of what has changed.
-    assert traffic["out"] == workers * (whole + 2 * ((steps - 1) * down + whole))
-
-
-def test_executors_send_each_other_the_same_messages() -> None:
-    """Counted where they are handed to torch, in the process of rank 0."""
-    steps, moving = 4, 10
-    counter = CountsGathered(Quadratic(moving))
-    given = make_job(
-        counter,
-        strategy=ThresholdGradientSharing(2**-5, sparsity=None, aggregation="executors"),
-        loss=total_of,
-        optimizer=partial(torch.optim.SGD, lr=2**-5),
-        schema=schema(dtype=torch.float32),
-        epochs=2,
-    )
-    data = classification([4 * steps] * 2, dtype=np.float32)
-    outcome = run_world(given, data.shards(), ranks_as="processes")
-    lengths, messages = 8, 8 + 4 * moving
-    # The count itself is a buffer, of 8 bytes, as integers are; it has every gather but the last,
-    # which comes after the last step.
-    expected = (2 * steps - 1) * (2 * lengths + messages + 8)
-    assert int(outcome.module.octets) == expected
-
-
-class CountsGathered(nn.Module):
-    """Counts in a buffer what its process has given to all others."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-        self.register_buffer("octets", torch.zeros((), dtype=torch.int64))
-        self.total = 0
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        from sparkdl.collective import Collective
-
-        if not hasattr(Collective, "counted_by"):
-            gather = Collective.all_gather
-
-            def counting(collective: Collective, tensor: torch.Tensor) -> list[torch.Tensor]:
-                Collective.counted_by.total += tensor.nbytes  # type: ignore[attr-defined]
-                return gather(collective, tensor)
-
-            Collective.all_gather = counting  # type: ignore[method-assign]
-        Collective.counted_by = self  # type: ignore[attr-defined]
-        self.octets.fill_(self.total)
-        return self.net(features)
-
-
 @pytest.mark.parametrize(
     "windows",
     [pytest.param(4, marks=pytest.mark.slow), 14, pytest.param(25, marks=pytest.mark.slow)],
@@ -366,50 +230,29 @@ def test_when_all_start_again_residuals_go_on(tmp_path: Path, given: dict[str, A
     assert same_bits(outcome, whole)
 
 
-class ByHand:
-    """What was decided, done in plain torch and numpy: who joins has nothing left over."""
+class ByHand(Replay):
+    """Encoded in numpy: who joins has nothing left over."""
 
-    def __init__(self) -> None:
-        self.module = mlp().train()
+    def __init__(self, data: Data) -> None:
+        super().__init__(data)
         self.encoders: dict[int, Encoder] = {}
-        self.steps = dict.fromkeys(range(len(SIZES)), 0)
-        self.round: list[WindowReport] = []
 
-    def follow(self, decisions: list[do.Decision]) -> nn.Module:
-        for decision in decisions:
-            if isinstance(decision, do.Report) and isinstance(decision.event, WindowReport):
-                self.round.append(decision.event)
-                continue
-            self.update()
-            if isinstance(decision, do.Welcome):
-                size = sum(parameter.numel() for parameter in self.module.parameters())
-                self.encoders[decision.member.rank] = Encoder(STRATEGY, size)
-        return self.module
+    def send_center(self, rank: int, *, joins: bool) -> None:
+        if joins:
+            self.encoders[rank] = Encoder(STRATEGY, sum(map(torch.numel, self.center)))
 
-    def update(self) -> None:
-        windows, self.round = self.round, []
-        old = nn.utils.parameters_to_vector(self.module.parameters()).detach().numpy().copy()
+    def commit(self, windows: list[WindowReport]) -> None:
+        old = nn.utils.parameters_to_vector(self.center).numpy()
         total, rows = np.zeros_like(old), 0
         for window in sorted(windows, key=lambda window: window.rank):
-            begin = torch.from_numpy(old.copy())
-            nn.utils.vector_to_parameters(begin, self.module.parameters())
+            self.put(self.center)
             self.train(window)
             if window.examples:
-                change = begin.numpy() - old
-                total += window.examples * self.encoders[window.rank].encode(change)
+                mine = nn.utils.parameters_to_vector(self.module.parameters()).detach().numpy()
+                total += window.examples * self.encoders[window.rank].encode(mine - old)
                 rows += window.examples
         new = torch.from_numpy(old + total / max(1, rows))
-        nn.utils.vector_to_parameters(new, self.module.parameters())
-
-    def train(self, window: WindowReport) -> None:
-        optimizer = SGD(self.module.parameters())
-        plan = batches_by_hand(DATA, window.rank, window.epoch, 4)
-        for features, targets in plan[self.steps[window.rank] : window.step_of_epoch]:
-            optimizer.zero_grad()
-            outputs = self.module(torch.from_numpy(features))
-            nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
-            optimizer.step()
-        self.steps[window.rank] = 0 if window.last else window.step_of_epoch
+        nn.utils.vector_to_parameters(new, self.center)
 
 
 def test_a_killed_worker_comes_back_without_its_residual_and_nothing_else_is_lost(
@@ -420,47 +263,8 @@ def test_a_killed_worker_comes_back_without_its_residual_and_nothing_else_is_los
         outcome = run_world(killed, DATA.shards(), ranks_as="processes")
     assert len(os.listdir(tmp_path)) > 12
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-    oracle = ByHand().follow(decisions)
+    oracle = ByHand(DATA).follow(decisions)
     assert relative_error(outcome.module.get_submodule("net"), oracle) < 1e-9
-
-
-def test_it_learns_what_all_reduce_learns_with_a_fraction_of_the_bytes(
-    traffic: Counter[str],
-) -> None:
-    data = classification([200, 200], dtype=np.float32, width=64)
-    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 3))
-    settings = {"schema": schema(64, torch.float32), "epochs": 5, "batch_size": 20}
-    losses, octets = [], []
-    for strategy in (ParameterAveraging(1), ThresholdGradientSharing(1e-3, sparsity=(1e-4, 2e-2))):
-        traffic.clear()
-        torch.manual_seed(0)
-        outcome = run_world(
-            make_job(copy.deepcopy(model), strategy=strategy, **settings),
-            data.shards(),
-            ranks_as="processes",
-        )
-        losses.append(outcome.history[-1].loss)
-        octets.append(traffic["in"])
-    assert losses[1] < 1.5 * losses[0] < 0.5
-    assert octets[1] < 0.1 * octets[0]
-
-
-def mean_of_changes(
-    center: float,
-    contributions: Contributions,
-    values: Mapping[int, float],
-    begun: Mapping[int, float],
-) -> float:
-    """What workers send are changes, here whatever number they have."""
-    total = sum(w * v for w, v in zip(contributions.weights, values.values(), strict=True))
-    return center + total / sum(contributions.weights)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_every_schedule_ends_with_the_center_that_its_commits_give() -> None:
-    outcomes = simulated(ThresholdGradientSharing(), lambda: mean_of_changes, range(100))
-    assert sum(outcome.failure is None for outcome in outcomes) > 75
-    assert sum(outcome.losses for outcome in outcomes) > 25
 
 
 class TurnsBad(nn.Module):

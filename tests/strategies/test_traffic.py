@@ -13,9 +13,6 @@ import pytest
 import torch
 from toys import classification, make_job, mlp, schema
 
-from sparkdl.averager import channel
-from sparkdl.averager.center import Frames
-from sparkdl.averager.channel import Channel
 from sparkdl.strategies import (
     AsynchronousSGD,
     ElasticAveraging,
@@ -27,34 +24,10 @@ from sparkdl.strategies import (
     Strategy,
 )
 from sparkdl.testing import run_world
-from sparkdl.transport.framing import VALUES_KIND, read_prefix
 
 P = sum(parameter.numel() * 8 for parameter in mlp().parameters())
 """Bytes of the model in float64."""
 WORKERS, HOSTS, ROUNDS = 4, ["a", "b", "a", "b"], 2
-
-
-@pytest.fixture
-def traffic(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Bytes of values in and out of this process; the ranks are processes of their own."""
-    counted: Counter[str] = Counter()
-    send = Channel.send
-
-    def counting_read(octets: bytearray) -> tuple[int, int]:
-        kind, length = read_prefix(octets)
-        counted["in"] += length if kind == VALUES_KIND else 0
-        return kind, length
-
-    def counting_send(
-        self: Channel, frames: Frames, then: Callable[[], None] | None = None
-    ) -> None:
-        send(self, frames, then)
-        if len(frames) > 1:  # prefixes and values in turn; a header is one frame
-            counted["out"] += sum(map(len, frames[1::2]))
-
-    monkeypatch.setattr(channel, "read_prefix", counting_read)
-    monkeypatch.setattr(Channel, "send", counting_send)
-    return counted
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,8 @@ class Shares:
     decomposers: dict[str, tuple[int, int]]
 
 
-def deal(grid: Grid, sizes: Mapping[str, tuple[int, int]]) -> Shares:
-    """Deal layers to rows and their decompositions to workers, the longest first.
+def assign(grid: Grid, sizes: Mapping[str, tuple[int, int]]) -> Shares:
+    """Assign layers to rows and their decompositions to workers, the longest first.
 
     Args:
         grid: the workers.

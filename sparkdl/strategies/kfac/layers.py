@@ -102,8 +102,8 @@ def factored_layers(module: nn.Module) -> dict[str, FactoredLayer]:
 
     Args:
         module: the model; what it has beside them keeps its gradients. That is also convolutions in
-            groups or with another padding than so many zeros, layers that are frozen, and those
-            that share their weights with others.
+            groups or with another padding than so many zeros, layers that are frozen, empty or of
+            complex numbers, and those that share their weights with others.
     """
     users = Counter(
         id(parameter) for each in module.modules() for parameter in each.parameters(recurse=False)
@@ -111,8 +111,12 @@ def factored_layers(module: nn.Module) -> dict[str, FactoredLayer]:
     return {
         name: FactoredLayer(each)
         for name, each in module.named_modules()
-        if _is_known(each) and each.weight.requires_grad and users[id(each.weight)] == 1
+        if _is_known(each) and _is_trained(each.weight) and users[id(each.weight)] == 1
     }
+
+
+def _is_trained(weight: Tensor) -> bool:
+    return weight.requires_grad and weight.is_floating_point() and weight.numel() > 0
 
 
 def _is_known(module: Any) -> bool:

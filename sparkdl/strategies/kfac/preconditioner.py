@@ -31,7 +31,7 @@ from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.kfac.grid import Grid, deal
+from sparkdl.strategies.kfac.grid import Grid, assign
 from sparkdl.strategies.kfac.layers import factored_layers
 
 
@@ -115,6 +115,7 @@ class Preconditioning:
 
     Attributes:
         layers: by name.
+        counts: whether the minibatch under way has rows of the step, or is run for others only.
     """
 
     def __init__(self, settings: KFACPreconditioner, run: Run, everyone: Collective) -> None:
@@ -129,7 +130,7 @@ class Preconditioning:
         grid = Grid.of(everyone.world_size, settings.fraction)
         self._row, self._column = everyone.within(grid.rows), everyone.within(grid.columns)
         sizes = {name: (each.input_size, each.output_size) for name, each in self.layers.items()}
-        shares = deal(grid, sizes)
+        shares = assign(grid, sizes)
         self._decomposers = shares.decomposers
         own_row = everyone.index // grid.width
         self._held = [name for name in self.layers if shares.row_of[name] == own_row]
@@ -143,6 +144,7 @@ class Preconditioning:
         self._seen: set[str] = set()
         """Layers that any worker has called; what is done with others' weights is not known."""
         self._steps = 0
+        self.counts = True
         for name, layer in self.layers.items():
             hook = partial(self._on_forward, name)
             removable = layer.module.register_forward_hook(hook, with_kwargs=True)
@@ -152,7 +154,7 @@ class Preconditioning:
         self, name: str, module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor
     ) -> None:
         """Have the layer's minibatch counted as soon as the gradient of its outputs is known."""
-        if output.requires_grad and self._steps % self._settings.factors_every == 0:
+        if self.counts and output.requires_grad and self._steps % self._settings.factors_every == 0:
             inputs = given[0] if given else named["input"]
             count = partial(self._count, name, inputs.detach())
             output.register_hook(count)  # type: ignore[no-untyped-call]
@@ -237,7 +239,8 @@ class Preconditioning:
             return 1.0
         rates = {id(p): float(g["lr"]) for g in replica.optimizer.param_groups for p in g["params"]}
         products = [
-            torch.sum(values * gradient) * rates[id(self.layers[name].module.weight)] ** 2
+            # 0 of those that the optimizer was not given.
+            torch.sum(values * gradient) * rates.get(id(self.layers[name].module.weight), 0.0) ** 2
             for (name, gradient), values in zip(gradients.items(), found, strict=True)
         ]
         length = abs(float(torch.stack(products).sum()))

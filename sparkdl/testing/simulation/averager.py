@@ -8,13 +8,13 @@ from typing import Protocol
 
 from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
-from sparkdl.averager.center_update import Contributions
-from sparkdl.averager.coordinator import Coordinator
+from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.events import Member
 from sparkdl.averager.progress import Position, Progress
+from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.facts import DataFacts, ShardFacts
+from sparkdl.feed.statistics import DataStatistics, ShardStatistics
 from sparkdl.testing.simulation.clock import Clock
 from sparkdl.testing.simulation.values import Center, Sum, trained
 from sparkdl.testing.simulation.workers import Link, Message
@@ -35,8 +35,8 @@ class Observer(Protocol):
     def epoch_ended(self, summary: EpochSummary) -> None:
         """An epoch has ended."""
 
-    def facts_known(self, facts: DataFacts) -> None:
-        """The driver was told the facts about the rows."""
+    def statistics_known(self, statistics: DataStatistics) -> None:
+        """The driver was told the statistics of the rows."""
 
     def write(self, progress: Progress, states: Mapping[int, Position]) -> None:
         """A checkpoint is written."""
@@ -59,7 +59,7 @@ class Conversation:
         self.to_discard = 0
         self.received = 0
         self.waiting_chunk: tuple[int, int] | None = None
-        self.owes_own_state = False
+        self.owes_worker_state = False
         self.closed = False
 
 
@@ -224,7 +224,7 @@ class Averager:
         while conversation.inbox and not conversation.pauses and not conversation.closed:
             message = conversation.inbox.popleft()
             if conversation.member is not None:
-                self.coordinator.heard(conversation.member, self._clock.now)
+                self.coordinator.heartbeat(conversation.member, self._clock.now)
             self._hear(conversation, message)
 
     def _hear(self, conversation: Conversation, message: Message) -> None:
@@ -242,18 +242,20 @@ class Averager:
                 self.tell(on.Lost(member, "ended its connection"))
                 self._close(member)
             case ("shard", rank, held_out, row_server):
-                self.tell(on.RowsFound(member, ShardFacts(10 + rank, (), held_out), row_server))
+                self.tell(
+                    on.RowsFound(member, ShardStatistics(10 + rank, (), held_out), row_server)
+                )
             case ("window", report):
                 conversation.pauses = bool(report.weight)
                 conversation.received = 0
                 self.tell(on.WindowClosed(member, report))
             case ("chunk", index, value):
                 self._chunk(conversation, index, value)
-            case ("own state", position):
-                assert conversation.owes_own_state, "a state came that nobody has asked for"
-                conversation.owes_own_state = False
+            case ("worker state", position):
+                assert conversation.owes_worker_state, "a state came that nobody has asked for"
+                conversation.owes_worker_state = False
                 self._states[member.rank] = position
-                self.tell(on.OwnStateWritten(member))
+                self.tell(on.WorkerStateWritten(member))
             case ("gather", value):
                 self.tell(on.Gave(member, value))
             case ("validated", report):
@@ -311,19 +313,19 @@ class Averager:
                 position, ended = committed.positions[member.rank], committed.at_end_of_epoch
                 welcome = ("welcome", position, self._sent_to(member), ended)
                 self._send(member, welcome, taken=True)
-            case do.Reply(member, final, _, own_state):
-                if own_state:
-                    self._conversations[member].owes_own_state = True
-                reply = ("reply", self._sent_to(member), final, own_state)
+            case do.Reply(member, final, _, worker_state):
+                if worker_state:
+                    self._conversations[member].owes_worker_state = True
+                reply = ("reply", self._sent_to(member), final, worker_state)
                 self._send(member, reply, taken=True)
             case do.Tell(members, gathered):
                 for each in members:
                     self._send(each, ("gathered", gathered))
             case do.TellEpochLosses(member, losses):
                 self._send(member, ("losses", losses))
-            case do.AskOwnState(member):
-                self._conversations[member].owes_own_state = True
-                self._send(member, ("ask own state",))
+            case do.AskWorkerState(member):
+                self._conversations[member].owes_worker_state = True
+                self._send(member, ("ask worker state",))
             case do.Receive(member, weight, staleness):
                 self._receive(member, weight, staleness)
             case do.OpenSum(ranks):
@@ -349,8 +351,8 @@ class Averager:
             case do.WriteCheckpoint():
                 assert self._saving is not None
                 self._observer.write(self._saving, self._states)
-            case do.Report(DataFacts() as facts):
-                self._observer.facts_known(facts)
+            case do.Report(DataStatistics() as statistics):
+                self._observer.statistics_known(statistics)
             case do.Report(EpochSummary() as summary):
                 self.center.start_epoch()
                 self._observer.epoch_ended(summary)

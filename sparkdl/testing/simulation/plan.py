@@ -56,7 +56,7 @@ class Plan:
             what all have found.
         exchanges_rows: whether workers fetch rows from each other, who may then have to be back
             before others can contribute.
-        resubmissions: how often all workers are started anew when the run has failed by a loss.
+        resubmissions: how often all workers are restarted when the run has failed by a loss.
         window_s: seconds that a window takes, on average.
         delay_s: the longest that a message is under way, in seconds.
         faults: what goes wrong.
@@ -79,11 +79,16 @@ class Plan:
     faults: tuple[Fault, ...] = ()
 
 
-def random_plan(seed: int) -> Plan:
-    """Draw a plan; the same for the same seed."""
+def random_plan(seed: int, *, times: int = 1) -> Plan:
+    """Draw a plan; the same for the same seed.
+
+    Args:
+        seed: of all that is drawn.
+        times: how many times as many windows epochs have, for what needs a while to show.
+    """
     draw = random.Random(seed)
     workers = draw.choice((1, 2, 2, 3, 3, 4))
-    windows = tuple(draw.choice((0, 1, 1, 2, 3)) for _ in range(workers))
+    windows = tuple(times * draw.choice((0, 1, 1, 2, 3)) for _ in range(workers))
     saves = draw.random() < 0.6
     tolerant = draw.random() < 0.85
     faults = tuple(

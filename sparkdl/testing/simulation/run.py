@@ -5,6 +5,7 @@ The center is what a replay of the committed windows gives.
 Nobody waits for something that nobody will do: no wait ends at its deadline.
 Nobody is dropped whom nothing ails. What is remembered does not grow with time.
 A checkpoint has the states of those who stand where it says, and no others.
+Nobody begins a window farther ahead of the slowest than it may, where there is such a bound.
 Every run ends, with its model or with an error that its faults explain.
 """
 
@@ -16,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
-from sparkdl.averager.coordinator import Coordinator
-from sparkdl.averager.kept import KeptState
-from sparkdl.averager.membership import Tolerance
+from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.membership import Tolerance
+from sparkdl.averager.kept import WorkerState
 from sparkdl.averager.progress import Position, Progress
 from sparkdl.errors import PreemptedError, SparkDLError, WorkerLostError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.facts import DataFacts
+from sparkdl.feed.statistics import DataStatistics
 from sparkdl.testing.simulation.averager import Averager
 from sparkdl.testing.simulation.clock import Clock
 from sparkdl.testing.simulation.plan import Fault, Kind, Plan
@@ -51,6 +52,7 @@ class Outcome:
         losses: workers that were lost.
         checkpoints: that were written.
         seconds: of virtual time.
+        ahead: windows by which somebody who began another was ahead of the slowest, at the most.
     """
 
     failure: SparkDLError | None
@@ -60,6 +62,7 @@ class Outcome:
     losses: int
     checkpoints: int
     seconds: float
+    ahead: int
 
 
 def simulate(
@@ -67,6 +70,8 @@ def simulate(
     coordinator: Callable[..., Coordinator] = Coordinator,
     averager: type[Averager] = Averager,
     center: Callable[[int], Center] = Center,
+    *,
+    most_ahead: int | None = None,
 ) -> Outcome:
     """Run a plan to its end.
 
@@ -76,11 +81,14 @@ def simulate(
             find a fault in them.
         averager: what is around them, likewise.
         center: makes what is decided about, for contributions of so many messages.
+        most_ahead: windows by which who begins another may be ahead of the slowest that is there
+            and has not ended its epoch; None for any number. Who comes back, or is resumed, may
+            train at once, and counts as beginning a window when it contributes.
 
     Raises:
         Violation: something that must always hold did not.
     """
-    return _Simulation(plan, coordinator, averager, center(plan.chunks)).run()
+    return _Simulation(plan, coordinator, averager, center(plan.chunks), most_ahead).run()
 
 
 def shrink(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
@@ -130,8 +138,10 @@ class _Simulation:
         coordinator: Callable[..., Coordinator],
         averager: type[Averager],
         center: Center,
+        most_ahead: int | None,
     ) -> None:
         self._plan = plan
+        self._most_ahead = most_ahead
         self._make = coordinator
         self._make_averager = averager
         self._center = center
@@ -144,6 +154,7 @@ class _Simulation:
         # What the commits have said, to hold the end of each epoch against.
         self._positions = [Position() for _ in plan.windows]
         self._examples = 0
+        self._ahead = 0
 
     def run(self) -> Outcome:
         progress, kept = None, {}  # type: ignore[var-annotated]
@@ -166,10 +177,11 @@ class _Simulation:
             self._losses,
             self._checkpoints,
             self._clock.now,
+            self._ahead,
         )
 
     def _submit(
-        self, progress: Progress | None, kept: Mapping[int, KeptState]
+        self, progress: Progress | None, kept: Mapping[int, WorkerState]
     ) -> tuple[SparkDLError | None, Averager]:
         plan, world_size = self._plan, len(self._plan.windows)
         coordinator = self._make(
@@ -183,6 +195,9 @@ class _Simulation:
         )
         averager = self._make_averager(coordinator, self._center, plan.chunks, self._clock, self)
         self._averager = averager
+        # Who has let its last window of the epoch be committed; who trains since it was let in.
+        self._through: set[int] = set()
+        self._newcomers: set[int] = set()
         self._workers = [self._worker(rank, 0) for rank in range(world_size)]
         averager.begin()
         while not averager.ended:
@@ -234,7 +249,8 @@ class _Simulation:
             self._storage_s = fault.seconds
 
     def decided(self, decisions: Sequence[do.Decision]) -> None:
-        """Decisions were made: they and what is remembered are few."""
+        """Decisions were made: they and what is remembered are few, and keep the bound."""
+        self._look_who_is_ahead(decisions)
         world_size = len(self._plan.windows)
         if len(decisions) > 8 * world_size + 8:
             raise Violation(f"{len(decisions)} decisions on one event, {world_size} workers")
@@ -245,6 +261,25 @@ class _Simulation:
         remembered = self._averager.remembered
         if remembered > 16 * world_size + 16:
             raise Violation(f"{remembered} things are remembered of {world_size} workers")
+
+    def _look_who_is_ahead(self, decisions: Sequence[do.Decision]) -> None:
+        admitted = {each.member.rank for each in decisions if isinstance(each, do.Welcome)}
+        received = {each.member.rank for each in decisions if isinstance(each, do.Receive)}
+        begins = {each.member.rank for each in decisions if isinstance(each, do.Reply)}
+        self._newcomers |= admitted
+        begins |= self._newcomers & received
+        self._newcomers -= received
+        done = [position.step_of_epoch for position in self._positions]
+        slowest = min(
+            (done[rank] for rank in self._averager.coordinator.round.active - self._through),
+            default=max(done),
+        )
+        for rank in begins - self._through:
+            self._ahead = max(self._ahead, done[rank] - slowest)
+            if self._most_ahead is not None and done[rank] - slowest > self._most_ahead:
+                raise Violation(
+                    f"rank {rank} goes on after {done[rank]} windows, and the slowest has {slowest}"
+                )
 
     def committed(self, windows: Sequence[WindowReport]) -> None:
         """A round was committed: its windows continue what was committed before."""
@@ -257,6 +292,7 @@ class _Simulation:
                 raise Violation(f"{window} was committed behind {before}")
             self._positions[window.rank] = Position.after(window)
             self._examples += window.examples
+            self._through |= {window.rank} if window.last else set()
 
     def epoch_ended(self, summary: EpochSummary) -> None:
         """An epoch has ended: every row of it was counted once."""
@@ -270,9 +306,10 @@ class _Simulation:
                 f"{expected} in epoch {summary.epoch}"
             )
         self._examples = 0
+        self._through = set()
         self._positions = [position.next_epoch() for position in self._positions]
 
-    def facts_known(self, facts: DataFacts) -> None:
+    def statistics_known(self, statistics: DataStatistics) -> None:
         """The driver looks at the rows, and lets the workers start."""
         self._clock.after(self._draw.random(), lambda: self._averager.tell(on.Started()))
 

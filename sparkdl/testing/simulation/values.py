@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from sparkdl.averager.accumulator import RankOrder
-from sparkdl.averager.center_update import Contributions
+from sparkdl.averager.values.accumulator import RankOrder
+from sparkdl.averager.values.center_update import Contributions
 
 PRIME = (1 << 61) - 1
 T = TypeVar("T", int, float)

@@ -184,12 +184,12 @@ class Worker:
             case ("gathered", values):
                 assert values == tuple(range(len(values)))
                 self._train()
-            case ("reply", center, final, own_state):
-                self._take(center, final, own_state)
+            case ("reply", center, final, worker_state):
+                self._take(center, final, worker_state)
             case ("again",):
                 self._contribute()
-            case ("ask own state",):
-                self._send_own_state()
+            case ("ask worker state",):
+                self._send_worker_state()
             case ("closed",):
                 self._life += 1
                 self._link = None
@@ -253,24 +253,24 @@ class Worker:
             for index in range(self._plan.chunks):
                 link.up(("chunk", index, value))
 
-    def _take(self, center: int, final: bool, own_state: bool) -> None:
+    def _take(self, center: int, final: bool, worker_state: bool) -> None:
         assert self._window is not None
         self._center = center
         self._position = Position.after(self._window)
         if final:
             self._position = self._position.next_epoch()
-        if own_state:
-            self._send_own_state()
+        if worker_state:
+            self._send_worker_state()
         if final:
             self._validate(True)
         else:
             self._train()
 
-    def _send_own_state(self) -> None:
+    def _send_worker_state(self) -> None:
         """What a checkpoint needs to go on from: here, how far this worker has come itself."""
         assert self._window is not None
         assert self._link is not None
-        self._link.up(("own state", Position.after(self._window)))
+        self._link.up(("worker state", Position.after(self._window)))
 
     def _finish(self) -> None:
         assert self._link is not None

@@ -26,7 +26,7 @@ from torch import Tensor
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
-from sparkdl.strategies.compression import Compression, Compressor, require_start_after
+from sparkdl.strategies.compression.base import Compression, Compressor, require_start_after
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from torch import Tensor
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
-from sparkdl.strategies.compression import (
+from sparkdl.strategies.compression.base import (
     Compression,
     Compressor,
     by_place,
@@ -97,6 +97,11 @@ class _PowerIteration(Compressor):
         super().__init__(collective, settings.start_after)
         self._settings = settings
         self._right: dict[int, Tensor] = {}
+
+    @property
+    def memories(self) -> list[dict[int, Tensor]]:
+        """The errors, and Q."""
+        return [*super().memories, self._right]
 
     def average(self, gradients: Mapping[int, Tensor]) -> None:
         """Overwrite matrices with P Q^T, and other gradients with their mean."""

@@ -10,7 +10,7 @@ DistributedDataParallel hands over each bucket of gradients as soon as backward 
 takes back what all workers have come to. Backward waits meanwhile: an exchange has several
 messages, which all workers have to send in the same order.
 
-What a worker remembers is by parameter, not by bucket, for DDP cuts its buckets anew after the
+What a worker remembers is by parameter, not by bucket, for DDP cuts its buckets again after the
 first step of a process.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,16 @@ from sparkdl.strategies.worker_group import HALVES
 
 class Compression(ABC):
     """What workers send in place of their gradients; an argument of ``GradientAllReduce``."""
+
+    reads_optimizer: ClassVar[bool] = False
+    """Whether every worker needs the whole state of the optimizer."""
+
+    def require_fits(self, replica: Replica) -> None:  # noqa: B027 - most go with all of them
+        """Check that this goes with a replica's optimizer and settings.
+
+        Raises:
+            ConfigError: it does not; the message says what to change.
+        """
 
     @abstractmethod
     def compressor(self, collective: Collective, replica: Replica) -> Compressor:
@@ -62,6 +72,14 @@ class Compressor(ABC):
         self.collective = collective
         self.start_after = start_after
         self.errors: dict[int, Tensor] = {}
+        # Of parameters that this worker has not used in the step under way: what it would have to
+        # remember of them if nobody has.
+        self._unused: list[tuple[Tensor, dict[int, Tensor], int, Tensor | None]] = []
+
+    @property
+    def memories(self) -> list[dict[int, Tensor]]:
+        """All that depends on what was sent, by the parameter's place."""
+        return [self.errors]
 
     @abstractmethod
     def average(self, gradients: Mapping[int, Tensor]) -> None:
@@ -72,8 +90,17 @@ class Compressor(ABC):
                 on all workers.
         """
 
-    def before_update(self) -> None:  # noqa: B027 - most leave the step to the optimizer
-        """Called before each optimizer step, with the gradients that all workers have."""
+    def before_update(self) -> None:
+        """Called before each optimizer step, with the gradients that all workers have.
+
+        What was sent for a parameter that no worker has used is taken back: DDP drops it.
+        """
+        for parameter, memory, place, before in self._unused:
+            if parameter.grad is None:
+                memory.pop(place, None)
+                if before is not None:
+                    memory[place] = before
+        self._unused.clear()
 
     def saved(self) -> dict[str, Any]:
         """For ``restore``."""
@@ -105,6 +132,12 @@ class Compressor(ABC):
             )
         # In the shapes of the parameters, but in the order of the memory (channels_last).
         of_bucket = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        unused = [parameter for parameter in bucket.parameters() if parameter.grad is None]
+        self._unused += [
+            (parameter, memory, places[parameter], memory.get(places[parameter]))
+            for parameter in unused
+            for memory in self.memories
+        ]
         self.average({places[parameter]: gradient for parameter, gradient in of_bucket})
         # What is not on the CPU has to be said.
         on_cpu = values.device.type == "cpu"

@@ -25,7 +25,7 @@ from toys import classification, make_job, mlp, schema
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.strategies import GradientAllReduce, OneBitAdam
-from sparkdl.strategies.one_bit_adam import chunk_sizes, chunks_of, decode, encode
+from sparkdl.strategies.compression.one_bit_adam import chunk_sizes, chunks_of, decode, encode
 from sparkdl.testing import run_world
 from sparkdl.worker import Job
 
@@ -340,3 +340,10 @@ def test_what_has_no_frozen_step_is_refused(changes: dict[str, Any], words: str)
 def test_a_warm_up_out_of_range_is_refused(start_after: Any) -> None:
     with pytest.raises(ConfigError, match="start_after"):
         OneBitAdam(start_after)
+
+
+def test_a_part_of_the_optimizers_state_is_too_little() -> None:
+    with pytest.raises(
+        ConfigError, match=r"OneBitAdam\(\.\.\.\).*shard_optimizer leaves each a part"
+    ):
+        GradientAllReduce(compression=OneBitAdam(5), shard_optimizer=True)

@@ -15,7 +15,8 @@ worker i, of R, and m the momentum that all have:
 in which |c| is the Euclidean norm of n entries, and the sign of 0 is 1. Each parameter has R
 chunks, of 8 * ceil(entries / (8 R)) entries but for the last ones, and worker j is the server of
 the j-th. The last line is torch's Adam with v where it stood after T steps: the paper leaves out
-both corrections, which are 1 once T is large enough.
+both corrections, which are 1 once T is large enough. Of a parameter that was not used in all steps
+T and t count those in which it was.
 
 Phases: ``start_after`` steps of all-reduced Adam; then in each step every worker to every server
 (all-to-all), and every server to all (all-gather). Both errors are a worker's own. They are of the
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from torch import Tensor
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.replica import Replica
-from sparkdl.strategies.compression import (
+from sparkdl.strategies.compression.base import (
     Compression,
     Compressor,
     by_place,
@@ -62,6 +63,8 @@ class OneBitAdam(Compression):
         ConfigError: an argument is out of range.
     """
 
+    reads_optimizer: ClassVar[bool] = True
+
     start_after: int
 
     def __post_init__(self) -> None:
@@ -69,14 +72,17 @@ class OneBitAdam(Compression):
         if self.start_after < 1:
             raise ConfigError("start_after must be >= 1: Adam's variance has to be known by then")
 
-    def compressor(self, collective: Collective, replica: Replica) -> Compressor:
-        """One worker's part.
+    def require_fits(self, replica: Replica) -> None:
+        """Check that the optimizer is one whose variance can stand still.
 
         Raises:
             ConfigError: the optimizer is not Adam or AdamW, or has an option for which there is no
                 frozen step; or gradients are to be clipped.
         """
         require_adam(replica)
+
+    def compressor(self, collective: Collective, replica: Replica) -> Compressor:
+        """One worker's part."""
         return _Momentum(collective, replica, self.start_after)
 
 
@@ -101,6 +107,12 @@ def require_adam(replica: Replica) -> None:
             "OneBitAdam cannot clip gradients, whose sum no worker knows after the warm-up: leave "
             "out clipNorm, or take PowerSGD or TopK"
         )
+    stepped = {each for group in optimizer.param_groups for each in group["params"]}
+    if not stepped.issuperset(replica.trainable()):
+        raise ConfigError(
+            "OneBitAdam needs every parameter that requires a gradient in the optimizer: give it "
+            "all, or set requires_grad=False for those that are not to be trained"
+        )
 
 
 class _Momentum(Compressor):
@@ -121,6 +133,13 @@ class _Momentum(Compressor):
         self._groups = {each: group for group in groups for each in group["params"]}
         self._of_chunks: dict[int, Tensor] = {}
         self._agreed: list[int] = []
+        # How many steps each parameter's variance is of: fewer if it was not used in all.
+        self._warmed_up: dict[int, float] = {}
+
+    @property
+    def memories(self) -> list[dict[int, Tensor]]:
+        """Both errors."""
+        return [*super().memories, self._of_chunks]
 
     def average(self, gradients: Mapping[int, Tensor]) -> None:
         """Overwrite gradients with the momentum that all workers have after this step."""
@@ -162,16 +181,27 @@ class _Momentum(Compressor):
         """Take the step with the variance of the warm-up; the optimizer is left without gradients.
 
         Only where this step's were averaged here.
+
+        Raises:
+            TrainingError: Adam has no variance of a parameter.
         """
+        super().before_update()
         for place in self._agreed:
             parameter = self._parameters[place]
             if parameter.grad is None:  # no worker has used it
                 continue
-            group, state = self._groups[parameter], self._optimizer.state[parameter]
+            group, state = self._groups[parameter], self._optimizer.state.get(parameter)
+            if not state:
+                raise TrainingError(
+                    f"a parameter of shape {tuple(parameter.shape)} has its first gradient after "
+                    f"the warm-up of {self.start_after} steps, so that Adam's variance of it is "
+                    "not known. Raise start_after, or take PowerSGD or TopK"
+                )
             (beta1, beta2), rate = group["betas"], float(group["lr"])
+            warmed_up = self._warmed_up.setdefault(place, float(state["step"]))
             state["step"] += 1
             momentum = state["exp_avg"].copy_(parameter.grad)
-            variance = state["exp_avg_sq"] / (1 - beta2**self.start_after)
+            variance = state["exp_avg_sq"] / (1 - beta2**warmed_up)
             if group["decoupled_weight_decay"]:
                 parameter.mul_(1 - rate * group["weight_decay"])
             step = momentum / variance.sqrt().add_(group["eps"])
@@ -182,27 +212,27 @@ class _Momentum(Compressor):
         self._agreed.clear()
 
     def saved(self) -> dict[str, Any]:
-        """Both errors."""
-        return super().saved() | {f"chunk.{place}": e for place, e in self._of_chunks.items()}
+        """Both errors, and what the variances are of."""
+        return (
+            super().saved()
+            | {f"chunk.{place}": error for place, error in self._of_chunks.items()}
+            | {f"warmed_up.{place}": steps for place, steps in self._warmed_up.items()}
+        )
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on with both."""
+        """Go on with them."""
         super().restore(saved)
         self._of_chunks = by_place("chunk", saved)
+        self._warmed_up = by_place("warmed_up", saved)
 
     def _own_momentum(self, place: int, gradient: Tensor) -> Tensor:
         """What the momentum would be if this worker's gradient were all workers'."""
         parameter = self._parameters[place]
         group, state = self._groups[parameter], self._optimizer.state.get(parameter)
-        if not state:
-            raise TrainingError(
-                f"a parameter of shape {tuple(parameter.shape)} has its first gradient after the "
-                f"warm-up of {self.start_after} steps, so that Adam's variance of it is not known. "
-                "Raise start_after, or take PowerSGD or TopK"
-            )
         if group["weight_decay"] and not group["decoupled_weight_decay"]:
             gradient = gradient.add(parameter.detach(), alpha=group["weight_decay"])
-        momentum: Tensor = state["exp_avg"]
+        # One that nobody has used yet may not be used now either.
+        momentum: Tensor = state["exp_avg"] if state else torch.zeros_like(gradient)
         return momentum.lerp(gradient, 1 - group["betas"][0])
 
 

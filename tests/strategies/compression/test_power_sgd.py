@@ -27,7 +27,7 @@ from toys import classification, cnn, make_job, mlp, relative_error, schema
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.strategies import GradientAllReduce, PowerSGD, Run
-from sparkdl.strategies.power_sgd import first_right
+from sparkdl.strategies.compression.power_sgd import first_right
 from sparkdl.testing import run_world
 from sparkdl.worker import Job
 
@@ -313,6 +313,7 @@ def test_each_step_sends_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) 
     assert sent == [whole] * 4 + [rest, lefts, rights] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_mb", [25, pytest.param(0.0001, marks=pytest.mark.slow)])
 def test_a_killed_worker_costs_no_bits(tmp_path: Path, bucket_mb: float) -> None:
     """The last copy that the driver has is of step 12 or 18."""

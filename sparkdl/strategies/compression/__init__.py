@@ -1,0 +1,1 @@
+"""Gradients that are sent as something smaller, a way a file."""

@@ -1,0 +1,111 @@
+"""Elastic averaging by hand, for the tests of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from toys import batches_by_hand, classification, make_job, mlp
+
+from sparkdl.strategies import ElasticAveraging, Run
+from sparkdl.worker import Job
+
+SIZES = [40, 34, 22]
+DATA = classification(SIZES)
+STRATEGY = ElasticAveraging(period=2, moving_rate=0.2)
+
+
+def job(model: nn.Module | None = None, **changes: Any) -> Job:
+    settings = {"strategy": STRATEGY, "epochs": 3, "max_failures": 1, "deadline_s": 120.0}
+    return make_job(model or mlp(), **{**settings, **changes})
+
+
+class ByHand:
+    """Zhang et al.'s algorithms 1 and 2 in numpy: flat vectors, gradients of torch.
+
+    Args:
+        rate: the moving rate.
+        momentum: of each worker.
+        looks_ahead: whether gradients are taken, and springs end, at x + momentum * v.
+    """
+
+    def __init__(self, rate: float, momentum: float = 0.0, *, looks_ahead: bool = False) -> None:
+        self.module = mlp().train()
+        self.center = self._flat(self.module.parameters())
+        self._rate, self._momentum = rate, momentum
+        self._ahead = momentum if looks_ahead else 0.0
+        self.own = [self.center] * len(SIZES)
+        self.velocity: list[Any] = [0.0] * len(SIZES)
+        self.pull: list[Any] = [0.0] * len(SIZES)
+
+    def begin(self, rank: int) -> None:
+        """At the center, and at rest."""
+        self.own[rank], self.velocity[rank], self.pull[rank] = self.center, 0.0, 0.0
+
+    def place(self, rank: int) -> np.ndarray:
+        """Where a worker's gradients are taken."""
+        return self.own[rank] + self._ahead * self.velocity[rank]
+
+    def train(self, rank: int, batches: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        for features, targets in batches:
+            nn.utils.vector_to_parameters(
+                torch.from_numpy(self.place(rank)), self.module.parameters()
+            )
+            self.module.zero_grad()
+            outputs = self.module(torch.from_numpy(features))
+            nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
+            gradient = self._flat(p.grad for p in self.module.parameters())
+            self.velocity[rank] = self._momentum * self.velocity[rank] - 0.1 * gradient
+            self.own[rank] = self.own[rank] + self.velocity[rank] - self.pull[rank]
+            self.pull[rank] = 0.0
+
+    def meet(self, ranks: list[int]) -> None:
+        """The exchange of some workers with one center."""
+        for rank in ranks:
+            self.pull[rank] = self._rate * (self.place(rank) - self.center)
+        self.center = self.center + sum(self.pull[rank] for rank in ranks)
+
+    def outcome(self) -> nn.Module:
+        nn.utils.vector_to_parameters(torch.from_numpy(self.center), self.module.parameters())
+        return self.module
+
+    @staticmethod
+    def _flat(tensors: Any) -> np.ndarray:
+        return np.concatenate([tensor.detach().numpy().ravel() for tensor in tensors])
+
+
+def in_step(hand: ByHand, epochs: int) -> nn.Module:
+    """Windows of two minibatches of all who have some left."""
+    for epoch in range(1, epochs + 1):
+        plans = [batches_by_hand(DATA, rank, epoch, 4) for rank in range(3)]
+        for start in range(0, max(map(len, plans)), 2):
+            ranks = [rank for rank in range(3) if start < len(plans[rank])]
+            for rank in ranks:
+                hand.train(rank, plans[rank][start : start + 2])
+            hand.meet(ranks)
+    return hand.outcome()
+
+
+SPRINGS: dict[int, Any] = {}
+
+
+@dataclass(frozen=True)
+class Watched(ElasticAveraging):
+    """Lets a test see the replicas when all is over."""
+
+    def start(self, run: Run) -> Any:
+        SPRINGS[run.rank] = super().start(run)
+        return SPRINGS[run.rank]
+
+
+def replicas() -> list[dict[str, Any]]:
+    """Of each rank, what it would take up again."""
+    found = []
+    for _, spring in sorted(SPRINGS.items()):
+        spring.swap()
+        found.append(spring.saved())
+    SPRINGS.clear()
+    return found

@@ -1,0 +1,81 @@
+"""A traceback begins with the user's code, and says what it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparkdl.protocols import Batch
+from sparkdl.replica import Replica
+from sparkdl.user_code.tracebacks import traceback_of
+
+
+class Explodes(nn.Linear):
+    def forward(self, features: Tensor) -> Tensor:
+        return self.deeper(features)
+
+    def deeper(self, features: Tensor) -> Tensor:
+        raise ZeroDivisionError("the reactor is empty")
+
+
+def raised(call: Callable[[], Any]) -> Exception:
+    """With the frames from where a worker's own code would catch it."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - any
+        call()
+    calls = caught.value.__traceback__
+    assert calls is not None
+    assert calls.tb_next is not None
+    return caught.value.with_traceback(calls.tb_next.tb_next)
+
+
+def step_of(module: nn.Module, width: int = 4) -> Callable[[], Any]:
+    replica = Replica(module, torch.optim.SGD, nn.CrossEntropyLoss())  # type: ignore[arg-type]
+    batch = Batch((torch.zeros(2, width),), torch.tensor([0, 1]), last=False)
+    return lambda: replica.step(batch)
+
+
+def test_it_begins_with_the_users_code_and_says_what_came_before() -> None:
+    lines = traceback_of(raised(step_of(Explodes(4, 3)))).splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert "test_tracebacks.py" in lines[1]
+    assert lines[1].endswith("in forward")
+    assert "ZeroDivisionError: the reactor is empty" in lines
+    assert lines[-1].startswith("(Before this come ")
+    assert "the first in replica/replica.py, line " in lines[-1]
+    assert not any("replica.py" in line for line in lines[:-1])
+
+
+def test_without_code_of_the_user_it_begins_where_ours_ends() -> None:
+    lines = traceback_of(raised(step_of(nn.Linear(5, 3)))).splitlines()
+    assert "torch/nn/modules" in lines[1]
+    assert "replica/replica.py" in lines[-1]
+
+
+def test_an_error_of_ours_alone_is_told_whole() -> None:
+    def build() -> Replica:
+        return Replica(nn.Identity(), torch.optim.SGD, nn.MSELoss())  # type: ignore[arg-type]
+
+    text = traceback_of(raised(build))
+    assert "replica.py" in text
+    assert "Before this" not in text
+
+
+def test_what_caused_an_error_is_told_as_well() -> None:
+    class Explains(Explodes):
+        def forward(self, features: Tensor) -> Tensor:
+            try:
+                return self.deeper(features)
+            except ZeroDivisionError as error:
+                raise ValueError("no power") from error
+
+    text = traceback_of(raised(step_of(Explains(4, 3))))
+    assert text.index("the reactor is empty") < text.index("ValueError: no power")
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyError("y")])
+def test_an_error_that_was_never_raised_is_its_name(error: Exception) -> None:
+    assert traceback_of(error) == "".join(f"{type(error).__name__}: {error}")
