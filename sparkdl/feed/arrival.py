@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.facts import COUNTS, ColumnFacts, ShardFacts
 from sparkdl.feed.fingerprint import fingerprint
 from sparkdl.feed.lengths import bytes_of_rows, lengths_in
 from sparkdl.feed.ragged import Column, joined
 from sparkdl.feed.reading import Reading
 from sparkdl.feed.shuffle import generator
+from sparkdl.feed.statistics import COUNTS, ColumnStatistics, ShardStatistics
 from sparkdl.feed.store import PartitionStore
 
 BLOCK_BYTES = 16 << 20
@@ -29,7 +29,7 @@ BLOCK_BYTES = 16 << 20
 OnRows = Callable[[int], None]
 """Told the rows read so far, for example to say that the worker is alive."""
 
-Look = Callable[[ShardFacts], None]
+Look = Callable[[ShardStatistics], None]
 """Shows what was found so far to who decides whether it can be trained on; returns if it can."""
 
 
@@ -132,10 +132,10 @@ class Arrivals:
         self._needed_behind = batch_size if drop_last else 1
         self._waiting: list[list[Column]] = []
         self._rows_waiting = 0
-        self._shown: ShardFacts | None = None
+        self._shown: ShardStatistics | None = None
         self._opening: int | None = None
 
-    def first(self) -> ShardFacts:
+    def first(self) -> ShardStatistics:
         """Read the first block; returns what was found, for a first look."""
         self._collect()
         if self._waiting:
@@ -146,7 +146,7 @@ class Arrivals:
         self._shown = self._shard()
         return self._shown
 
-    def rest(self) -> ShardFacts:
+    def rest(self) -> ShardStatistics:
         """Read what is left without giving it away; returns what was found in all."""
         for _ in self._parts:
             self._on_rows(self._reading.rows)
@@ -186,7 +186,7 @@ class Arrivals:
         more = torch.cat([*by_row, torch.zeros(self._batch_size, dtype=torch.int64)])
         return block_sizes(len(more), self._batch_size, more)[0]
 
-    def _shard(self) -> ShardFacts:
+    def _shard(self) -> ShardStatistics:
         return replace(self._reading.shard(complete=self.complete), opening=self._opening)
 
     def _collect(self) -> None:
@@ -226,7 +226,9 @@ class Arrivals:
         return [joined(pieces) for pieces in zip(*self._waiting, strict=True)]
 
 
-def _is_news(before: Sequence[ColumnFacts], now: Sequence[ColumnFacts], schema: FeedSchema) -> bool:
+def _is_news(
+    before: Sequence[ColumnStatistics], now: Sequence[ColumnStatistics], schema: FeedSchema
+) -> bool:
     """Whether rows were found that may have to be refused, and were not when others were looked at.
 
     Of integers and labels also new extremes: classes and indices that a model may not have.

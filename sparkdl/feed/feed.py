@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 
 import pyarrow as pa
 import torch
@@ -18,12 +17,12 @@ from sparkdl.feed.allocator import keep_freed_memory
 from sparkdl.feed.arrival import Arrivals, Block, Look, OnRows, block_order, block_sizes
 from sparkdl.feed.columns import BatchTransform, FeedSchema
 from sparkdl.feed.device import DeviceChunk, to_device
-from sparkdl.feed.facts import ShardFacts
 from sparkdl.feed.lengths import bytes_of_rows, grouped_by_length, lengths_in
 from sparkdl.feed.prefetch import prefetched
 from sparkdl.feed.ragged import Column, cut, picked
 from sparkdl.feed.reading import Reading
-from sparkdl.feed.shuffle import even_sizes, generator, permutation, stream_seed
+from sparkdl.feed.shuffle import HELD_OUT, even_sizes, generator, permutation, stream_seed
+from sparkdl.feed.statistics import ShardStatistics
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import Batch
 
@@ -38,7 +37,8 @@ GROUP_DRAWS = 1 << 40
 which the others of an epoch are named."""
 
 RowExchange = Callable[[PartitionStore, Tensor | None, PartitionStore, int], None]
-"""(rows, their order, where the received rows go, the epoch that follows); owns the first."""
+"""(rows, their order, where the received rows go, the epoch that follows or ``HELD_OUT``); owns the
+first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,18 +132,14 @@ class Feed:
         self._arrivals: Arrivals | None = None
         self._orders: dict[PartitionStore, Tensor | None] = {}
         self._exchanged_before = 0
+        self._held_out_dealt = False
         self._weight_scale = 1.0
 
     def __enter__(self) -> Feed:
         keep_freed_memory()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._source is not None:
             self._source.close()
         self._training.close()
@@ -168,7 +164,7 @@ class Feed:
         self,
         source: Iterable[pa.RecordBatch],
         on_rows: OnRows = lambda rows: None,
-    ) -> ShardFacts:
+    ) -> ShardStatistics:
         """Read every row into the store, looking at it on the way.
 
         Rows that cannot be trained on do not stop the reading; the counts of them are the answer.
@@ -186,7 +182,7 @@ class Feed:
 
     def read_first(
         self, source: Iterable[pa.RecordBatch], on_rows: OnRows = lambda rows: None
-    ) -> ShardFacts:
+    ) -> ShardStatistics:
         """Read what the first epoch begins with: every row, or the first block if it is streamed.
 
         Args:
@@ -211,7 +207,7 @@ class Feed:
         )
         return self._arrivals.first()
 
-    def read_rest(self) -> ShardFacts:
+    def read_rest(self) -> ShardStatistics:
         """Read the rows that ``read_first`` and ``arriving`` have not; returns what all are."""
         return self._reading.shard() if self._arrivals is None else self._arrivals.rest()
 
@@ -244,7 +240,7 @@ class Feed:
         self._weight_scale = 1 / mean
 
     def reshuffle(self, epoch: int, exchange: RowExchange) -> None:
-        """Exchange rows with the other workers; held-out rows stay where they are.
+        """Exchange the rows to train on with the other workers.
 
         Does nothing if the rows were exchanged before that epoch already, by a worker that was
         interrupted since.
@@ -255,14 +251,18 @@ class Feed:
         """
         if epoch <= self._exchanged_before:
             return
-        old, new = self._training, self._new_store()
-        try:
-            exchange(old, self._order(old), new, epoch)
-        except BaseException:
-            new.close()
-            raise
-        self._training, self._exchanged_before = new, epoch
-        del self._orders[old]
+        self._training = self._exchanged(self._training, exchange, epoch)
+        self._exchanged_before = epoch
+
+    def deal_held_out(self, exchange: RowExchange) -> None:
+        """Exchange the rows to validate with, once: where rows are sorted one worker has them all.
+
+        Args:
+            exchange: sends and receives rows; all workers call it before they first validate.
+        """
+        if not self._held_out_dealt:
+            self._held_out = self._exchanged(self._held_out, exchange, HELD_OUT)
+            self._held_out_dealt = True
 
     def epoch(self, epoch: int, *, first_step: int = 0) -> Iterator[Batch]:
         """Yield every row to train on once, but for those of the minibatches before ``first_step``.
@@ -311,6 +311,16 @@ class Feed:
 
     def _new_store(self) -> PartitionStore:
         return PartitionStore(self._directory, resident_bytes=self._options.resident_bytes)
+
+    def _exchanged(self, old: PartitionStore, exchange: RowExchange, epoch: int) -> PartitionStore:
+        new = self._new_store()
+        try:
+            exchange(old, self._order(old), new, epoch)
+        except BaseException:
+            new.close()
+            raise
+        del self._orders[old]
+        return new
 
     def _order(self, store: PartitionStore) -> Tensor | None:
         """Where the rows of the order are in the store, shape (rows,), int64; None for as is."""

@@ -40,14 +40,17 @@ def decode_images(values: pa.Array, spec: ColumnSpec) -> tuple[pa.Array, Broken 
     """
     library = _pillow()
     channels, height, width = spec.row_shape
+    mode = MODES[channels]
     decoded = np.empty((len(values), height, width, channels), dtype=np.uint8)
     wrong = np.zeros(len(values), dtype=bool)
     reason = ""
     for row, encoded in enumerate(values):
         try:
             with _opened(library, encoded.as_buffer(), (width, height)) as image:
-                pixels = np.asarray(image.convert(MODES[channels]))
-                decoded[row] = pixels.reshape(height, width, channels)
+                # Converting copies, also to the mode that it has; and so would numpy.
+                pixels = image if image.mode == mode else image.convert(mode)
+                octets = np.frombuffer(pixels.tobytes(), np.uint8)
+                decoded[row] = octets.reshape(height, width, channels)
         except Exception as error:  # for bytes that are no image Pillow raises almost anything
             reason = reason or f"is no such image: {type(error).__name__}: {error}"
             wrong[row] = True

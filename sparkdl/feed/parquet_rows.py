@@ -192,7 +192,7 @@ class _Reader:
         assert self._file is not None
         group = int(np.searchsorted(self._group_ends, row, side="right"))
         if group >= len(self._group_ends):
-            raise OSError(f"row {row} is behind its last one: it was written anew meanwhile")
+            raise OSError(f"row {row} is behind its last one: it was rewritten meanwhile")
         if group != self._group:
             told = self._file.metadata.row_group(group)
             self._group, self._stop = group, int(self._group_ends[group]) - told.num_rows

@@ -8,12 +8,13 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from sparkdl.feed.column_scan import adds_nothing, scan
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.decode import GROWING, Decoded, decode, decoded_elements, to_column, to_tensor
-from sparkdl.feed.facts import ColumnFacts, ShardFacts, look_at, says_nothing_new
 from sparkdl.feed.fingerprint import MODULUS, fingerprint
 from sparkdl.feed.packed import ORDER_COLUMN
 from sparkdl.feed.ragged import Column, picked
+from sparkdl.feed.statistics import ColumnStatistics, ShardStatistics
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import ColumnSpec
 
@@ -33,7 +34,7 @@ class Reading:
 
     Attributes:
         rows: how many were read so far.
-        facts: what was found in them, one a column of the schema.
+        statistics: what was found in them, one a column of the schema.
         keys: of each store, the rows' values of ``ORDER_COLUMN`` if they have it.
     """
 
@@ -41,7 +42,7 @@ class Reading:
         self, schema: FeedSchema, rank: int, training: PartitionStore, held_out: PartitionStore
     ) -> None:
         self.rows = 0
-        self.facts = tuple(ColumnFacts() for _ in schema.columns)
+        self.statistics = tuple(ColumnStatistics() for _ in schema.columns)
         self.keys: dict[PartitionStore, list[Tensor]] = {training: [], held_out: []}
         self._schema = schema
         self._rank = rank
@@ -53,7 +54,7 @@ class Reading:
     @property
     def sound(self) -> bool:
         """Whether each column can be what it is to become, as far as it was read."""
-        columns = zip(self.facts, self._schema.columns, strict=True)
+        columns = zip(self.statistics, self._schema.columns, strict=True)
         return all(found.can_become(spec) for found, spec in columns)
 
     def parts(self, source: Iterable[pa.RecordBatch]) -> Iterator[list[Column]]:
@@ -75,14 +76,14 @@ class Reading:
             for part in _parts(record_batch, specs):
                 columns = part.columns
                 decoded = [decode(*pair) for pair in zip(columns[: len(specs)], specs, strict=True)]
-                self._look_at(decoded)
+                self._scan(decoded)
                 self.rows += part.num_rows
                 keys = columns[len(specs)] if len(columns) > len(specs) else None
                 yield self._store(decoded, keys) if self.sound else []
         self._training.flush()
         self._held_out.flush()
 
-    def shard(self, *, complete: bool = True) -> ShardFacts:
+    def shard(self, *, complete: bool = True) -> ShardStatistics:
         """What was found in the rows that were read.
 
         Args:
@@ -92,9 +93,9 @@ class Reading:
         # Sorted, because a shuffle delivers the rows in any order and sums depend on it.
         weights = torch.cat(self._weights).double().sort().values if self._weights else None
         weight = 0.0 if weights is None else weights.sum().item()
-        return ShardFacts(
+        return ShardStatistics(
             self.rows - held_out,
-            self.facts,
+            self.statistics,
             held_out,
             weight,
             complete,
@@ -102,17 +103,17 @@ class Reading:
             held_out_fingerprint=self._fingerprints[self._held_out],
         )
 
-    def _look_at(self, decoded: list[Decoded]) -> None:
+    def _scan(self, decoded: list[Decoded]) -> None:
         place = (self._rank, self.rows)
-        columns = zip(self.facts, decoded, self._schema.columns, strict=True)
-        self.facts = tuple(
-            known if says_nothing_new(column, spec, known) else known + look_at(column, spec, place)
+        columns = zip(self.statistics, decoded, self._schema.columns, strict=True)
+        self.statistics = tuple(
+            known if adds_nothing(column, spec, known) else known + scan(column, spec, place)
             for known, column, spec in columns
         )
 
     def _store(self, decoded: list[Decoded], keys: pa.Array | None) -> list[Column]:
         """Append a part's rows; returns those to train on."""
-        schema = self._schema.of_lengths([column.longest for column in self.facts])
+        schema = self._schema.of_lengths([column.longest for column in self.statistics])
         specs = schema.columns
         columns = [to_column(column.values, s) for column, s in zip(decoded, specs, strict=True)]
         if keys is not None:
@@ -137,7 +138,9 @@ class Reading:
         if self._schema.weight is not None and store is self._training:
             self._weights.append(_copied(columns[-1]))
         packed = store.append(specs, columns)
-        found = fingerprint(packed, may_hold_nan=any(facts.not_finite for facts in self.facts))
+        found = fingerprint(
+            packed, may_hold_nan=any(statistics.not_finite for statistics in self.statistics)
+        )
         self._fingerprints[store] = (self._fingerprints[store] + found) % MODULUS
         return columns
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 Rows = TypeVar("Rows", int, np.ndarray)
+HELD_OUT = 0
+"""What names the exchange of the rows to validate with, where others are named by an epoch."""
 DRAWABLE = 999_999_999
 """The most that numpy draws from without putting it back."""
 
@@ -72,7 +74,7 @@ def exchange_plan(rows: Sequence[int], *, seed: int, epoch: int) -> np.ndarray:
     Args:
         rows: the workers' rows, by rank.
         seed: the job's seed.
-        epoch: the epoch that follows.
+        epoch: the epoch that follows, or ``HELD_OUT``.
 
     Returns:
         Shape (workers, workers), int64: element (i, j) is what rank i gives to rank j. Row sums are
@@ -88,11 +90,11 @@ def exchange_plan(rows: Sequence[int], *, seed: int, epoch: int) -> np.ndarray:
         places = (free - plan.sum(axis=0)) // size
         for rank, count in enumerate((np.array(rows) - plan.sum(axis=1)) // size):
             # "marginals" draws in O(workers), whatever the number of rows.
-            dealt = drawn.multivariate_hypergeometric(
+            drawn_rows = drawn.multivariate_hypergeometric(
                 places, min(count, places.sum()), method="marginals"
             )
-            places -= dealt
-            plan[rank] += size * dealt
+            places -= drawn_rows
+            plan[rank] += size * drawn_rows
     return plan
 
 

@@ -15,6 +15,7 @@ import mmap
 import os
 import socket
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -247,6 +248,7 @@ class StoredRows:
         self._row_kind = np.dtype((np.void, self._row_bytes))
         self._mapped: mmap.mmap | None = None
         self._stored_rows: np.ndarray | None = None
+        self._mapping = threading.Lock()
 
     def row_bytes(self, rows: int) -> int:
         """Bytes that a row takes, whatever their number."""
@@ -358,11 +360,15 @@ class StoredRows:
         self._file.close()
 
     def _map(self, stored: int) -> np.ndarray:
+        """The rows as they lie in the file, which its first reader completes and maps."""
         if self._stored_rows is None:
-            self.flush()
-            self._complete(stored)
-            self._mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._stored_rows = stored_values(self._mapped).view(self._row_kind)
+            # The first readers are often several: workers that fetch their rows at once.
+            with self._mapping:
+                if self._stored_rows is None:
+                    self.flush()
+                    self._complete(stored)
+                    self._mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+                    self._stored_rows = stored_values(self._mapped).view(self._row_kind)
         return self._stored_rows
 
     def _complete(self, stored: int) -> None:

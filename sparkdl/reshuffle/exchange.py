@@ -4,7 +4,7 @@ The rows go from worker to worker, through no driver and no Spark job. Every wor
 same plan from everybody's number of rows, so that afterwards all have the same number, give or take
 one, and every assignment of rows to workers was equally likely. Each fetches what it gets
 (``server.py``) and writes it to the place that the plan gives it: the order of the rows is the same
-in every run. Because rows are fetched, a worker that was lost fetches its rows anew when it is
+in every run. Because rows are fetched, a worker that was lost fetches its rows again when it is
 back, without anybody else's help but that the others still have what they gave away.
 """
 
@@ -51,11 +51,11 @@ class Everyone:
     """What a worker has to know of all to exchange rows with them.
 
     Attributes:
-        shard_rows: how many rows each rank has read, by rank.
+        rows: how many rows each rank has read of those that are exchanged, by rank.
         row_servers: where each rank serves its rows, as ``RowServer.address``, by rank.
     """
 
-    shard_rows: Sequence[int]
+    rows: Sequence[int]
     row_servers: Sequence[Any]
 
 
@@ -113,7 +113,7 @@ class RowExchange:
             order: the order that they have in every run, shape (rows,), int64; None for as they
                 lie.
             received: an empty store for its new rows.
-            epoch: the epoch that follows.
+            epoch: the epoch that follows, or ``HELD_OUT``.
 
         Raises:
             CollectiveError: another worker was lost, or sent nothing for too long.
@@ -122,7 +122,7 @@ class RowExchange:
             TrainingError: another worker tells or sends what does not belong here.
         """
         everyone = self._everyone()
-        rows = self._rows or list(everyone.shard_rows)
+        rows = self._rows or list(everyone.rows)
         if min(rows) < 0 or sum(rows) > MAX_ROWS:
             raise TrainingError(f"the workers tell of {reprlib.repr(rows)} rows: one of them lies")
         plan = exchange_plan(rows, seed=self._seed, epoch=epoch)

@@ -27,7 +27,7 @@ from torch import Tensor
 from sparkdl.errors import TrainingError
 from sparkdl.feed.lengths import bytes_of_rows
 from sparkdl.feed.ragged import Column, Ragged
-from sparkdl.feed.shuffle import shares
+from sparkdl.feed.shuffle import HELD_OUT, shares
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import ColumnSpec
 from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
@@ -38,7 +38,7 @@ CHUNK_BYTES = 4 << 20
 LENGTHS_AT_ONCE = CHUNK_BYTES // 8
 """Lengths of rows that are sent at once."""
 WAITING_S = 1.0
-"""Seconds between two signs of life to a worker that waits for rows."""
+"""Seconds between two heartbeats to a worker that waits for rows."""
 
 
 class Offer:
@@ -69,9 +69,6 @@ class Offer:
         self._lock = threading.Lock()
         self._shares: list[np.ndarray] | None = None
         self._missing = {rank for rank, count in enumerate(counts) if count}
-        if store.rows:
-            # Here, because a store is mapped by its first reader, and they come at once.
-            store.take_packed(torch.zeros(1, dtype=torch.int64))
 
     @property
     def world_size(self) -> int:
@@ -161,7 +158,7 @@ class RowServer:
         """Let others have the rows from before an exchange.
 
         Args:
-            epoch: the one that follows the exchange.
+            epoch: the one that follows the exchange, or ``HELD_OUT``.
             offer: the rows.
         """
         with self._condition:
@@ -195,7 +192,7 @@ class RowServer:
             self._visit(connection, asked)
             return
         rank, epoch = asked.get("rows_for"), asked.get("epoch")
-        if type(rank) is not int or type(epoch) is not int or epoch < 1:
+        if type(rank) is not int or type(epoch) is not int or epoch < HELD_OUT:
             raise TrainingError(f"{reprlib.repr(asked)} asks for no rows")
         offer = self._wait_for(epoch, connection)
         if offer is None:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from sparkdl.feed import arrival
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.facts import ShardFacts
 from sparkdl.feed.feed import READ_AHEAD, Feed, FeedOptions
+from sparkdl.feed.statistics import ShardStatistics
 from sparkdl.protocols import Batch, ColumnSpec
 
 ROW_BYTES = 2 * 4 + 8
@@ -36,7 +36,7 @@ def streaming(directory: Path, *, batch_size: int = 4, **changes: Any) -> Feed:
     return Feed(schema, batch_size=batch_size, seed=1, rank=2, directory=directory, options=options)
 
 
-def accept(shard: ShardFacts) -> None:
+def accept(shard: ShardStatistics) -> None:
     """Find nothing wrong."""
 
 
@@ -148,7 +148,7 @@ def test_what_was_left_unread_is_read_into_the_store_and_trained_on_from_there(
     assert sorted(ids_of(before + after)) == list(range(50))
 
 
-def test_no_row_is_lost_when_a_sign_of_life_cannot_be_given(
+def test_no_row_is_lost_when_a_heartbeat_cannot_be_given(
     tmp_path: Path, blocks_of: Callable[[int], None]
 ) -> None:
     """The connection to the averager may break in it; the worker connects again and goes on."""
@@ -170,7 +170,7 @@ def test_all_that_was_found_is_shown_before_the_last_minibatch(
     tmp_path: Path, blocks_of: Callable[[int], None]
 ) -> None:
     blocks_of(8)
-    shown: list[ShardFacts] = []
+    shown: list[ShardStatistics] = []
     with streaming(tmp_path) as feed:
         feed.read_first(record_batches([8] * 3))
         for batch in feed.arriving(shown.append):
@@ -182,7 +182,7 @@ def test_all_that_was_found_is_shown_before_the_last_minibatch(
 def test_rows_that_fit_one_block_are_complete_at_first_and_not_shown_again(tmp_path: Path) -> None:
     with streaming(tmp_path) as feed:
         assert feed.read_first(record_batches([9])).complete
-        shown: list[ShardFacts] = []
+        shown: list[ShardStatistics] = []
         assert len(list(feed.arriving(shown.append))) == 3
         assert shown == []
 
@@ -192,9 +192,9 @@ def test_rows_that_cannot_be_tensors_are_shown_before_their_block_is_trained_on(
 ) -> None:
     blocks_of(8)
     bad = pa.record_batch({"wide": pa.array([[1.0, 2.0], [3.0, None]]), "id": pa.array([24, 25])})
-    shown: list[ShardFacts] = []
+    shown: list[ShardStatistics] = []
 
-    def refuse(shard: ShardFacts) -> None:
+    def refuse(shard: ShardStatistics) -> None:
         shown.append(shard)
         if not shard.columns[0].sound:
             raise RefusedError
@@ -234,7 +234,7 @@ def test_new_extremes_of_fractions_are_not_worth_a_question(
         pa.record_batch({"x": pa.array([float(i)] * 4), "y": pa.array([0, 1, 0, 1])})
         for i in range(20)
     ]
-    shown: list[ShardFacts] = []
+    shown: list[ShardStatistics] = []
     with streaming(tmp_path, schema=schema) as feed:
         feed.read_first(source)
         assert len(list(feed.arriving(shown.append))) == 20

@@ -16,8 +16,10 @@ from spark_structs import MATRIX, VECTOR, as_matrix, as_vector
 from torch import Tensor
 
 from sparkdl.errors import DataError
+from sparkdl.feed.column_scan import scan
 from sparkdl.feed.decode import decode, decoded_elements, tensors_of, to_tensor
-from sparkdl.feed.facts import ColumnFacts, DataFacts, check_facts, look_at
+from sparkdl.feed.statistics import ColumnStatistics, DataStatistics
+from sparkdl.feed.statistics_check import check_statistics
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
 IMAGE = pa.struct(
@@ -268,20 +270,20 @@ BROKEN: dict[str, tuple[pa.Array, ColumnSpec, list[int], str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_rows_are_counted_placed_and_explained(name: str) -> None:
     values, spec, broken, reason = BROKEN[name]
-    facts = look_at(decode(values, spec), spec, (3, 100))
-    assert (facts.broken, facts.nulls) == (len(broken), values.null_count)
-    assert facts.places["broken"] == (3, 100 + broken[0])
+    statistics = scan(decode(values, spec), spec, (3, 100))
+    assert (statistics.broken, statistics.nulls) == (len(broken), values.null_count)
+    assert statistics.places["broken"] == (3, 100 + broken[0])
     if values.null_count:
-        assert facts.places["nulls"] == (3, 100 + values.is_null().to_pylist().index(True))
-        facts = look_at(decode(values.drop_null(), spec), spec)
-    assert not facts.sound
+        assert statistics.places["nulls"] == (3, 100 + values.is_null().to_pylist().index(True))
+        statistics = scan(decode(values.drop_null(), spec), spec)
+    assert not statistics.sound
     with pytest.raises(DataError, match=r"column 'x' has \d+ rows of 9 that cannot") as caught:
-        check_facts(DataFacts((9,), (facts,)), [spec])
+        check_statistics(DataStatistics((9,), (statistics,)), [spec])
     assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize("name", [name for name in BROKEN if "length" not in name])
-def test_broken_rows_are_refused_where_no_facts_are_wanted(name: str) -> None:
+def test_broken_rows_are_refused_where_no_statistics_are_wanted(name: str) -> None:
     values, spec, _, reason = BROKEN[name]
     with pytest.raises(DataError, match=r"column 'x' has .*cannot be decoded: row") as caught:
         tensors_of([values], [spec])
@@ -289,17 +291,17 @@ def test_broken_rows_are_refused_where_no_facts_are_wanted(name: str) -> None:
 
 
 def test_the_first_bad_value_is_told_with_its_row_and_partition() -> None:
-    facts = look_at(pa.array([1.0, None, 2.0, None]), ColumnSpec("x", torch.float32), (2, 40))
+    statistics = scan(pa.array([1.0, None, 2.0, None]), ColumnSpec("x", torch.float32), (2, 40))
     with pytest.raises(DataError, match=r"2 null values in 9 rows \(the first is row 41 of part"):
-        check_facts(DataFacts((9,), (facts,)), [ColumnSpec("x", torch.float32)])
+        check_statistics(DataStatistics((9,), (statistics,)), [ColumnSpec("x", torch.float32)])
 
 
 def test_vectors_of_unequal_length_are_told_as_arrays_are() -> None:
     rows = [as_vector(np.ones(n), sparse=n == 2) for n in (2, 3)]
     spec = ColumnSpec("v", torch.float32, (UNKNOWN,), "vector")
-    facts = look_at(decode(pa.array(rows, VECTOR), spec), spec)
-    assert facts == ColumnFacts(shortest=2, longest=3)
-    assert facts.places["longest"] == (0, 1)
+    statistics = scan(decode(pa.array(rows, VECTOR), spec), spec)
+    assert statistics == ColumnStatistics(shortest=2, longest=3)
+    assert statistics.places["longest"] == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -63,10 +63,10 @@ def test_held_out_rows_are_never_trained_on_and_all_validated_with(
     schema = replace(PLAIN, validation=ColumnSpec("held", torch.bool))
     keys = {ORDER_COLUMN: np.arange(len(marks))[::-1]} if ordered else {}
     with open_feed(directory, schema, batch_size) as feed:
-        facts = feed.fill(rows(len(marks), held=pa.array(marks, pa.bool_()), **keys))
+        statistics = feed.fill(rows(len(marks), held=pa.array(marks, pa.bool_()), **keys))
         held = [i for i, mark in enumerate(marks) if mark]
         trained = [i for i, mark in enumerate(marks) if not mark]
-        assert (facts.rows, facts.held_out) == (len(trained), len(held))
+        assert (statistics.rows, statistics.held_out) == (len(trained), len(held))
         for epoch in (1, 2, 3):
             assert sorted(ids(feed.epoch(epoch))) == trained
             assert ids(feed.held_out()) == (held[::-1] if ordered else held)
@@ -264,6 +264,7 @@ MEMORY_SCRIPT = """
 """
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize("how", ["read first", "streamed"])
 def test_rows_of_four_times_the_budget_are_read_and_fed_in_flat_memory(
     tmp_path: Path, how: str

@@ -120,6 +120,6 @@ def epochs_of(
         tempfile.TemporaryDirectory() as name,
         Feed(schema, batch_size=batch_size, seed=2, rank=rank, directory=Path(name)) as feed,
     ):
-        facts = feed.fill(source)
-        assert all(column.sound for column in facts.columns)
+        statistics = feed.fill(source)
+        assert all(column.sound for column in statistics.columns)
         return [(e, tuple(batch.features)) for e in (1, 2, 3) for batch in feed.epoch(e)]

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from spark_structs import VECTOR, as_vector
 
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.facts import DataFacts
 from sparkdl.feed.fingerprint import fingerprint
+from sparkdl.feed.statistics import DataStatistics
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
@@ -120,9 +120,9 @@ def test_columns_of_many_rows_and_wide_ones_are_read_in_blocks_that_leave_none_o
         assert of(values) != whole
 
 
-def read(source: list[pa.RecordBatch], folder: Path, schema: FeedSchema = SCHEMA) -> DataFacts:
+def read(source: list[pa.RecordBatch], folder: Path, schema: FeedSchema = SCHEMA) -> DataStatistics:
     with open_feed(folder, schema=schema) as feed:
-        return DataFacts.of([feed.fill(source)])
+        return DataStatistics.of([feed.fill(source)])
 
 
 def test_rows_are_the_same_in_whatever_way_spark_brings_them(tmp_path: Path) -> None:
@@ -165,8 +165,8 @@ def test_rows_to_validate_with_are_told_apart_from_those_to_train_on(tmp_path: P
 
     def found(held: list[bool]) -> tuple[int, int]:
         columns = [pa.array([1.0, 2.0, 3.0]), pa.array([0, 1, 2]), pa.array(held)]
-        facts = read([pa.record_batch(columns, names=["x", "y", "held"])], tmp_path, schema)
-        return facts.fingerprint, facts.held_out_fingerprint
+        statistics = read([pa.record_batch(columns, names=["x", "y", "held"])], tmp_path, schema)
+        return statistics.fingerprint, statistics.held_out_fingerprint
 
     first, second = found([True, False, False]), found([False, True, False])
     assert first[0] != second[0]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparkdl.feed.facts import look_at
+from sparkdl.feed.column_scan import scan
 from sparkdl.feed.ranges import beyond
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
@@ -57,19 +57,19 @@ def test_a_fraction_is_beyond_an_integer_if_python_says_so(
 
 def test_what_is_out_of_range_is_counted_by_rows_with_its_place() -> None:
     numbers = pa.array([1.0, -1e6, 7e4, math.inf])
-    found = look_at(numbers, ColumnSpec("x", torch.float16), (2, 100))
+    found = scan(numbers, ColumnSpec("x", torch.float16), (2, 100))
     assert (found.out_of_range, found.where("out_of_range")) == (2, "row 101 of partition 2")
     arrays = pa.array([[1.0, 2.0], None, [1e39, 1e300], [math.nan, 3.0]])
-    found = look_at(arrays, ColumnSpec("x", torch.float32, (UNKNOWN,)), (0, 5))
+    found = scan(arrays, ColumnSpec("x", torch.float32, (UNKNOWN,)), (0, 5))
     assert (found.out_of_range, found.where("out_of_range")) == (1, "row 7 of partition 0")
     assert (found.not_finite, found.where("not_finite")) == (1, "row 8 of partition 0")
     whole = pa.array([[1, 2], [3, 300]])
-    found = look_at(whole, ColumnSpec("x", torch.uint8, (UNKNOWN,)))
+    found = scan(whole, ColumnSpec("x", torch.uint8, (UNKNOWN,)))
     assert (found.out_of_range, found.where("out_of_range")) == (1, "row 1 of partition 0")
 
 
 def test_every_number_can_become_a_boolean() -> None:
     numbers = pa.array([[0.0, 1e300], [math.nan, -3.0]])
-    found = look_at(numbers, ColumnSpec("x", torch.bool, (UNKNOWN,)))
+    found = scan(numbers, ColumnSpec("x", torch.bool, (UNKNOWN,)))
     assert (found.out_of_range, found.not_finite) == (0, 1)
-    assert look_at(pa.array([0, 700]), ColumnSpec("x", torch.bool)).out_of_range == 0
+    assert scan(pa.array([0, 700]), ColumnSpec("x", torch.bool)).out_of_range == 0

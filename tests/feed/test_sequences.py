@@ -28,17 +28,18 @@ from sparkdl.errors import DataError
 from sparkdl.feed import arrival, lengths
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.decode import tensors_of
-from sparkdl.feed.facts import ColumnFacts, DataFacts, ShardFacts, check_facts
 from sparkdl.feed.feed import Feed
 from sparkdl.feed.fingerprint import fingerprint
 from sparkdl.feed.ragged import Column, Ragged, picked
+from sparkdl.feed.statistics import ColumnStatistics, DataStatistics, ShardStatistics
+from sparkdl.feed.statistics_check import check_statistics
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec, Padding
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=40)
 
 
-def accept(shard: ShardFacts) -> None:
+def accept(shard: ShardStatistics) -> None:
     """Find nothing wrong."""
 
 
@@ -49,7 +50,7 @@ def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.int64) ->
 
 def read(feed: Feed, batches: Sequence[pa.RecordBatch], epochs: int = 2) -> list[list[Batch]]:
     shard = feed.fill(batches)
-    assert all(map(ColumnFacts.can_become, shard.columns, SCHEMA.columns))
+    assert all(map(ColumnStatistics.can_become, shard.columns, SCHEMA.columns))
     return [list(feed.epoch(epoch)) for epoch in range(1, epochs + 1)]
 
 
@@ -324,18 +325,18 @@ def test_what_the_workers_find_is_refused_with_its_place(
 ) -> None:
     batch = record_batch([1, 1, 1], tokens=pa.array(tokens, pa.list_(pa.int32())))
     with open_feed(tmp_path) as feed:
-        facts = DataFacts.of([feed.fill([batch])])
+        statistics = DataStatistics.of([feed.fill([batch])])
     with pytest.raises(DataError, match=words):
-        check_facts(facts, SCHEMA.columns)
+        check_statistics(statistics, SCHEMA.columns)
 
 
 def test_unequal_rows_without_padding_are_refused_with_what_pads_them(tmp_path: Path) -> None:
     schema = FeedSchema((ColumnSpec("tokens", torch.int64, (UNKNOWN,)),), SCHEMA.label)
     batch = record_batch([1, 2]).drop_columns(["events"])
     with open_feed(tmp_path, schema=schema) as feed:
-        facts = DataFacts.of([feed.fill([batch])])
+        statistics = DataStatistics.of([feed.fill([batch])])
     with pytest.raises(DataError, match=r"padCols=\{'tokens': 0\}"):
-        check_facts(facts, schema.columns)
+        check_statistics(statistics, schema.columns)
 
 
 class TestStore:

@@ -8,6 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,8 +23,9 @@ from torch import Tensor
 
 from sparkdl.errors import TrainingError
 from sparkdl.feed import store as store_module
+from sparkdl.feed.ragged import Ragged
 from sparkdl.feed.store import PartitionStore
-from sparkdl.protocols import ColumnSpec
+from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 
 SPEC = ColumnSpec("x", torch.float32, (1024,))
 MEMORY = Path("/dev/shm")
@@ -156,3 +160,36 @@ class TestPartitionStore:
         store.append(self.COLUMNS, self.batch(10))
         store.close()
         assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_the_first_readers_may_come_at_once_also_where_the_first_row_is_empty(
+    tmp_path: Path,
+) -> None:
+    lengths = torch.arange(1000) % 5
+    tokens = torch.arange(int(lengths.sum()))
+    store = PartitionStore(tmp_path)
+    spec = ColumnSpec("tokens", torch.int64, (UNKNOWN,), padding=Padding(0))
+    store.append([spec], [Ragged(tokens, lengths)])
+    store.take(torch.zeros(1, dtype=torch.int64))
+    completed = []
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.02)  # for the others to come
+        completed.append(threading.current_thread().name)
+        put_around(*arguments)
+
+    put_around = store_module.ArrowFrame.put_around
+    together = threading.Barrier(8, timeout=30)
+
+    def read(_: int) -> Any:
+        together.wait()
+        return store.take(torch.arange(1000))[0]
+
+    with (
+        mock.patch.object(store_module.ArrowFrame, "put_around", lambda *a: slowly(*a)),
+        ThreadPoolExecutor(8) as readers,
+    ):
+        taken = list(readers.map(read, range(8), timeout=30))
+    assert len(completed) == 1
+    assert all(torch.equal(rows.values, tokens) for rows in taken)
+    store.close()

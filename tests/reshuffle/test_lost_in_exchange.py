@@ -78,6 +78,7 @@ def _call_before(kind: type, name: str, deed: Callable[..., None]) -> None:
         setattr(kind, name, called)
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize("moment", ["before", "in", "after"])
 def test_a_worker_that_is_killed_comes_back_to_the_same_rows(tmp_path: Path, moment: str) -> None:
     shards = classification(SIZES).shards()

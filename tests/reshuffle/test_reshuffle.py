@@ -174,7 +174,7 @@ def recorded(folder: Path, data: Data) -> list[list[list[int]]]:
 
 
 def among_themselves(folder: Path, strategy: Strategy, data: Data, **changes: Any) -> Outcome:
-    """Train workers that exchange among themselves, their rows dealt anew."""
+    """Train workers that exchange among themselves, with reshuffled rows."""
     folder.mkdir(exist_ok=True)
     settings = {"epochs": 4, "feed": FeedOptions(reshuffle_every=1), **changes}
     job = make_job(Recorder(folder), strategy=strategy, **settings)
@@ -188,6 +188,7 @@ AMONG_THEMSELVES: dict[str, Strategy] = {
 }
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize("name", AMONG_THEMSELVES)
 def test_workers_that_exchange_among_themselves_train_on_every_row_once_an_epoch(
     tmp_path: Path, name: str

@@ -76,7 +76,7 @@ _SLOT_QUEUE = SlotQueue()
 """Of this process's Spark application; there is never more than one."""
 
 
-def in_turn(
+def queued(
     spark: SparkSession, workers: int, profile: ResourceProfile | None
 ) -> AbstractContextManager[None]:
     """Wait for the slots that a run needs, while other runs of this process hold them.

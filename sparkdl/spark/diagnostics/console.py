@@ -1,27 +1,45 @@
-"""What the workers of a fit print, shown in the driver behind their rank."""
+"""What workers tell the driver while they train: what they print, and where they are.
+
+    worker                              driver
+    {"attend": rank, "host": ...,
+     "pid": ...}                ------>
+    {"lines": [...], "left_out": n} --> shown in the driver
+                                <------ {"stacks": true}, at any time; see ``stacks.py``
+    {"stacks": text}            ------>
+    {"finish": true}            ------> the driver closes the connection
+
+It is a connection of its own, beside that of the rounds: there, nothing is read from a worker that
+waits for its turn to contribute, and nothing is left to ask one that was dropped or dismissed.
+"""
 
 from __future__ import annotations
 
 import logging
-import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from pyspark.sql import SparkSession
 
-from sparkdl.errors import StoppedError
-from sparkdl.spark.diagnostics.board import BoardAddress, BoardClient
-from sparkdl.spark.diagnostics.board_headers import read_join, read_lines, read_stacks
-from sparkdl.spark.diagnostics.output import Output
+from sparkdl.errors import SparkDLError, TrainingError
+from sparkdl.spark.diagnostics.run_headers import (
+    read_attend,
+    read_lines,
+    read_stacks,
+    unreadable,
+)
 from sparkdl.spark.diagnostics.stacks import Stacks
-from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
-from sparkdl.transport.port import Port
+from sparkdl.transport.address import ServiceAddress
+from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError, Need
+from sparkdl.transport.service import Service
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Show = Callable[[int, Sequence[str], int], None]
 """Shows lines of a rank, and how many were left out before the next."""
@@ -55,29 +73,36 @@ def echoes(spark: SparkSession) -> bool:
 
 
 class Console:
-    """The driver's end; a context manager that opens and closes the port.
+    """What a service shows of its workers; a context manager that ends their connections.
 
     A worker that is lost says so elsewhere; here its lines merely end.
 
     Args:
-        host: interface to bind to.
-        advertised_host: the name under which workers reach it.
-        on_lines: called with what arrives, from several threads.
-        tls: whether connections are encrypted.
+        service: takes their connections.
+        on_lines: called with what arrives, by a thread of its own: whoever reads what is shown may
+            keep that waiting, and the workers whose lines it has not taken, but nobody else.
+
+    Attributes:
+        address: of the service.
+        stacks: asks the workers what they are doing.
+        handlers: by the field that a header has, what is done with it. What takes long is a
+            conversation, and the worker is not listened to until that has ended.
     """
 
-    def __init__(
-        self, host: str, advertised_host: str, on_lines: Show = show, *, tls: bool = False
-    ) -> None:
-        token = secrets.token_urlsafe(32)
-        self._on_lines = on_lines
+    def __init__(self, service: Service, on_lines: Show = show) -> None:
+        self.address: ServiceAddress = service.address
         self.stacks = Stacks()
-        self._port = Port(host, token, self._serve, advertised_host=advertised_host, encrypted=tls)
-        self.address = BoardAddress(
-            advertised_host, self._port.number, token, self._port.fingerprint
-        )
+        self.handlers: dict[str, Callable[[Attendee, Mapping[str, Any]], Conversation | None]] = {
+            "lines": self._show_lines,
+            "stacks": self._note_stacks,
+        }
+        self._service = service
+        self._on_lines = on_lines
+        self._showing = ThreadPoolExecutor(1, thread_name_prefix="sparkdl-console")
+        self._attendees: set[Attendee] = set()
+        service.handlers["attend"] = partial(Attendee, self, service)
 
-    def __enter__(self) -> Console:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -86,47 +111,114 @@ class Console:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._port.close()
+        self._service.post(lambda: self._end(list(self._attendees)))
+        self._showing.shutdown(wait=False)
 
-    def _serve(self, connection: Connection) -> None:
-        try:
-            joined = connection.receive_header()
-            rank, _ = read_join(joined)
-            with self.stacks.of(rank, joined, connection):
-                while not (header := connection.receive_header()).get("finish"):
-                    self._take(rank, header)
-        except (ConnectionLostError, SilenceError) as error:
-            logger.debug("what a worker prints is not shown any more: %s", error)
-        except Exception as error:  # a mistake of the worker's, or a driver that cannot show it
-            logger.warning("what a worker prints is not shown any more: %s", error)
+    def _end(self, attendees: Sequence[Attendee]) -> None:
+        for attendee in attendees:
+            self._service.close_channel(attendee.channel)
 
-    def _take(self, rank: int, header: Mapping[str, Any]) -> None:
-        if "stacks" in header:
-            self.stacks.note(rank, read_stacks(rank, header))
-        else:
-            told = read_lines(rank, header)
-            self._on_lines(rank, told.lines, told.left_out)
+    # Called by the service's thread.
+
+    def joined(self, attendee: Attendee) -> None:
+        """Take note of a worker that has said who it is."""
+        self._attendees.add(attendee)
+
+    def answer(self, attendee: Attendee, header: Mapping[str, Any]) -> Conversation | None:
+        """Do what a worker's header is for."""
+        for field, handler in self.handlers.items():
+            if field in header:
+                return handler(attendee, header)
+        raise unreadable(attendee.rank, header)
+
+    def finished(self, attendee: Attendee) -> None:
+        """Take note of a worker that leaves as it should."""
+
+    def left(self, attendee: Attendee, error: LeftError) -> None:
+        """Take note of one that does not."""
+        logger.debug("what a worker prints is not shown any more: %s", error)
+
+    def failed(self, attendee: Attendee, error: SparkDLError) -> None:
+        """End the connection of one that cannot be understood, or served."""
+        logger.warning("what a worker prints is not shown any more: %s", error)
+        self._service.close_channel(attendee.channel)
+
+    def closed(self, attendee: Attendee) -> None:
+        """Take note that a worker's connection is closed."""
+        self._attendees.discard(attendee)
+
+    def _show_lines(self, attendee: Attendee, header: Mapping[str, Any]) -> Conversation:
+        told = read_lines(attendee.rank, header)
+        show_them = partial(self._on_lines, attendee.rank, told.lines, told.left_out)
+        yield from attendee.elsewhere(show_them, self._showing)
+
+    def _note_stacks(self, attendee: Attendee, header: Mapping[str, Any]) -> None:
+        self.stacks.note(attendee.rank, read_stacks(attendee.rank, header))
 
 
-@contextmanager
-def forwarded(address: BoardAddress, rank: int, *, echo: bool) -> Iterator[None]:
-    """Worker: send what Python code prints to the console; without one, go on without.
+class Attendee:
+    """A worker at the console; see ``service.Peer``.
 
     Args:
-        address: where the console is.
-        rank: this worker's rank.
-        echo: whether to write to this process's own streams too.
+        console: answers it.
+        service: to which it has connected.
+        channel: to it.
+
+    Attributes:
+        channel: as given.
+        rank: the worker's, once it has said so.
+        host: where it is.
     """
-    try:
-        client = BoardClient(address, rank)
-    except StoppedError as error:
-        logger.warning("what rank %d prints is not shown in the driver: %s", rank, error)
-        yield
-        return
-    with client:
-        with Output(client.send_lines) as output, output.capture(echo=echo):
-            yield
+
+    def __init__(self, console: Console, service: Service, channel: Channel) -> None:
+        self.channel = channel
+        self.rank = -1
+        self.host = "an unknown host"
+        self._console = console
+        self._service = service
+
+    def conversation(self, said: dict[str, Any]) -> Conversation:
+        """Listen to it until it leaves."""
+        console = self._console
         try:
-            client.finish()
-        except StoppedError as error:
-            logger.debug("the console was closed before rank %d: %s", rank, error)
+            self.rank, self.host = read_attend(said)
+            console.joined(self)
+            with console.stacks.of(self.rank, said, self._ask_for_stacks):
+                while not (header := (yield HEADER)).get("finish"):
+                    yield from console.answer(self, header) or ()
+            console.finished(self)
+        except SparkDLError:
+            raise
+        except Exception as error:  # nobody may wait for a rank to which nobody listens any more
+            raise TrainingError(
+                f"what rank {self.rank} sent could not be handled: {error!r}"
+            ) from error
+        self._service.part(self.channel)
+
+    def elsewhere(
+        self, job: Callable[[], T], pool: Executor | None = None
+    ) -> Generator[Need, Future[T], T]:
+        """Do what may take long beside the service's thread, and go on with what it returns."""
+        guard = self._service.guard
+        self._service.elsewhere(
+            job, lambda done: guard(self.channel, lambda: self.channel.wake(done)), pool
+        )
+        return (yield PAUSE).result()
+
+    def heard(self) -> None:
+        """Nobody counts the time in which it is silent."""
+
+    def left(self, error: LeftError) -> None:
+        """It has gone."""
+        self._console.left(self, error)
+
+    def failed(self, error: SparkDLError) -> None:
+        """It cannot be understood, or served."""
+        self._console.failed(self, error)
+
+    def closed(self) -> None:
+        """It cannot be told any more."""
+        self._console.closed(self)
+
+    def _ask_for_stacks(self) -> None:
+        self._service.post(lambda: self.channel.send_header({"stacks": True}))

@@ -17,12 +17,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-
-from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
 
 ANSWER_S = 2.0
 """Seconds that workers have to answer."""
@@ -56,7 +54,7 @@ class _Worker:
     """One that can be asked."""
 
     where: str
-    connection: Connection
+    ask: Callable[[], None]
 
 
 class Stacks:
@@ -69,16 +67,16 @@ class Stacks:
         self._answers: dict[int, str] = {}
 
     @contextmanager
-    def of(self, rank: int, joined: Mapping[str, Any], connection: Connection) -> Iterator[None]:
+    def of(self, rank: int, joined: Mapping[str, Any], ask: Callable[[], None]) -> Iterator[None]:
         """For as long as a worker is connected, let it be asked.
 
         Args:
             rank: the worker's.
             joined: the header with which it joined, which has its host and process.
-            connection: leads to it.
+            ask: sends it the question.
         """
         where = f"rank {rank} on {joined.get('host')}, process {joined.get('pid')}"
-        worker = _Worker(where, connection)
+        worker = _Worker(where, ask)
         with self._condition:
             self._workers[rank] = worker
         try:
@@ -131,10 +129,7 @@ class Stacks:
                     rank: self._workers[rank] for rank in sorted(wanted & self._workers.keys())
                 }
             for worker in asked.values():
-                try:
-                    worker.connection.send_header({"stacks": True})
-                except (ConnectionLostError, SilenceError):
-                    continue  # it leaves at this moment
+                worker.ask()
             until = time.monotonic() + ANSWER_S
             with self._condition:
                 self._condition.wait_for(

@@ -44,7 +44,7 @@ def watched(
     """Look after the workers of a run while it lasts.
 
     The time until workers count as not started runs only while Spark does nothing for them: not
-    while a task runs that they need the results of, and anew when there is progress. The stacks of
+    while a task runs that they need the results of, and again when there is progress. The stacks of
     a worker that is dropped for its silence are logged; an error that says who was waited for has
     them as a note.
 

@@ -24,27 +24,27 @@ from sparkdl.errors import (
     WorkerLostError,
 )
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.facts import NO_ROWS
 from sparkdl.feed.feed import FeedOptions
+from sparkdl.feed.statistics_check import NO_ROWS
 from sparkdl.protocols import SequenceInput
-from sparkdl.references import pickled
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.cluster.run_jobs import RunJobs
-from sparkdl.spark.cluster.slot_queue import in_turn
+from sparkdl.spark.cluster.slot_queue import queued
 from sparkdl.spark.cluster.slots import (
     choose_num_workers,
     require_free_slots,
     require_static_allocation,
 )
-from sparkdl.spark.diagnostics.board import JOIN_S, Board
-from sparkdl.spark.diagnostics.board_headers import Lines, Report, named
 from sparkdl.spark.diagnostics.console import driver_hosts, echoes, show
+from sparkdl.spark.diagnostics.run_client import JOIN_S
+from sparkdl.spark.diagnostics.run_headers import Lines, Report, named
+from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.diagnostics.task_failures import end_of_a_rank, with_sparks_reason
 from sparkdl.spark.diagnostics.watchdog import stacks_on_signal
 from sparkdl.spark.functions.directory import Directory
 from sparkdl.spark.functions.script import Script
-from sparkdl.spark.functions.task import OUTPUT_DDL, Call, Feeding, Place
+from sparkdl.spark.functions.task import OUTPUT_DDL, Call, Feeding, Placement
 from sparkdl.spark.launch.launcher import (
     JOB_END_S,
     LEAVE_S,
@@ -53,7 +53,10 @@ from sparkdl.spark.launch.launcher import (
 )
 from sparkdl.spark.launch.worker_rows import (
     Workers,
+    delivered,
+    names_others,
     run_on_rows,
+    with_original_places,
 )
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.rows.column_overrides import (
@@ -68,16 +71,17 @@ from sparkdl.spark.rows.column_overrides import (
 )
 from sparkdl.spark.rows.columns import input_column
 from sparkdl.spark.rows.converters import in_bytes, one_of, optional_whole, whole
-from sparkdl.spark.rows.delivery import SHUFFLES, delivery_of
-from sparkdl.spark.rows.partitions import known_partitions
+from sparkdl.spark.rows.delivery import SHUFFLES
 from sparkdl.spark.rows.scratch import STORE_PLACES
 from sparkdl.spark.session.encryption import (
     encrypts_connections,
     keeps_rows_in_memory,
     require_trusted_network,
 )
-from sparkdl.spark.session.session import require_classic_session
+from sparkdl.spark.session.session import current_session, require_classic_session
 from sparkdl.spark.storage.hadoop_files import open_hadoop
+from sparkdl.transport.service import Service
+from sparkdl.user_code.references import pickled
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +170,7 @@ def run(
         WorkerLostError: a worker's process ended.
         DeadlineError: the workers did not start, or what they returned did not arrive.
     """
-    spark = df.sparkSession if df is not None else SparkSession.getActiveSession()
+    spark = df.sparkSession if df is not None else current_session()
     if spark is None:
         raise ConfigError("there is no active Spark session; make one with sparkdl.create_session")
     require_classic_session(spark)
@@ -184,21 +188,27 @@ def run(
         raise ConfigError(GROUPS_WITHOUT_PADDING)
     keeping = _Keeping(shuffleRows, shuffleSeed, memoryBudget, storeIn, groupByLength)
     rows = None if df is None else _rows_of(df, declared, num_workers, device, keeping)
-    place = Place(
+    placement = Placement(
         network=network_of(spark),
         directory=Directory.of_driver(cwd),
         device=device,
         echo=echoes(spark),
     )
     return run_call(
-        spark, call, place, num_workers, rows=rows, on_report=on_report, ship_modules=shipModules
+        spark,
+        call,
+        placement,
+        num_workers,
+        rows=rows,
+        on_report=on_report,
+        ship_modules=shipModules,
     )
 
 
 def run_call(
     spark: SparkSession,
     call: Call,
-    place: Place,
+    placement: Placement,
     num_workers: int,
     *,
     rows: Rows | None = None,
@@ -211,7 +221,7 @@ def run_call(
     Args:
         spark: the session.
         call: what every worker runs.
-        place: where every worker runs it.
+        placement: where every worker runs it.
         num_workers: how many.
         rows: for the workers.
         on_report: as ``run`` takes it.
@@ -222,19 +232,21 @@ def run_call(
         As ``run`` does.
     """
     require_static_allocation(spark)
-    profile, ranks = gpu_profile(spark, place.device), ranks_a_task(spark, place.device)
+    profile, ranks = gpu_profile(spark, placement.device), ranks_a_task(spark, placement.device)
     choose_num_workers(spark, num_workers, profile, ranks, name)
     require_trusted_network(spark, False, "what sparkdl.run calls")
     tls = encrypts_connections(spark, False)
+    host, advertised = driver_hosts(spark)
     with (
-        in_turn(spark, num_workers // ranks, profile),
-        Board(num_workers, *driver_hosts(spark), tls=tls, open_uri=open_hadoop) as board,
+        queued(spark, num_workers // ranks, profile),
+        Service(host, advertised_host=advertised, encrypted=tls) as connections,
+        RunService(connections, num_workers, open_uri=open_hadoop) as service,
     ):
         require_free_slots(spark, num_workers // ranks, profile, ranks)
-        job = _Job(spark, board, call, place, rows, ship_modules)
+        job = _Job(spark, service, call, placement, rows, ship_modules)
         try:
-            with stacks_on_signal(board.stacks):
-                _watch(board, job, on_report or _show_report)
+            with stacks_on_signal(service.stacks):
+                _watch(service, job, on_report or _show_report)
         except SparkDLError as error:
             lost = isinstance(error, WorkerLostError)
             job.end(patience_s=REASON_S if lost else LEAVE_S)
@@ -286,9 +298,9 @@ def _rows_of(
         logger.info("column '%s' (%s) becomes %s", column.name, column.type_name, spec.dtype)
     ranks = ranks_a_task(df.sparkSession, device)
     tasks = num_workers // ranks
-    delivery = delivery_of(known_partitions(df), tasks, ranks, keeping.shuffle, "sparkdl.run")
+    delivery, replanned = delivered(df, tasks, ranks, keeping.shuffle, "sparkdl.run")
     workers = Workers(
-        frame=df,
+        frame=df if replanned is None else replanned.frame,
         columns=columns,
         num_workers=num_workers,
         delivery=delivery,
@@ -297,6 +309,7 @@ def _rows_of(
         network=network_of(df.sparkSession),
         store_in=keeping.store_in,
         ranks_a_task=ranks,
+        replanned=replanned,
     )
     feeding = Feeding(
         schema=FeedSchema(specs, label=(), by_name=True),
@@ -317,28 +330,28 @@ class _Job:
     def __init__(
         self,
         spark: SparkSession,
-        board: Board,
+        service: RunService,
         call: Call,
-        place: Place,
+        placement: Placement,
         rows: Rows | None,
         ship_modules: bool,
     ) -> None:
         self._spark = spark
-        self._profile = gpu_profile(spark, place.device)
-        self._ranks_a_task = ranks = ranks_a_task(spark, place.device)
-        self._tasks = board.world_size // ranks
+        self._profile = gpu_profile(spark, placement.device)
+        self._ranks_a_task = ranks = ranks_a_task(spark, placement.device)
+        self._tasks = service.world_size // ranks
         self._input = rows
-        self._board = board
+        self._service = service
         self._rows: list[Any] = []
         self._error: SparkDLError | None = None
         name = getattr(call.function, "__name__", getattr(call.function, "path", "a function"))
-        description = f"sparkdl: run {name} on {board.world_size} workers"
+        description = f"sparkdl: run {name} on {service.world_size} workers"
         self._jobs = RunJobs(spark.sparkContext, description)
         # The call is pickled by itself: what it imports may be missing on a worker, which is
         # the user's to see.
         feeding = None if rows is None else rows.feeding
         names: set[str] = set()
-        payload = cloudpickle.dumps((place, feeding, pickled(call, names)))
+        payload = cloudpickle.dumps((placement, feeding, pickled(call, names)))
         shipment = None
         if ship_modules:
             script = call.function if isinstance(call.function, Script) else None
@@ -347,7 +360,7 @@ class _Job:
             shipment = ship(names, spark.sparkContext, first)
         self._task = rank_task(
             "sparkdl.spark.functions.task:run_function_task",
-            (payload, astuple(board.address)),
+            (payload, astuple(service.address)),
             ranks,
             shipment,
             apart=True,
@@ -377,7 +390,12 @@ class _Job:
             self._thread.join(JOB_END_S)
 
     def explained(self, error: SparkDLError) -> SparkDLError:
-        """An error that ended the run, with what Spark knows of a worker that is lost."""
+        """An error that ended the run, with what Spark knows of lost workers and of rows."""
+        if isinstance(error, DataError) and self._input is not None:
+            workers, seed = self._input.workers, self._input.feeding.seed
+            if names_others(str(error), workers):
+                error.args = (with_original_places(str(error), workers, seed, self._jobs),)
+            return error
         if not isinstance(error, WorkerLostError) or error is self._error:
             return error
         if end := end_of_a_rank(str(self._error)):
@@ -410,58 +428,58 @@ class _Job:
                 self._rows = run_on_rows(workers, seed, self._task, OUTPUT_DDL, barrier=True)
                 if not self._rows:
                     # Spark starts no task for what it finds to be empty while it plans.
-                    self._board.fail(DataError(NO_ROWS))
-            self._board.fail(
+                    self._service.fail(DataError(NO_ROWS))
+            self._service.fail(
                 TrainingError("the Spark job ended before its workers did: one left without a word")
             )
         except Exception as error:  # whatever ends the Spark job ends the run
             self._error = as_training_error(error)
-            self._board.fail(self._error)
+            self._service.fail(self._error)
 
 
-def _watch(board: Board, job: _Job, on_report: OnReport) -> None:
+def _watch(service: RunService, job: _Job, on_report: OnReport) -> None:
     """Show what the workers print and report until all have finished, or one has failed."""
     deadline = time.monotonic() + JOIN_S
     results_due: float | None = None
     tell_of_returned = True
     while True:
         try:
-            event = board.events.get(timeout=0.2)
+            event = service.events.get(timeout=0.2)
         except queue.Empty:
             event = None
         if isinstance(event, Lines):
             show(event.rank, event.lines, event.left_out)
         elif isinstance(event, Report):
             on_report(event.rank, event.metrics)
-        elif tell_of_returned and (behind := _left_behind(board)):
+        elif tell_of_returned and (behind := _left_behind(service)):
             logger.warning("%s", behind)
             tell_of_returned = False
-        elif board.failure is not None:
-            raise board.failure
-        elif board.finished:
+        elif service.failure is not None:
+            raise service.failure
+        elif service.all_finished:
             if job.ended:
                 return
             results_due = results_due or time.monotonic() + RESULTS_S
             if time.monotonic() > results_due:
                 raise DeadlineError(
-                    f"all {board.world_size} workers have finished, but Spark's job did not bring "
-                    f"what they returned within {RESULTS_S:g} s. Is it very large? Write it to a "
-                    "file and return its path. Spark's UI says which tasks are left"
+                    f"all {service.world_size} workers have finished, but Spark's job did not "
+                    f"bring what they returned within {RESULTS_S:g} s. Is it very large? Write it "
+                    "to a file and return its path. Spark's UI says which tasks are left"
                 )
-        elif board.missing and job.makes_rows:
+        elif service.missing and job.makes_rows:
             deadline = time.monotonic() + JOIN_S
-        elif board.missing and time.monotonic() > deadline:
+        elif service.missing and time.monotonic() > deadline:
             raise DeadlineError(
-                f"rank {', '.join(map(str, board.missing))} of {board.world_size} workers did not "
-                f"start within {JOIN_S:g} s; all have to run at once: are other jobs using the "
+                f"rank {', '.join(map(str, service.missing))} of {service.world_size} workers did "
+                f"not start within {JOIN_S:g} s; all have to run at once: are other jobs using the "
                 "cluster? An executor that cannot reach the driver says so in its log"
             )
 
 
-def _left_behind(board: Board) -> str:
+def _left_behind(service: RunService) -> str:
     """Who still runs though others have returned a while ago, and where; empty if nobody does."""
-    returned, running = board.left_behind(RETURNED_S)
-    tops = board.stacks.tops(running) if running else {}
+    returned, running = service.left_behind(RETURNED_S)
+    tops = service.stacks.tops(running) if running else {}
     if not tops:
         return ""
     where = "; ".join(f"{named([rank])} is still running, in {top}" for rank, top in tops.items())

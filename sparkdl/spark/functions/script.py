@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkdl.references import imported_names
+from sparkdl.user_code.references import imported_names
 
 logger = logging.getLogger(__name__)
 

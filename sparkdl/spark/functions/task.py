@@ -27,23 +27,24 @@ from sparkdl.collective.network import local_address
 from sparkdl.collective.rendezvous import Meeting, interface_settings, meet
 from sparkdl.errors import DataError, DisconnectedError, StoppedError
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.facts import check_facts
 from sparkdl.feed.feed import Feed, FeedOptions
-from sparkdl.lazy_compiler import defer_compiler
-from sparkdl.missing_modules import advice
+from sparkdl.feed.statistics_check import check_statistics
+from sparkdl.process.lazy_compiler import defer_compiler
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone
 from sparkdl.spark.cluster.devices import choose_device
 from sparkdl.spark.cluster.gpus import VISIBLE
-from sparkdl.spark.diagnostics.board import JOIN_S, BoardAddress, BoardClient
 from sparkdl.spark.diagnostics.output import Output
+from sparkdl.spark.diagnostics.run_client import JOIN_S, RunClient
 from sparkdl.spark.diagnostics.stacks import write_threads_on_signal
 from sparkdl.spark.functions.directory import Directory, enter
 from sparkdl.spark.functions.script import Script, run_script
 from sparkdl.spark.functions.worker import FedRows, FunctionWorker, working_as
 from sparkdl.spark.launch.assignment import Assignment
 from sparkdl.spark.rows.scratch import row_directory
-from sparkdl.tracebacks import traceback_of
+from sparkdl.transport.address import ServiceAddress
+from sparkdl.user_code.missing_modules import advice
+from sparkdl.user_code.tracebacks import traceback_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Placement:
     """Where every worker runs it.
 
     Attributes:
@@ -103,16 +104,16 @@ class Feeding:
 
 def run_function_task(
     payload: bytes,
-    address: tuple[str, int, str, str | None],
+    address: tuple[str, str, str | None],
     assigned: Assignment,
     batches: Iterator[pa.RecordBatch],
 ) -> Iterator[pa.RecordBatch]:
     """Call the user's function as one of several ranks, in a process that ends with it.
 
     Args:
-        payload: the pickled ``Place``, the ``Feeding`` or None, and, pickled by itself, the
+        payload: the pickled ``Placement``, the ``Feeding`` or None, and, pickled by itself, the
             ``Call``.
-        address: the fields of the board's ``BoardAddress``.
+        address: the fields of the run service's ``ServiceAddress``.
         assigned: the rank, its cores and its GPU.
         batches: the rank's rows; without a ``Feeding`` they say nothing.
 
@@ -127,8 +128,10 @@ def run_function_task(
     torch.set_num_threads(assigned.cores)
     result: bytes | None = None
     try:
-        with BoardClient(BoardAddress(*address), rank, JOIN_S) as board:
-            result = _report_errors(board, rank, lambda: _serve(payload, board, assigned, batches))
+        with RunClient(ServiceAddress(*address), rank, JOIN_S) as driver:
+            result = _report_errors(
+                driver, rank, lambda: _serve(payload, driver, assigned, batches)
+            )
     except DisconnectedError:
         raise  # the driver knows nothing of this worker; Spark can tell it
     except StoppedError as error:
@@ -138,33 +141,33 @@ def run_function_task(
 
 def _serve(
     payload: bytes,
-    board: BoardClient,
+    driver: RunClient,
     assigned: Assignment,
     batches: Iterator[pa.RecordBatch],
 ) -> bytes:
-    place: Place
+    placement: Placement
     feeding: Feeding | None
-    place, feeding, pickled_call = cloudpickle.loads(payload)
-    if place.tasks_are_nodes:
-        _show_gpus(assigned, place.device)
-    device = choose_device(place.device, assigned.gpu, assigned.rank)
+    placement, feeding, pickled_call = cloudpickle.loads(payload)
+    if placement.tasks_are_nodes:
+        _show_gpus(assigned, placement.device)
+    device = choose_device(placement.device, assigned.gpu, assigned.rank)
     defer_compiler()
     with (
-        _rows(feeding, batches, board, assigned.rank, device, place.network) as rows,
-        _surroundings(place, board, assigned, device, rows) as met,
-        Output(board.send_lines) as output,
-        output.capture(echo=place.echo),
+        _rows(feeding, batches, driver, assigned.rank, device, placement.network) as rows,
+        _surroundings(placement, driver, assigned, device, rows) as met,
+        Output(driver.send_lines) as output,
+        output.capture(echo=placement.echo),
     ):
-        enter(place.directory, assigned.rank, board.gather)
+        enter(placement.directory, assigned.rank, driver.gather)
         call: Call = cloudpickle.loads(pickled_call)
         _hold_groups()
         result = cloudpickle.dumps(_call(call))
         _end_program()
         leave_group()
     # Not by the end of the process: rank 0 keeps the store, which the others may still need.
-    hang_up({board.address.port, met.master[1]})
-    board.say_returned()
-    board.finish()
+    hang_up({driver.address.host_and_port[1], met.master[1]})
+    driver.say_returned()
+    driver.finish()
     return bytes(result)
 
 
@@ -172,7 +175,7 @@ def _serve(
 def _rows(
     feeding: Feeding | None,
     batches: Iterator[pa.RecordBatch],
-    board: BoardClient,
+    driver: RunClient,
     rank: int,
     device: str,
     network: Network,
@@ -192,16 +195,16 @@ def _rows(
         device=device,
         options=feeding.options,
     ) as feed:
-        facts = board.gather_facts(feed.fill(batches))
-        check_facts(facts, feeding.schema.columns)
-        feed.settle([column.longest for column in facts.columns])
+        statistics = driver.gather_statistics(feed.fill(batches))
+        check_statistics(statistics, feeding.schema.columns)
+        feed.settle([column.longest for column in statistics.columns])
         if not feeding.options.exchange_rows:
-            yield FedRows(feed, facts.shard_rows)
+            yield FedRows(feed, statistics.shard_rows)
             return
-        token, tls = board.address.token, board.address.fingerprint is not None
+        token, tls = driver.address.token, driver.address.fingerprint is not None
         with RowServer(local_address(network), token, JOIN_S, tls=tls) as row_server:
-            told = board.gather({"row_server": row_server.address})
-            everyone = Everyone(facts.shard_rows, [each.get("row_server") for each in told])
+            told = driver.gather({"row_server": row_server.address})
+            everyone = Everyone(statistics.shard_rows, [each.get("row_server") for each in told])
             exchange = RowExchange(
                 rank=rank,
                 server=row_server,
@@ -214,11 +217,11 @@ def _rows(
             )
             feed.reshuffle(1, exchange)
             # Nobody may close its server before all have what they get.
-            now = board.gather({"rows": feed.rows})
+            now = driver.gather({"rows": feed.rows})
         yield FedRows(feed, tuple(each["rows"] for each in now))
 
 
-def _report_errors(board: BoardClient, rank: int, body: Callable[[], bytes]) -> bytes | None:
+def _report_errors(driver: RunClient, rank: int, body: Callable[[], bytes]) -> bytes | None:
     try:
         return body()
     except StoppedError:
@@ -233,34 +236,34 @@ def _report_errors(board: BoardClient, rank: int, body: Callable[[], bytes]) -> 
         if isinstance(error, ModuleNotFoundError):
             what = f"{what}\n{advice(error)}"
         if isinstance(error, DataError):
-            board.report_failure(str(error), text, of_data=True)
+            driver.report_failure(str(error), text, of_data=True)
         else:
-            board.report_failure(f"{what}\n\n{text}", text, of_exchange=of_exchange)
+            driver.report_failure(f"{what}\n\n{text}", text, of_exchange=of_exchange)
         _end_program()
         return None
 
 
 @contextmanager
 def _surroundings(
-    place: Place,
-    board: BoardClient,
+    placement: Placement,
+    driver: RunClient,
     assigned: Assignment,
     device: str,
     rows: FedRows | None,
 ) -> Iterator[Meeting]:
     """The variables that torchrun sets, a store behind them, and ``current_worker``."""
-    rank, network = assigned.rank, place.network
-    met = meet(rank, board.gather, device=device, network=network, timeout=STORE_TIMEOUT)
+    rank, network = assigned.rank, placement.network
+    met = meet(rank, driver.gather, device=device, network=network, timeout=STORE_TIMEOUT)
     settings = {
         **_torchrun_variables(met),
-        **(_variables_of_task(assigned, met) if place.tasks_are_nodes else {}),
+        **(_variables_of_task(assigned, met) if placement.tasks_are_nodes else {}),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(assigned.cores)),
         **interface_settings(torch.device(device), met.address),
     }
     if device == "cpu":
         # As accelerate's own launcher does: without it each rank would silently train alone.
         settings["ACCELERATE_USE_CPU"] = os.environ.get("ACCELERATE_USE_CPU", "true")
-    worker = FunctionWorker(met, device, board, rows, gpu=assigned.gpu)
+    worker = FunctionWorker(met, device, driver, rows, gpu=assigned.gpu)
     os.environ.update(settings)
     with working_as(worker):
         yield met

@@ -11,7 +11,7 @@ from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.diagnostics.console import echoes
 from sparkdl.spark.functions.directory import Directory
 from sparkdl.spark.functions.run import function_of, run_call
-from sparkdl.spark.functions.task import Call, Place
+from sparkdl.spark.functions.task import Call, Placement
 
 
 class TorchDistributor(pyspark_distributor.TorchDistributor):
@@ -44,11 +44,11 @@ class TorchDistributor(pyspark_distributor.TorchDistributor):
             return super().run(train_object, *args, **kwargs)
         self._check_encryption()
         call = Call(function_of(train_object, kwargs, "train_object"), args, kwargs)
-        place = Place(
+        placement = Placement(
             network=network_of(self.spark),
             directory=Directory.of_driver(None),
             device="cuda" if self.use_gpu else "cpu",
             echo=echoes(self.spark),
             tasks_are_nodes=True,
         )
-        return run_call(self.spark, call, place, self.num_processes, name="num_processes")[0]
+        return run_call(self.spark, call, placement, self.num_processes, name="num_processes")[0]

@@ -26,7 +26,7 @@ from sparkdl.collective.rendezvous import Meeting
 from sparkdl.errors import ConfigError
 from sparkdl.feed.feed import Feed
 from sparkdl.feed.shuffle import even_sizes
-from sparkdl.spark.diagnostics.board import BoardClient
+from sparkdl.spark.diagnostics.run_client import RunClient
 from sparkdl.spark.storage.driver_files import open_through
 from sparkdl.spark.storage.hadoop_files import open_hadoop
 
@@ -63,7 +63,7 @@ class FunctionWorker:
         self,
         met: Meeting,
         device: str,
-        board: BoardClient,
+        driver: RunClient,
         rows: FedRows | None = None,
         *,
         gpu: str | None = None,
@@ -74,7 +74,7 @@ class FunctionWorker:
         self.local_world_size = met.local_world_size
         self.device = device
         self.gpu = gpu
-        self._board = board
+        self._driver = driver
         self._rows = rows
         self._epochs = itertools.count(1)
         self._share = 1 / met.world_size
@@ -150,7 +150,7 @@ class FunctionWorker:
             }
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(f"report takes numbers, got {metrics!r}: {error}") from error
-        self._board.send_report(numbers)
+        self._driver.send_report(numbers)
 
     def save_checkpoint(self, path: str, state: Mapping[str, Any], *, keep_last: int = 2) -> None:
         """Save rank 0's state, all of it or nothing; every worker has to call this.
@@ -172,10 +172,10 @@ class FunctionWorker:
         """
         if self.rank == 0:
             save_state(self._store(path, keep_last), state)
-        self._board.gather({})
+        self._driver.gather({})
 
     def _load(self, path: str) -> dict[str, Any] | None:
-        return load_state(path, open_elsewhere=open_through(self._board.ask_for_files))
+        return load_state(path, open_elsewhere=open_through(self._driver.ask_for_files))
 
     def close(self) -> None:
         """Let others save where this worker has saved checkpoints."""
@@ -183,7 +183,7 @@ class FunctionWorker:
 
     def _store(self, path: str, keep_last: int) -> CheckpointStore:
         if path not in self._stores:
-            opens = open_through(self._board.ask_for_files)
+            opens = open_through(self._driver.ask_for_files)
             store = CheckpointStore(path, keep_last=keep_last, open_elsewhere=opens)
             self._held.enter_context(store.held())
             self._stores[path] = store

@@ -10,6 +10,7 @@ import cloudpickle
 import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql import DataFrame
+from torch import Tensor
 
 from sparkdl.errors import DataError
 from sparkdl.events import MetricValue
@@ -36,12 +37,14 @@ class Evaluation:
         metrics: a pickled ``Metrics``.
         features: the tensors that the model takes.
         labels: those that the metrics take.
+        weight: what the column becomes that says how much each row counts; None without one.
     """
 
     predictor: Predictor
     metrics: bytes
     features: Sequence[ColumnSpec]
     labels: Labels
+    weight: ColumnSpec | None = None
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Count in a Spark task; gives one row if there is one."""
@@ -53,15 +56,28 @@ class Evaluation:
                 rows += batch.num_rows
                 columns = unpacked(batch).columns
                 features = tensors_of(columns[:count], self.features)
+                weights = None if self.weight is None else _weights(columns.pop(), self.weight)
                 labels = self.labels.tensors(columns[count:])
                 most = self.predictor.manner.batch_rows
                 for start, outputs in run.outputs(features, self.features):
-                    counted.update(outputs, self.labels.targets(labels, start, most, run.device))
+                    targets = self.labels.targets(labels, start, most, run.device)
+                    cut = None if weights is None else weights[start : start + most].to(run.device)
+                    counted.update(outputs, targets, cut)
             states = counted.states()
         if rows:
             context = TaskContext.get()
             assert context is not None
             yield _row(context.partitionId(), states, rows)
+
+
+def _weights(column: pa.Array, spec: ColumnSpec) -> Tensor:
+    """How much each row counts, shape (n,), float32."""
+    (weights,) = tensors_of([column], [spec])
+    assert isinstance(weights, Tensor)
+    wrong = weights[~(weights >= 0) | weights.isinf()]
+    if len(wrong):
+        raise DataError(f"weight column '{spec.name}' holds {wrong[0]:g}; weights are numbers >= 0")
+    return weights
 
 
 def _row(partition: int, states: bytes, rows: int) -> pa.RecordBatch:
@@ -85,7 +101,7 @@ def evaluate(
         evaluation: what to count.
         metrics: the same, to be computed here.
         dataset: the rows.
-        columns: the features' columns, then the labels'.
+        columns: the features' columns, then the labels', then the weights' if there is one.
 
     Raises:
         DataError: there is no row.

@@ -18,13 +18,13 @@ from sparkdl.feed.decode import tensors_of
 from sparkdl.feed.lengths import order_by_length
 from sparkdl.feed.ragged import Column, Ragged, cut, picked
 from sparkdl.outputs import OutputKey, pick
+from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import forward
 from sparkdl.spark.cluster.devices import choose_device
 from sparkdl.spark.inference.scores import Score
 from sparkdl.spark.inference.shared_model import SharedModel, loaded
 from sparkdl.spark.launch.assignment import first_gpu
-from sparkdl.torch_settings import TorchSettings
 
 OutputFunction = Callable[[Tensor], Tensor]
 """From one of a model's outputs to predictions."""
@@ -55,12 +55,14 @@ class Manner:
         batch_rows: rows that go through the model at once, at most.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: of the model's floating-point parameters and features; None for those that they have.
+        compiled: whether by ``torch.compile``.
         double: whether predictions become float64, else float32.
     """
 
     batch_rows: int
     device: str
     dtype: torch.dtype | None
+    compiled: bool
     double: bool
 
 
@@ -145,7 +147,13 @@ class Predictor:
         assert context is not None
         torch.set_num_threads(context.cpus())
         device = choose_device(self.manner.device, first_gpu(context), context.partitionId())
-        model = loaded(self.model, device, self.manner.dtype, self.settings)
+        model = loaded(
+            self.model,
+            device,
+            self.manner.dtype,
+            self.settings,
+            compiled=self.manner.compiled,
+        )
         # Not in inference mode, in which a model cannot differentiate even within enable_grad.
         with model as module, self.settings.hold(), torch.no_grad():
             yield Running(self, module, device)

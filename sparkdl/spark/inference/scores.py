@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sparkdl.errors import DataError, ModelError
 from sparkdl.feed.decode import tensors_of
-from sparkdl.losses import loss_of_rows
 from sparkdl.protocols import ColumnSpec, LossFunction, Targets
 from sparkdl.replica import align_targets
+from sparkdl.replica.losses import loss_of_rows
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import types
 from collections.abc import Iterable, Iterator
@@ -15,11 +16,11 @@ from pyspark import Broadcast, SparkContext
 from torch import nn
 
 from sparkdl.checkpoint.portable import pickled_module
-from sparkdl.missing_modules import advice
+from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.spark.modules.arrival import arrive, importable
 from sparkdl.spark.modules.shipment import Shipment
 from sparkdl.spark.modules.shipping import ship
-from sparkdl.torch_settings import TorchSettings
+from sparkdl.user_code.missing_modules import advice
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class ModelSharing:
 class _Loaded(NamedTuple):
     """A model in this Python process, which Spark uses again, with what it has imported."""
 
-    key: tuple[str, str, torch.dtype | None]
+    key: tuple[str, str, torch.dtype | None, bool]
     module: nn.Module
     imported: dict[str, types.ModuleType]
 
@@ -94,7 +95,12 @@ _last: _Loaded | None = None
 
 @contextmanager
 def loaded(
-    model: SharedModel, device: str, dtype: torch.dtype | None, settings: TorchSettings
+    model: SharedModel,
+    device: str,
+    dtype: torch.dtype | None,
+    settings: TorchSettings,
+    *,
+    compiled: bool,
 ) -> Iterator[nn.Module]:
     """The module, unpickled once in this process for all of its tasks; in evaluation mode.
 
@@ -103,18 +109,37 @@ def loaded(
         device: where it is to be.
         dtype: of its floating-point parameters and buffers; None for those that they have.
         settings: torch's in the driver, for a module that has to be built again.
+        compiled: whether by ``torch.compile``, for batches of any size at once: pieces of files
+            are of many.
     """
     global _last
-    key = (model.key, device, dtype)
-    imported = _last.imported if _last is not None and _last.key == key else {}
+    key = (model.key, device, dtype, compiled)
+    known = _last is not None and _last.key == key
+    imported = _last.imported if _last is not None and known else {}
     with importable(arrive(model.shipment), imported):
         try:
-            if _last is None or _last.key != key:
+            if _last is None or not known:
+                gc.unfreeze()
                 _last = None  # never two of them
                 with settings.hold():
                     module: nn.Module = cloudpickle.loads(model.pickled.value)
-                    _last = _Loaded(key, module.to(device=device, dtype=dtype).eval(), imported)
+                    module = module.to(device=device, dtype=dtype).eval()
+                    if compiled:
+                        module.compile(dynamic=True)
+                    _last = _Loaded(key, module, imported)
             yield _last.module
         except ModuleNotFoundError as error:
             error.add_note(advice(error))
             raise
+        finally:
+            if not known:
+                _spare_collections()
+
+
+def _spare_collections() -> None:
+    """Have garbage collections pass over what is there to stay: torch, and what a model imports.
+
+    Spark collects after every task of a process that it uses again, which took 0.15 s each time.
+    """
+    gc.collect()
+    gc.freeze()

@@ -1,7 +1,7 @@
 """The process from which ranks are forked: it has imported what they need, and runs nothing itself.
 
     task's process (``forked.py``)       this process                      a rank's process
-    one byte, a line and a lease ----->  fork  ------------------------->  serves the line
+    one byte, a channel and a lease -->  fork  ------------------------->  serves the channel
                                 <------  on the lease: its number
     the lease closed            ------>  SIGKILL  ---------------------->
                                 <------  on the lease: how it has ended
@@ -38,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Import, say so, and fork until the host has gone; who is forked serves its line."""
+    """Import, say so, and fork until the host has gone; who is forked serves its channel."""
     told = json.loads(sys.argv[1])
     del sys.argv[1:]  # nothing of the user's
     _end_with(told["host"], signal.SIGTERM)
@@ -46,8 +46,8 @@ def main() -> None:
         control.set_inheritable(False)
         refusal = _prepare(told["preload"], told["versions"])
         control.sendall(json.dumps(refusal).encode() + b"\n")
-        line = _Server(control).fork_on_request()
-    serve(line)
+        channel = _Server(control).fork_on_request()
+    serve(channel)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -83,7 +83,7 @@ class _Server:
         os.set_blocking(self._waker, False)
 
     def fork_on_request(self) -> socket.socket:
-        """Serve the host; returns in each process that is forked, and there only: its line."""
+        """Serve the host; returns in each process that is forked, and there only: its channel."""
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: self._end())
@@ -99,15 +99,15 @@ class _Server:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._woken, 4096)
                 self._reap()
-            if self._control.fileno() in ready and (line := self._fork()) is not None:
-                return line
+            if self._control.fileno() in ready and (channel := self._fork()) is not None:
+                return channel
 
     def _fork(self) -> socket.socket | None:
-        """Fork as the host asks; returns the line in the new process."""
+        """Fork as the host asks; returns the channel in the new process."""
         asked, descriptors, _, _ = socket.recv_fds(self._control, 1, 2)
         if not asked:
             self._end()
-        line, lease = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+        channel, lease = (socket.socket(fileno=descriptor) for descriptor in descriptors)
         try:
             process = os.fork()
         except OSError as error:
@@ -115,8 +115,8 @@ class _Server:
         if process == 0:
             self._become_a_rank()
             lease.close()
-            return line
-        line.close()
+            return channel
+        channel.close()
         with contextlib.suppress(OSError):  # the host has gone; its end is noticed next
             lease.sendall(TELLS.pack(process))
         if process > 0:

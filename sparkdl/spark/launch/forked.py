@@ -75,11 +75,11 @@ class ForkServer:
         """Whether it can fork."""
         return self._process.poll() is None
 
-    def fork(self, line: socket.socket) -> ForkedProcess:
-        """Fork a process that serves a line; see ``rank_process``.
+    def fork(self, channel: socket.socket) -> ForkedProcess:
+        """Fork a process that serves a channel; see ``rank_process``.
 
         Args:
-            line: its end, which the caller may close.
+            channel: its end, which the caller may close.
 
         Raises:
             TrainingError: the system refuses, or the server has ended.
@@ -87,7 +87,7 @@ class ForkServer:
         lease, theirs = socket.socketpair()
         with theirs:
             try:
-                socket.send_fds(self._control, [b"F"], [line.fileno(), theirs.fileno()])
+                socket.send_fds(self._control, [b"F"], [channel.fileno(), theirs.fileno()])
             except OSError as error:
                 lease.close()
                 raise TrainingError(f"the process from which ranks are forked: {error}") from error

@@ -24,13 +24,11 @@ from sparkdl.errors import (
     TrainingError,
     WorkerLostError,
 )
-from sparkdl.feed.facts import NO_ROWS
-from sparkdl.references import pickled
+from sparkdl.feed.statistics_check import NO_ROWS
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.cluster.slots import require_free_slots
-from sparkdl.spark.diagnostics.board import BoardAddress
-from sparkdl.spark.diagnostics.console import Console, driver_hosts, echoes
+from sparkdl.spark.diagnostics.console import Console, echoes
 from sparkdl.spark.diagnostics.task_failures import is_loss, memory_advice, with_sparks_reason
 from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.spark.launch import bootstrap
@@ -45,6 +43,7 @@ from sparkdl.spark.launch.worker_rows import (
 from sparkdl.spark.modules.shipment import Shipment
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
+from sparkdl.user_code.references import pickled
 from sparkdl.version import __version__
 from sparkdl.worker import Job
 
@@ -59,6 +58,13 @@ _NEEDED_BY_PYSPARK = re.compile(
     r"No module named '(?:pyarrow|pandas|numpy)'|(?:PyArrow|Pandas) >= [\d.]+ must be installed"
 )
 """Missing before our own code could look."""
+
+_NO_PYTHON = re.compile(
+    r'Cannot run program "(?P<path>[^"]+)": error=\d+, (?P<why>[^\n]+)\n'
+    r"(?:\s+at java[^\n]*\n)*\s+at org\.apache\.spark\.api\.python\.PythonWorkerFactory"
+)
+"""How a task ends whose executor finds no interpreter to start."""
+_PLACE = re.compile(r"\((\S+) executor \w+\)")
 
 _UNREACHABLE = re.compile(
     rf"{DisconnectedError.__module__}\.{DisconnectedError.__qualname__}: (rank \d+ cannot reach .*)"
@@ -83,21 +89,15 @@ def launch(workers: Workers, job: Job) -> Launch:
     @contextmanager
     def start(averager: Averager) -> Iterator[None]:
         with (
-            Console(*driver_hosts(spark), tls=job.tls) as console,
-            run_workers(averager, console.address),
+            Console(averager.service) as console,
+            run_workers(averager),
             watched(averager, console.stacks, context, jobs, workers.num_tasks),
         ):
             yield
 
     @contextmanager
-    def run_workers(averager: Averager, console: BoardAddress) -> Iterator[None]:
-        arguments = (
-            payload,
-            astuple(averager.address),
-            workers.device,
-            astuple(console),
-            echoes(spark),
-        )
+    def run_workers(averager: Averager) -> Iterator[None]:
+        arguments = (payload, astuple(averager.address), workers.device, echoes(spark))
         task = rank_task(
             "sparkdl.spark.launch.task:run_worker_task", arguments, workers.ranks_a_task, shipment
         )
@@ -192,6 +192,9 @@ def as_training_error(error: Exception) -> SparkDLError:
             f"driver's Python is {sys.executable}: point PYSPARK_PYTHON at one like it before the "
             "session is made (sparkdl.create_session does), or install the driver's packages there"
         )
+    if absent := _NO_PYTHON.search(text):
+        place = _PLACE.search(text)
+        return SetupError(_no_python(absent["path"], absent["why"], place and place[1]))
     if unreachable := _UNREACHABLE.search(text):
         return TrainingError(
             f"{unreachable[1].strip()}. Executors have to reach the driver on a port that it "
@@ -203,3 +206,19 @@ def as_training_error(error: Exception) -> SparkDLError:
         advice = memory_advice(text)
         return WorkerLostError(f"{message}\n{advice}" if advice else message)
     return TrainingError(message)
+
+
+def _no_python(path: str, why: str, host: str | None) -> str:
+    where = "an executor" if host is None else f"the executor on {host}"
+    told = f"{where} cannot start the Python that PYSPARK_PYTHON names, {path}: {why}. "
+    if "/" not in path:
+        return told + "It is not on the PATH there: set PYSPARK_PYTHON to a whole path"
+    if path.startswith("/"):
+        return told + "Install it on every host, or set PYSPARK_PYTHON to a path that all have"
+    folder, _, rest = path.removeprefix("./").partition("/")
+    return told + (
+        "The path is relative, so spark.archives has to bring it: does that setting end in "
+        f"#{folder}, and does the archive have {rest}? If so, it may link to a Python that the "
+        "host lacks: venv-pack packs a link to the one that the environment was made with, which "
+        "every host then needs at the same path; conda-pack packs Python itself"
+    )

@@ -62,7 +62,7 @@ def host_ranks(
 
     Args:
         calls: what each does; the ranks of one task in their order.
-        batches: the task's rows, dealt to the ranks by ``shares``.
+        batches: the task's rows, distributed to the ranks by ``shares``.
         server: forks their processes.
 
     Yields:
@@ -70,12 +70,12 @@ def host_ranks(
 
     Raises:
         WorkerLostError: a process ended without an answer; the others are ended too, because the
-            task has to read its rows anew.
+            task has to read its rows again.
         TrainingError: a function raised; the message has its traceback.
     """
     with ExitStack() as stack:
         ranks = [stack.enter_context(_Rank(call, server)) for call in calls]
-        _deal(batches, ranks)
+        _distribute(batches, ranks)
         _collect(ranks)
     for rank in ranks:
         yield from rank.answer or ()
@@ -108,10 +108,10 @@ class _Rank:
     def __init__(self, call: RankCall, server: ForkServer) -> None:
         self.answer: list[pa.RecordBatch] | None = None
         self._call = call
-        self.line, theirs = socket.socketpair()
+        self.channel, theirs = socket.socketpair()
         with theirs:
             self._process = server.fork(theirs)
-        self._input, self._output = self.line.makefile("wb"), self.line.makefile("rb")
+        self._input, self._output = self.channel.makefile("wb"), self.channel.makefile("rb")
         self._rows: pa.RecordBatchStreamWriter | None = None
 
     def __enter__(self) -> _Rank:
@@ -123,9 +123,9 @@ class _Rank:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Before its line is closed, which it would take for the end of its rows.
+        # Before its channel is closed, which it would take for the end of its rows.
         self._process.__exit__(kind, error, traceback)
-        for each in (self._output, self.line):
+        for each in (self._output, self.channel):
             each.close()
         with contextlib.suppress(OSError):  # what it did not read
             self._input.close()
@@ -203,7 +203,7 @@ class _Rank:
             self.receive()
 
 
-def _deal(batches: Iterable[pa.RecordBatch], ranks: Sequence[_Rank]) -> None:
+def _distribute(batches: Iterable[pa.RecordBatch], ranks: Sequence[_Rank]) -> None:
     for rank in ranks:
         rank.call()
     before = 0
@@ -218,15 +218,15 @@ def _deal(batches: Iterable[pa.RecordBatch], ranks: Sequence[_Rank]) -> None:
 
 
 def _collect(ranks: Sequence[_Rank]) -> None:
-    lines = {rank.line: rank for rank in ranks if rank.answer is None}
-    leases = {rank.lease: rank for rank in lines.values()}
-    while lines:
-        ready = multiprocessing.connection.wait([*lines, *leases])
+    channels = {rank.channel: rank for rank in ranks if rank.answer is None}
+    leases = {rank.lease: rank for rank in channels.values()}
+    while channels:
+        ready = multiprocessing.connection.wait([*channels, *leases])
         # First: who has answered may end at once.
-        for line in [each for each in lines if each in ready]:
-            rank = lines.pop(line)
+        for channel in [each for each in channels if each in ready]:
+            rank = channels.pop(channel)
             del leases[rank.lease]
             rank.receive()
         for lease in [each for each in leases if each in ready]:
-            # A process that it has started may keep the line open after its end.
+            # A process that it has started may keep the channel open after its end.
             raise leases[lease].lost()

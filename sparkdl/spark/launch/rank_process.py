@@ -18,16 +18,16 @@ import pyarrow as pa
 from sparkdl.spark.launch.rank_host import END, ROWS
 
 
-def serve(line: socket.socket) -> None:
+def serve(channel: socket.socket) -> None:
     """Call one function, and answer with what it yields.
 
     Args:
-        line: leads to the host.
+        channel: leads to the host.
     """
     # Where they were when this process was forked, as in every other one.
     np.random.seed()
     random.seed()
-    with line, line.makefile("rb") as source, line.makefile("wb") as sink:
+    with channel, channel.makefile("rb") as source, channel.makefile("wb") as sink:
         pickle.dump(_answer(source), sink, protocol=5)
 
 

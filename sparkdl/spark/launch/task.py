@@ -8,15 +8,14 @@ import cloudpickle
 import pyarrow as pa
 
 from sparkdl.collective import Network
-from sparkdl.randomness import streams_put_back
+from sparkdl.process.randomness import streams_put_back
 from sparkdl.spark.cluster.devices import choose_device
-from sparkdl.spark.diagnostics.board import BoardAddress
-from sparkdl.spark.diagnostics.console import forwarded
+from sparkdl.spark.diagnostics.run_client import forwarded
 from sparkdl.spark.diagnostics.stacks import write_threads_on_signal
 from sparkdl.spark.launch.assignment import Assignment
 from sparkdl.spark.rows.scratch import row_directory
-from sparkdl.transport.address import AveragerAddress
-from sparkdl.worker import Job, Place, report_failure, train
+from sparkdl.transport.address import ServiceAddress
+from sparkdl.worker import Job, Placement, report_failure, train
 
 OUTPUT_SCHEMA = pa.schema([pa.field("rank", pa.int64(), nullable=False)])
 OUTPUT_DDL = "rank bigint"
@@ -26,7 +25,6 @@ def run_worker_task(
     payload: bytes,
     address: tuple[str, str, str | None],
     device: str,
-    console: tuple[str, int, str, str | None],
     echo: bool,
     assigned: Assignment,
     batches: Iterator[pa.RecordBatch],
@@ -36,9 +34,8 @@ def run_worker_task(
     Args:
         payload: the pickled ``Job``, ``Network`` and who demands that rows
             are in memory.
-        address: the fields of the ``AveragerAddress``.
+        address: the fields of the ``ServiceAddress`` of the averager and the console.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        console: the fields of the console's ``BoardAddress``.
         echo: whether what is printed is also written to this process's own streams.
         assigned: the rank, its cores and its GPU.
         batches: the rank's rows.
@@ -47,13 +44,13 @@ def run_worker_task(
         One record batch with the rank; everything else travels by the averager.
     """
     write_threads_on_signal()
-    rank, averager = assigned.rank, AveragerAddress(*address)
+    rank, averager = assigned.rank, ServiceAddress(*address)
     try:
         job: Job
         network: Network
         in_memory: str | None
         job, network, in_memory = cloudpickle.loads(payload)
-        place = Place(
+        placement = Placement(
             rank=rank,
             device=choose_device(device, assigned.gpu, rank),
             threads=assigned.cores,
@@ -66,6 +63,6 @@ def run_worker_task(
         report_failure(averager, rank, error)
     else:
         # Spark goes on to use this process for other jobs of the user's.
-        with streams_put_back(), forwarded(BoardAddress(*console), rank, echo=echo):
-            train(job, place, averager, batches)
+        with streams_put_back(), forwarded(averager, rank, echo=echo):
+            train(job, placement, averager, batches)
     yield pa.record_batch([pa.array([rank])], schema=OUTPUT_SCHEMA)

@@ -12,12 +12,13 @@ from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F
 
 from sparkdl.collective import Network
-from sparkdl.feed.facts import names_places, with_places
 from sparkdl.feed.packed import ORDER_COLUMN
+from sparkdl.feed.statistics import names_places, with_places
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.rows.columns import InputColumn, quoted
-from sparkdl.spark.rows.delivery import Delivery, Way, require_one_each
+from sparkdl.spark.rows.delivery import Delivery, Way, delivery_of, require_one_each
+from sparkdl.spark.rows.file_splits import NotSplitError, Replanned, replanned
 from sparkdl.spark.rows.groups import Grouped, NoGroupsError, grouped
 from sparkdl.spark.rows.in_files import columns_in_files, places
 from sparkdl.spark.rows.packing import packed
@@ -52,6 +53,7 @@ class Workers:
         store_in: where they keep their rows: ``disk`` or ``memory``.
         ranks_a_task: how many of them each task is; divides ``num_workers``.
         ship_modules: whether modules of the user's own are sent to them.
+        replanned: how ``frame`` has come to be the user's in other partitions, if it has.
     """
 
     frame: DataFrame
@@ -64,11 +66,42 @@ class Workers:
     store_in: str = "disk"
     ranks_a_task: int = 1
     ship_modules: bool = True
+    replanned: Replanned | None = None
 
     @property
     def num_tasks(self) -> int:
         """Tasks to run at once."""
         return self.num_workers // self.ranks_a_task
+
+
+def delivered(
+    frame: DataFrame, tasks: int, ranks_a_task: int, wish: str, at_once: str | None
+) -> tuple[Delivery, Replanned | None]:
+    """Choose the way of a DataFrame's rows, with files planned again where that avoids a shuffle.
+
+    Plans, but runs no job.
+
+    Args:
+        frame: the rows.
+        tasks: that want them.
+        ranks_a_task: how many workers each of them is.
+        wish: one of ``SHUFFLES``.
+        at_once: who needs all tasks to run at once; None if nobody does.
+
+    Returns:
+        The way, and what is to be read instead of ``frame``, if anything is.
+
+    Raises:
+        ConfigError: the rows are to stay where they are, and cannot.
+    """
+    delivery = delivery_of(known_partitions(frame), tasks, ranks_a_task, wish, at_once)
+    if delivery.way is not Way.SHUFFLED or wish == "spark":
+        return delivery, None
+    try:
+        again = replanned(frame, tasks)
+    except NotSplitError as error:
+        return replace(delivery, reason=f"{delivery.reason}; {error}"), None
+    return delivery_of(tasks, tasks, ranks_a_task, wish, at_once), again
 
 
 def worker_frame(workers: Workers, seed: int, *, barrier: bool = False) -> DataFrame:
@@ -127,8 +160,10 @@ def _with_order(workers: Workers, seed: int) -> DataFrame:
 
 def names_others(message: str, workers: Workers) -> bool:
     """Whether a message names places that are not those of the partitions that Spark has read."""
-    several = workers.delivery.way is Way.GROUPED and workers.ranks_a_task == 1
-    return several and names_places(message)
+    others = workers.delivery.way is Way.GROUPED or (
+        workers.delivery.way is Way.AS_IT_IS and workers.replanned is not None
+    )
+    return others and workers.ranks_a_task == 1 and names_places(message)
 
 
 def with_original_places(message: str, workers: Workers, seed: int, jobs: RunJobs) -> str:
@@ -146,8 +181,8 @@ def with_original_places(message: str, workers: Workers, seed: int, jobs: RunJob
     translated: list[str] = []
 
     @cache
-    def found() -> Grouped:
-        return grouped(_with_order(workers, seed), workers.num_tasks)
+    def found() -> Grouped | Replanned:
+        return workers.replanned or grouped(_with_order(workers, seed), workers.num_tasks)
 
     def translate() -> None:
         try:
@@ -172,7 +207,8 @@ def _whole_partitions(rows: DataFrame, workers: Workers, *, barrier: bool) -> Da
     tasks, exchanged = workers.num_tasks, workers.delivery.exchanged
     after = f"and exchanged among {workers.num_workers} workers" if exchanged else "and stay there"
     if workers.delivery.way is Way.AS_IT_IS:
-        logger.info("rows: %d partitions are read by as many tasks, %s", tasks, after)
+        again = "" if workers.replanned is None else ", planned again,"
+        logger.info("rows: %d partitions%s are read by as many tasks, %s", tasks, again, after)
         return rows
     found = grouped(rows, tasks)
     sizes = list(map(len, found.members))

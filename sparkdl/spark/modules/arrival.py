@@ -1,8 +1,8 @@
 """Modules of the user's own on an executor: importable for one task, and nothing left of it after.
 
 Spark's Python processes are used again, by other programs too. So a task takes out what was
-imported under the same names before, and puts it back when it ends; the next task imports anew what
-may have been edited since. Where all files lie on this host as on the driver, in local mode or on a
+imported under the same names before, and puts it back when it ends; the next task imports what may
+have been edited since. Where all files lie on this host as on the driver, in local mode or on a
 shared file system, they are imported from there, with whatever lies beside them. Elsewhere they are
 unpacked, once on each executor, into a folder that only this user may enter.
 """
@@ -27,9 +27,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from sparkdl.errors import SetupError
-from sparkdl.missing_modules import left_behind
 from sparkdl.spark.modules.shipment import Shipment, is_plain
 from sparkdl.spark.rows.scratch import row_directory
+from sparkdl.user_code.missing_modules import left_behind
 
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EPERM, errno.EACCES)
 """How the system says that something is already where a folder is to be."""
@@ -84,7 +84,7 @@ def importable(arrived: Arrived, kept: dict[str, types.ModuleType] | None = None
     Args:
         arrived: the modules.
         kept: of those that another block has imported; replaced by what there is at the end. None
-            to import all anew.
+            to import all again.
     """
     if not arrived.places:
         with left_behind(dict(arrived.left_out)):

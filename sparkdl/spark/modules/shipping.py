@@ -15,11 +15,11 @@ from pathlib import PurePosixPath
 
 from pyspark import Broadcast, SparkContext, SparkFiles
 
-from sparkdl.missing_modules import HOW_OTHERS_TRAVEL
 from sparkdl.spark.modules.bundle import Bundle, collect
 from sparkdl.spark.modules.shipment import Shipment, Shipped
 from sparkdl.spark.modules.texts import Texts
 from sparkdl.spark.modules.units import Finder
+from sparkdl.user_code.missing_modules import HOW_OTHERS_TRAVEL
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The files of a unit, with the text of each module as the driver has imported it.
 
 Python runs the text that a module had when it was imported, whatever its file says since. So the
-text of a module is kept from the first time that it was sent until the module is imported anew:
+text of a module is kept from the first time that it was sent until the module is imported again:
 a file that is edited, or replaced by a deployment, while the driver runs changes nothing under way.
 """
 
@@ -18,8 +18,8 @@ from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, SourceFileLoader
 from pathlib import Path, PurePosixPath
 
 from sparkdl.errors import ConfigError
-from sparkdl.references import imported_names, nested_code
 from sparkdl.spark.modules.units import CannotTravelError, Unit, spec_of
+from sparkdl.user_code.references import imported_names, nested_code
 
 logger = logging.getLogger(__name__)
 

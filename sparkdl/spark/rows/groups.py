@@ -104,7 +104,7 @@ def _grouped(frame: DataFrame, groups: int) -> Grouped:
     if partitions < groups:
         parts.append(context._jsc.parallelize([], groups - partitions).rdd())
     elif partitions > groups:
-        members = dealt(_costs(original, partitions, spark), groups)
+        members = balanced(_costs(original, partitions, spark), groups)
         nothing = jvm.scala.Option.apply(None)
         parts = [
             _pruned(original, numbers, spark).coalesce(1, False, nothing, None)
@@ -129,8 +129,8 @@ def _frame_of(rows: Any, like: DataFrame) -> DataFrame:
     return DataFrame(spark._jsparkSession.internalCreateDataFrame(rows, schema, False), spark)
 
 
-def dealt(sizes: Sequence[int], groups: int) -> list[list[int]]:
-    """Deal numbers to groups of about the same size: the largest first, to the smallest group.
+def balanced(sizes: Sequence[int], groups: int) -> list[list[int]]:
+    """Assign numbers to groups of about the same size: the largest first, to the smallest group.
 
     Args:
         sizes: of each number, at least as many as groups.
@@ -140,7 +140,7 @@ def dealt(sizes: Sequence[int], groups: int) -> list[list[int]]:
         The numbers of each group, ascending.
     """
     chosen: list[list[int]] = [[] for _ in range(groups)]
-    # Of groups of the same size that with the fewest comes first: empty ones are dealt out too.
+    # Of groups of the same size that with the fewest comes first: empty ones get some too.
     smallest = [(0, 0, group) for group in range(groups)]
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         size, count, group = heapq.heappop(smallest)
@@ -152,7 +152,7 @@ def dealt(sizes: Sequence[int], groups: int) -> list[list[int]]:
 def _costs(rows: Any, partitions: int, spark: SparkSession) -> list[int]:
     """What reading each partition costs, as Spark estimates it; less by number where it does not.
 
-    Numbers that fall deal out pairs of the same sum: the first and the last to one of two groups.
+    Falling numbers make pairs of the same sum: the first and the last to one of two groups.
     """
     unknown = list(range(2 * partitions, partitions, -1))
     if partitions > MOST_SIZES:

@@ -42,10 +42,13 @@ def columns_in_files(frame: DataFrame, names: Mapping[str, str]) -> dict[str, Fi
     }
     if not wide:
         return {}
-    plan = frame._jdf.queryExecution().analyzed()
+    execution = frame._jdf.queryExecution()
+    plan = execution.analyzed()
     relation = _scan_of(plan)
     if relation is None or not _is_plain(relation.relation(), frame):
         return {}
+    if _scan_of(execution.withCachedData()) is None:
+        return {}  # what was cached stays as it was, whatever becomes of the files
     if _METADATA not in {each.name() for each in _items(plan.metadataOutput())}:
         return {}  # a view hides it, or it has a column of the user's of that name
     partitioned = set(relation.relation().partitionSchema().fieldNames())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: of the command line.
 
     Raises:
-        SetupError: there is no Java, or it writes no archive.
+        SetupError: there is no Java, or it writes no archive in time.
     """
     parser = argparse.ArgumentParser(prog="sparkdl-prepare", description=__doc__)
     parser.parse_args(arguments)
@@ -57,7 +58,7 @@ def write_class_archive(path: Path) -> None:
         path: the archive; replaced once the new one is whole.
 
     Raises:
-        SetupError: Java wrote none.
+        SetupError: Java wrote none in time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -73,7 +74,11 @@ def write_class_archive(path: Path) -> None:
 
 
 def _run_job(archive: Path, rows: Path) -> int:
-    """Use of Spark what a fit uses, all in the driver's JVM; return how that ended."""
+    """Use of Spark what a fit uses, all in the driver's JVM; return how that ended.
+
+    Raises:
+        SetupError: it did not end.
+    """
     options = f"-XX:ArchiveClassesAtExit={archive} -Xlog:disable -Xlog:all=error:stderr"
     spark = create_session(
         "sparkdl-prepare",
@@ -82,12 +87,22 @@ def _run_job(archive: Path, rows: Path) -> int:
     )
     gateway = spark.sparkContext._gateway
     assert gateway is not None  # of a session that this process created
+    java = gateway.proc
     try:
-        _use(spark, str(rows))
+        try:
+            _use(spark, str(rows))
+        finally:
+            spark.stop()
+        java.stdin.close()  # by which pyspark's JVM knows that it is no longer needed
+        return int(java.wait(DEADLINE_S))
+    except subprocess.TimeoutExpired as error:
+        raise SetupError(
+            f"Java was still writing the class archive {DEADLINE_S:g} s after its job, and was "
+            f"ended. Is this machine busy, or {archive.parent} on a slow disk?"
+        ) from error
     finally:
-        spark.stop()
-        gateway.proc.stdin.close()  # by which pyspark's JVM knows that it is no longer needed
-    return int(gateway.proc.wait(DEADLINE_S))
+        java.kill()
+        java.wait()
 
 
 def _use(spark: SparkSession, path: str) -> None:

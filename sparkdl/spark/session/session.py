@@ -7,7 +7,11 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from py4j.protocol import Py4JJavaError
+from pyspark import SparkConf
+from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.errors import ConfigError, SetupError
@@ -34,6 +38,14 @@ DEFAULTS = {
     "spark.sql.execution.arrow.pyspark.enabled": "true",
 }
 
+SENT_FILES = {
+    "spark.archives": "--archives",
+    "spark.files": "--files",
+    "spark.jars": "--jars",
+    "spark.submit.pyFiles": "--py-files",
+}
+"""Settings that list files which a session sends to its executors, and their options."""
+
 
 def create_session(
     app_name: str = "sparkdl",
@@ -51,7 +63,7 @@ def create_session(
         conf: further Spark settings; they win over the defaults made here.
 
     Raises:
-        SetupError: there is no Java.
+        SetupError: there is no Java, or a file that a setting tells Spark to send is not there.
     """
     java = find_java()
     # Without it executors start whatever `python3` is on their PATH.
@@ -62,9 +74,43 @@ def create_session(
     settings = dict(DEFAULTS)
     for key, option in archive_settings(java, master).items():
         settings[key] += f" {option}"
-    for key, value in {**settings, **(conf or {})}.items():
+    settings |= conf or {}
+    for key, value in settings.items():
         builder = builder.config(key, value)
-    return builder.getOrCreate()
+    try:
+        return builder.getOrCreate()
+    except Py4JJavaError as error:
+        told = str(error.java_exception)
+        # spark-submit's own options are among the defaults of a SparkConf.
+        if missing := _unreadable_file(told, dict(SparkConf().getAll()) | settings):
+            raise SetupError(missing) from error
+        raise
+
+
+def _unreadable_file(told: str, settings: Mapping[str, str]) -> str | None:
+    """Which file to send Spark failed for, in words; None if it failed for something else."""
+    for key, option in SENT_FILES.items():
+        for uri in filter(None, settings.get(key, "").split(",")):
+            path = urlsplit(uri.strip()).path
+            if path and path in told:
+                return (
+                    f"Spark cannot send {path} to the executors: {told}. {key} ({option} of "
+                    "spark-submit) names it. Make the file, or correct the path: it is one of this "
+                    f"machine, relative to {Path.cwd()}, unless it begins with a scheme such as "
+                    "hdfs:// or s3a://"
+                )
+    return None
+
+
+def current_session() -> SparkSession | None:
+    """The thread's own session, else the application's; None if there is none.
+
+    A thread that Python has started has none of its own.
+    """
+    try:
+        return SparkSession.active()
+    except PySparkRuntimeError:
+        return None
 
 
 def require_classic_session(owner: DataFrame | SparkSession) -> None:

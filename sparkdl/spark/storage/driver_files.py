@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import io
 import itertools
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,6 +45,7 @@ class DriverFiles:
         self._opened: dict[str, tuple[fs.FileSystem, str]] = {}
         self._streams: dict[int, pa.NativeFile] = {}
         self._numbers = itertools.count()
+        self._lock = threading.Lock()  # it may be closed while a request is answered
 
     def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Do what a worker asks for; returns the header that tells it.
@@ -52,15 +54,17 @@ class DriverFiles:
             LookupError, TypeError, ValueError: it asks for what no worker asks for.
         """
         try:
-            return {"done": self._do(asked["do"], asked)}
+            with self._lock:
+                return {"done": self._do(asked["do"], asked)}
         except (OSError, pa.ArrowException) as error:
             return {"refused": str(error)}
 
     def close(self) -> None:
         """Close what the worker has left open; a file that is half written has no name yet."""
-        for stream in self._streams.values():
-            stream.close()
-        self._streams.clear()
+        with self._lock:
+            for stream in self._streams.values():
+                stream.close()
+            self._streams.clear()
 
     def _do(self, deed: str, asked: Mapping[str, Any]) -> Any:
         if deed == "open":

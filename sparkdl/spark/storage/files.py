@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
+from urllib.parse import urlparse
 
 from py4j.protocol import Py4JError
+from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 from sparkdl.checkpoint.local_files import ASIDE, put_directory, whole_directory
@@ -107,8 +108,7 @@ def _exists(path: str) -> ConfigError:
 
 def _qualify(path: str) -> str:
     """The path with its scheme: on Spark's default file system if there is a session."""
-    session = SparkSession.getActiveSession()
-    if session is None:
+    if SparkContext._active_spark_context is None:  # a thread of Python's has no active session
         if urlparse(path).scheme not in ("", "file"):
             raise ConfigError(f"{path} is not a local path; create a Spark session first")
         return path
@@ -117,8 +117,15 @@ def _qualify(path: str) -> str:
 
 
 def _local_path(target: str) -> Path | None:
-    parsed = urlparse(target)
-    return Path(unquote(parsed.path)) if parsed.scheme in ("", "file") else None
+    """Where a path is on this machine; None if elsewhere.
+
+    Hadoop's paths are no URIs: ``#``, ``?`` and ``%20`` behind the scheme are only characters.
+    """
+    if target.startswith("file://"):
+        return Path("/" + target.removeprefix("file://").partition("/")[2])
+    if target.startswith("file:"):
+        return Path(target.removeprefix("file:"))
+    return None if urlparse(target).scheme else Path(target)
 
 
 def hadoop_files(path: str) -> tuple[Any, Any]:

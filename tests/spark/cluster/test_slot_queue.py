@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from sparkdl.spark.cluster.slot_queue import SlotQueue, in_turn
+from sparkdl.spark.cluster.slot_queue import SlotQueue, queued
 
 DEADLINE_S = 10.0
 
@@ -17,34 +17,34 @@ class Holder:
     """A run that holds its slots until it is told to leave."""
 
     def __init__(
-        self, turns: SlotQueue, pool: ThreadPoolExecutor, workers: int, slots: int
+        self, queue: SlotQueue, pool: ThreadPoolExecutor, workers: int, slots: int
     ) -> None:
         self.started = threading.Event()
         self._leave = threading.Event()
-        self._done: Future[None] = pool.submit(self._run, turns, workers, slots)
+        self._done: Future[None] = pool.submit(self._run, queue, workers, slots)
 
     def leave(self) -> None:
         self._leave.set()
         self._done.result(DEADLINE_S)
 
-    def _run(self, turns: SlotQueue, workers: int, slots: int) -> None:
-        with turns.take(workers, lambda: slots):
+    def _run(self, queue: SlotQueue, workers: int, slots: int) -> None:
+        with queue.take(workers, lambda: slots):
             self.started.set()
             assert self._leave.wait(DEADLINE_S)
 
 
 def test_runs_that_fit_in_together_run_together() -> None:
-    turns = SlotQueue()
-    with turns.take(2, lambda: 4), turns.take(2, lambda: 4):
+    queue = SlotQueue()
+    with queue.take(2, lambda: 4), queue.take(2, lambda: 4):
         pass
 
 
 def test_a_run_waits_for_slots_that_another_holds(caplog: pytest.LogCaptureFixture) -> None:
-    turns = SlotQueue()
+    queue = SlotQueue()
     with ThreadPoolExecutor() as pool:
-        first = Holder(turns, pool, workers=2, slots=3)
+        first = Holder(queue, pool, workers=2, slots=3)
         assert first.started.wait(DEADLINE_S)
-        second = Holder(turns, pool, workers=2, slots=3)
+        second = Holder(queue, pool, workers=2, slots=3)
         assert not second.started.wait(0.2)
         first.leave()
         assert second.started.wait(DEADLINE_S)
@@ -53,13 +53,13 @@ def test_a_run_waits_for_slots_that_another_holds(caplog: pytest.LogCaptureFixtu
 
 
 def test_who_came_first_is_not_overtaken_by_a_smaller_run() -> None:
-    turns = SlotQueue()
+    queue = SlotQueue()
     with ThreadPoolExecutor() as pool:
-        first = Holder(turns, pool, workers=2, slots=3)
+        first = Holder(queue, pool, workers=2, slots=3)
         assert first.started.wait(DEADLINE_S)
-        large = Holder(turns, pool, workers=3, slots=3)
+        large = Holder(queue, pool, workers=3, slots=3)
         assert not large.started.wait(0.2)
-        small = Holder(turns, pool, workers=1, slots=3)
+        small = Holder(queue, pool, workers=1, slots=3)
         assert not small.started.wait(0.2)
         first.leave()
         assert large.started.wait(DEADLINE_S)
@@ -76,33 +76,33 @@ def test_alone_a_run_starts_whatever_is_counted() -> None:
 
 
 def test_slots_are_counted_again_while_a_run_waits() -> None:
-    turns, slots = SlotQueue(), [1.0]
+    queue, slots = SlotQueue(), [1.0]
     with ThreadPoolExecutor() as pool, ExitStack() as held:
-        held.enter_context(turns.take(1, lambda: slots[0]))
-        started = pool.submit(held.enter_context, turns.take(1, lambda: slots[0]))
+        held.enter_context(queue.take(1, lambda: slots[0]))
+        started = pool.submit(held.enter_context, queue.take(1, lambda: slots[0]))
         slots[0] = 2.0
         started.result(DEADLINE_S)
 
 
 def test_a_run_that_fails_gives_its_slots_back() -> None:
-    turns = SlotQueue()
-    with pytest.raises(ValueError, match="on the way"), turns.take(1, lambda: 1):
+    queue = SlotQueue()
+    with pytest.raises(ValueError, match="on the way"), queue.take(1, lambda: 1):
         raise ValueError("on the way")
-    with turns.take(1, lambda: 1):
+    with queue.take(1, lambda: 1):
         pass
 
 
 def test_a_run_that_is_interrupted_while_it_waits_does_not_keep_others_waiting() -> None:
-    turns, looks = SlotQueue(), []
+    queue, looks = SlotQueue(), []
 
     def interrupted() -> float:
         looks.append(1)
         raise KeyboardInterrupt
 
-    with turns.take(1, lambda: 2):
-        with pytest.raises(KeyboardInterrupt), turns.take(1, interrupted):
+    with queue.take(1, lambda: 2):
+        with pytest.raises(KeyboardInterrupt), queue.take(1, interrupted):
             pass
-        with turns.take(1, lambda: 2):
+        with queue.take(1, lambda: 2):
             pass
     assert looks
 
@@ -117,6 +117,6 @@ def test_slots_are_those_for_what_each_worker_needs(monkeypatch: pytest.MonkeyPa
         return 4
 
     monkeypatch.setattr("sparkdl.spark.cluster.slot_queue.most_slots", count)
-    with in_turn(spark, 2, profile), in_turn(spark, 2, profile):  # type: ignore[arg-type]
+    with queued(spark, 2, profile), queued(spark, 2, profile):  # type: ignore[arg-type]
         pass
     assert set(counted) == {(spark, profile)}

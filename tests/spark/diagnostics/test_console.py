@@ -7,6 +7,7 @@ import logging
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import pytest
 from frames import estimator, frame
 from models import Net
 from pyspark.sql import SparkSession
+from services import console_of
 from torch import Tensor
 
-from sparkdl.spark.diagnostics.board import BoardAddress
-from sparkdl.spark.diagnostics.console import Console, forwarded, show
+from sparkdl.spark.diagnostics.console import show
+from sparkdl.spark.diagnostics.run_client import RunClient, forwarded
 from sparkdl.transport.connection import Connection, ConnectionLostError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -56,7 +58,7 @@ def test_lines_go_to_whoever_shows_them_and_leaving_waits_for_the_last() -> None
         seen.extend((rank, line) for line in lines)  # type: ignore[attr-defined]
 
     with (
-        Console("127.0.0.1", "127.0.0.1", on_lines) as console,
+        console_of(on_lines) as console,
         forwarded(console.address, 1, echo=False),
     ):
         for number in range(50):
@@ -65,7 +67,7 @@ def test_lines_go_to_whoever_shows_them_and_leaving_waits_for_the_last() -> None
 
 
 def test_without_an_echo_nothing_is_written_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    with Console("127.0.0.1", "127.0.0.1", lambda *_: None) as console:
+    with console_of(lambda *_: None) as console:
         with forwarded(console.address, 0, echo=False):
             print("once")
         assert capsys.readouterr().out == ""
@@ -77,8 +79,8 @@ def test_without_an_echo_nothing_is_written_twice(capsys: pytest.CaptureFixture[
 def test_a_console_that_cannot_be_reached_costs_the_output_only(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    with Console("127.0.0.1", "127.0.0.1") as console:
-        closed = BoardAddress("127.0.0.1", console.address.port, console.address.token)
+    with console_of(show) as console:
+        closed = console.address
     with forwarded(closed, 2, echo=False):
         (tmp_path / "went on").touch()
     assert (tmp_path / "went on").exists()
@@ -89,12 +91,12 @@ def test_a_console_that_cannot_be_reached_costs_the_output_only(
     "headers",
     [
         [{}],
-        [{"join": None, "host": "h"}],
-        [{"join": "1", "host": "h"}],
-        [{"join": 1, "host": "h"}, {}],
-        [{"join": 1, "host": "h"}, {"lines": 3, "left_out": 0}],
-        [{"join": 1, "host": "h"}, {"lines": ["a"], "left_out": None}],
-        [{"join": 1, "host": "h"}, {"stacks": 3}],
+        [{"attend": None, "host": "h"}],
+        [{"attend": "1", "host": "h"}],
+        [{"attend": 1, "host": "h"}, {}],
+        [{"attend": 1, "host": "h"}, {"lines": 3, "left_out": 0}],
+        [{"attend": 1, "host": "h"}, {"lines": ["a"], "left_out": None}],
+        [{"attend": 1, "host": "h"}, {"stacks": 3}],
     ],
     ids=str,
 )
@@ -106,9 +108,9 @@ def test_a_worker_that_cannot_be_understood_is_named_and_the_others_are_shown(
     died: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", died.append)
     seen: list[Any] = []
-    with Console("127.0.0.1", "127.0.0.1", lambda *told: seen.append(told)) as console:
+    with console_of(lambda *told: seen.append(told)) as console:
         address = console.address
-        connected = socket.create_connection((address.host, address.port), timeout=10)
+        connected = socket.create_connection(address.host_and_port, timeout=10)
         connection = Connection(connected, 10)
         assert connection.introduce(address.token)
         for header in headers:
@@ -130,3 +132,23 @@ def test_what_the_driver_cannot_encode_is_shown_in_another_way(
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     show(1, ["caf\u00e9 \ud800"], 0)
     assert written.getvalue() == b"[rank 1] caf\\xe9 \\ud800\n"
+
+
+def test_a_standard_output_that_nobody_reads_keeps_no_other_worker_of_the_service_waiting() -> None:
+    shown, read = threading.Event(), threading.Event()
+
+    def blocks(*told: object) -> None:
+        shown.set()
+        read.wait(30)
+
+    with console_of(blocks) as console, RunClient(console.address, 0) as talks:
+        talks.send_lines(["nobody reads this"], 0)
+        assert shown.wait(30)
+        with RunClient(console.address, 1) as other:
+            deadline = time.monotonic() + 10
+            while not console.stacks.ask([1]) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert console.stacks.ask([1]).startswith("rank 1 on ")
+            other.finish()
+        read.set()
+        talks.finish()

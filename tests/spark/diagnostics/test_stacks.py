@@ -9,17 +9,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from services import console_of, run_of
 
 from sparkdl.spark.diagnostics import stacks
-from sparkdl.spark.diagnostics.board import Board, BoardClient
 from sparkdl.spark.diagnostics.console import Console
+from sparkdl.spark.diagnostics.run_client import RunClient
 from sparkdl.spark.diagnostics.stacks import describe_threads
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
 def console(request: pytest.FixtureRequest) -> Iterator[Console]:
     shown = lambda rank, lines, left_out: None  # noqa: E731
-    with Console("127.0.0.1", "127.0.0.1", shown, tls=request.param) as opened:
+    with console_of(shown, tls=request.param) as opened:
         yield opened
 
 
@@ -38,7 +39,7 @@ def stuck() -> Iterator[None]:
     thread.join()
 
 
-def wait_until_connected(console: Console | Board, ranks: set[int]) -> None:
+def wait_until_connected(console: Console, ranks: set[int]) -> None:
     deadline = time.monotonic() + 10
     while set(console.stacks._workers) != ranks and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -60,7 +61,7 @@ def test_the_stacks_of_every_other_thread_are_described_the_main_threads_first(
 
 
 def test_workers_answer_beside_what_they_print(console: Console, stuck: None) -> None:
-    with BoardClient(console.address, 0) as first, BoardClient(console.address, 1) as second:
+    with RunClient(console.address, 0) as first, RunClient(console.address, 1) as second:
         wait_until_connected(console, {0, 1})
         first.send_lines(["before"], 0)
         told = console.stacks.ask()
@@ -75,7 +76,7 @@ def test_workers_answer_beside_what_they_print(console: Console, stuck: None) ->
 
 def test_the_line_that_a_workers_main_thread_runs_is_told_alone(console: Console) -> None:
     found: list[dict[int, str]] = []
-    with BoardClient(console.address, 0) as client:
+    with RunClient(console.address, 0) as client:
         wait_until_connected(console, {0})
         asking = threading.Thread(target=lambda: found.append(console.stacks.tops([0, 1])))
         asking.start()
@@ -90,14 +91,14 @@ def test_a_worker_that_cannot_answer_is_named_with_its_process(
     console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stacks, "ANSWER_S", 0.2)
-    monkeypatch.setattr(BoardClient, "_listen", lambda self: None)
-    with BoardClient(console.address, 3):
+    monkeypatch.setattr(RunClient, "_listen", lambda self: None)
+    with RunClient(console.address, 3):
         wait_until_connected(console, {3})
         assert "did not answer within 0.2 s: it is stopped or cut off" in console.stacks.ask()
 
 
 def test_whoever_has_left_is_not_asked(console: Console) -> None:
-    with BoardClient(console.address, 0) as client:
+    with RunClient(console.address, 0) as client:
         wait_until_connected(console, {0})
         client.finish()
     wait_until_connected(console, set())
@@ -106,14 +107,14 @@ def test_whoever_has_left_is_not_asked(console: Console) -> None:
 
 def test_the_ranks_of_a_function_answer_while_they_wait_for_others(stuck: None) -> None:
     with (
-        Board(2, "127.0.0.1", "127.0.0.1") as board,
-        BoardClient(board.address, 0) as waiting,
-        BoardClient(board.address, 1) as other,
+        run_of(2) as run,
+        RunClient(run.address, 0) as waiting,
+        RunClient(run.address, 1) as other,
         ThreadPoolExecutor(1) as pool,
     ):
         gathering = pool.submit(waiting.gather, {"a": 1})
-        wait_until_connected(board, {0, 1})
-        assert "in waits_for_godot" in board.stacks.ask([0])
+        wait_until_connected(run, {0, 1})
+        assert "in waits_for_godot" in run.stacks.ask([0])
         assert other.gather({"b": 2}) == [{"a": 1}, {"b": 2}]
         assert gathering.result(timeout=10) == [{"a": 1}, {"b": 2}]
         waiting.finish()

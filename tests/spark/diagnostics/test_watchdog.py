@@ -22,7 +22,7 @@ from pyspark.sql.types import LongType
 from torch import Tensor, nn
 
 import sparkdl
-from sparkdl.averager import membership
+from sparkdl.averager.coordination import membership
 from sparkdl.errors import DeadlineError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -68,6 +68,7 @@ def test_the_error_about_a_silent_worker_has_its_stacks(
     assert "in waits_for_a_lock" in told[told.index("rank 1 on ") :]
 
 
+@pytest.mark.slow
 def test_the_stacks_of_a_worker_that_is_dropped_are_logged_and_training_goes_on(
     spark: SparkSession,
     tmp_path: Path,

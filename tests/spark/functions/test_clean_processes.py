@@ -44,6 +44,7 @@ def test_a_module_beside_a_script_that_was_edited_is_new_in_the_next_run(
         assert shown(capsys) == [f"[rank 0] {text}"]
 
 
+@pytest.mark.slow
 def test_each_projects_module_is_its_own(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

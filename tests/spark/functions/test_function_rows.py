@@ -78,6 +78,7 @@ UNEQUAL = {
 }
 
 
+@pytest.mark.slow_variants(fast=2)
 @pytest.mark.parametrize("sizes", UNEQUAL.values(), ids=UNEQUAL)
 def test_a_ddp_loop_on_unequal_partitions_is_single_process_training_on_every_row_once(
     spark: SparkSession, sizes: list[int]
@@ -269,6 +270,7 @@ BAD: dict[str, tuple[Callable[[DataFrame], DataFrame], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow_variants(fast=2)
 @pytest.mark.parametrize("kind", BAD)
 def test_rows_that_cannot_be_fed_are_refused_before_the_function_is_called(
     spark: SparkSession, kind: str

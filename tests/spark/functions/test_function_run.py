@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,12 @@ def test_results_come_back_in_the_order_of_the_ranks(spark: SparkSession) -> Non
         return worker.rank, worker.world_size, worker.local_rank, worker.local_world_size
 
     assert sparkdl.run(place, num_workers=3, device="cpu") == [(r, 3, r, 3) for r in range(3)]
+
+
+def test_a_thread_of_pythons_own_runs_in_the_applications_session(spark: SparkSession) -> None:
+    """No session is active there."""
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(sparkdl.run, int, "7", num_workers=1).result(120) == [7]
 
 
 def test_the_environment_is_torchruns_and_is_gone_afterwards(spark: SparkSession) -> None:

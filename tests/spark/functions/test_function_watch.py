@@ -12,26 +12,27 @@ import cloudpickle
 import pytest
 
 from sparkdl.errors import DeadlineError, TrainingError
-from sparkdl.spark.diagnostics.board import Board
+from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.functions import run as function_run
 from sparkdl.spark.functions.run import _Job, _watch
+from sparkdl.transport.service import Service
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
+def service() -> Iterator[RunService]:
     """All of its ranks have finished."""
-    with Board(2, "127.0.0.1", "127.0.0.1") as opened:
-        opened._finished.update((0, 1))
+    with Service("127.0.0.1") as connections, RunService(connections, 2) as opened:
+        opened._done.update((0, 1))
         yield opened
 
 
-def job_that(rows: Callable[[], Any], board: Board) -> _Job:
+def job_that(rows: Callable[[], Any], service: RunService) -> _Job:
     """Spark's job of two tasks, of which ``rows`` gives what they have yielded."""
     job = object.__new__(_Job)
     frame = SimpleNamespace(mapInArrow=lambda *_, **__: SimpleNamespace(collect=rows))
     job.__dict__.update(
         _spark=SimpleNamespace(range=lambda *_: frame),
-        _board=board,
+        _service=service,
         _input=None,
         _tasks=2,
         _task=None,
@@ -45,34 +46,34 @@ def job_that(rows: Callable[[], Any], board: Board) -> _Job:
 
 
 def test_a_spark_job_that_outlives_its_ranks_ends_the_run(
-    board: Board, monkeypatch: pytest.MonkeyPatch
+    service: RunService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(function_run, "RESULTS_S", 0.5)
     ends = threading.Event()
-    job = job_that(lambda: ends.wait(30), board)
+    job = job_that(lambda: ends.wait(30), service)
     started = time.monotonic()
     with pytest.raises(DeadlineError, match=r"all 2 workers have finished, but .* within 0.5 s"):
-        _watch(board, job, lambda *_: None)
+        _watch(service, job, lambda *_: None)
     assert time.monotonic() - started < 20
     ends.set()
 
 
-def test_results_that_arrive_late_are_waited_for(board: Board) -> None:
+def test_results_that_arrive_late_are_waited_for(service: RunService) -> None:
     def late() -> list[Any]:
         time.sleep(0.5)
         results = [(1, "b"), (0, "a")]
         return [SimpleNamespace(rank=r, result=cloudpickle.dumps(v)) for r, v in results]
 
-    job = job_that(late, board)
-    _watch(board, job, lambda *_: None)
+    job = job_that(late, service)
+    _watch(service, job, lambda *_: None)
     assert job.results() == ["a", "b"]
 
 
-def test_results_that_are_lost_after_all_have_finished_are_an_error(board: Board) -> None:
+def test_results_that_are_lost_after_all_have_finished_are_an_error(service: RunService) -> None:
     def too_large() -> None:
         raise RuntimeError("Total size of serialized results is bigger than spark.driver.maxResult")
 
-    job = job_that(too_large, board)
-    _watch(board, job, lambda *_: None)
+    job = job_that(too_large, service)
+    _watch(service, job, lambda *_: None)
     with pytest.raises(TrainingError, match="results is bigger than"):
         job.results()

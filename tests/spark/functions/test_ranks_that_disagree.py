@@ -86,6 +86,7 @@ def crash() -> None:
     ctypes.string_at(0)
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize(
     ("end", "words"),
     [

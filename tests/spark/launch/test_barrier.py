@@ -79,6 +79,7 @@ def cached(spark: SparkSession) -> DataFrame:
     return frame(spark, 60, 9).coalesce(3).cache()
 
 
+@pytest.mark.slow_variants(fast=2)
 @pytest.mark.parametrize(
     ("make", "rows"),
     [(union, 90), (coalesced, 60), (limited, 50), (grouped, 60), (cached, 60)],
@@ -163,6 +164,7 @@ def test_dynamic_allocation_is_refused_before_anything_starts(
         estimator(strategy=ALL_REDUCE, numWorkers=3).fit(frame(spark))
 
 
+@pytest.mark.slow
 def test_slots_held_by_another_job_are_an_error_with_numbers_in_seconds(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

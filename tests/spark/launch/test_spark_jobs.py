@@ -79,6 +79,7 @@ def test_a_fit_computes_what_is_upstream_once(spark: SparkSession, tmp_path: Pat
     assert Counter(lines(tmp_path / "computed")) == {"0": 1, "1": 1, "2": 1}
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize("spreads", ["exchange", "spark", "none"])
 def test_a_fit_on_more_partitions_than_workers_computes_what_is_upstream_once(
     spark: SparkSession, tmp_path: Path, spreads: str
@@ -142,6 +143,7 @@ def test_a_skewed_frame_is_trained_on_after_a_shuffle_if_that_is_wanted(
     assert len({job.group for job in trained}) == 1
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize(
     "changes",
     [{"shuffleRows": "spark"}, {"strategy": GradientAllReduce()}],

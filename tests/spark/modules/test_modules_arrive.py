@@ -16,9 +16,9 @@ import pytest
 from projects import on_path, write
 
 from sparkdl.errors import SetupError
-from sparkdl.missing_modules import advice
 from sparkdl.spark.modules.arrival import Arrived, arrive, importable
 from sparkdl.spark.modules.shipment import Shipment, Shipped
+from sparkdl.user_code.missing_modules import advice
 
 
 @pytest.fixture(autouse=True)

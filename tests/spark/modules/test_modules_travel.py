@@ -100,6 +100,7 @@ def test_a_model_and_its_loss_are_found_by_fit_and_the_edited_model_by_transform
     assert torch.equal(predicted(), 2 * before)
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize("in_place", [True, False])
 def test_each_fit_runs_the_code_that_the_driver_has_and_leaves_nothing_of_it(
     spark: SparkSession,

@@ -25,7 +25,7 @@ def unit_of(name: str, **settings: list[str]) -> Unit | None:
         "json",
         "torch.nn.modules.linear",
         "pyspark.sql",
-        "sparkdl.losses",
+        "sparkdl.replica.losses",
         "tqdm.std",
         "builtins",
         "__main__",

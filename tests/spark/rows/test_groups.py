@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl.spark.rows import groups
-from sparkdl.spark.rows.groups import NoGroupsError, dealt, grouped
+from sparkdl.spark.rows.groups import NoGroupsError, balanced, grouped
 
 
 def parts_of(frame: DataFrame) -> list[list[int]]:
@@ -22,15 +22,15 @@ def parts_of(frame: DataFrame) -> list[list[int]]:
 
 def test_the_largest_goes_first_and_each_to_the_smallest_group() -> None:
     # 9 to the first, 8 and 5 to the second, 4 to the first, 3 to the first of two that have 13
-    assert dealt([3, 9, 4, 8, 5], 2) == [[0, 1, 2], [3, 4]]
+    assert balanced([3, 9, 4, 8, 5], 2) == [[0, 1, 2], [3, 4]]
 
 
 def test_what_has_no_size_is_dealt_out_evenly() -> None:
-    assert [len(numbers) for numbers in dealt([0] * 1000, 3)] == [334, 333, 333]
+    assert [len(numbers) for numbers in balanced([0] * 1000, 3)] == [334, 333, 333]
 
 
 def test_each_group_gets_one_if_there_are_as_many() -> None:
-    assert dealt([1, 0, 100], 3) == [[2], [0], [1]]
+    assert balanced([1, 0, 100], 3) == [[2], [0], [1]]
 
 
 def test_more_partitions_are_put_together_each_group_in_the_order_of_their_numbers(

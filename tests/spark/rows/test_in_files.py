@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -83,6 +84,21 @@ def test_what_spark_reads_otherwise_is_not_read_from_files(
         assert not found(spark.read.parquet(path))
     finally:
         spark.conf.unset("spark.sql.files.ignoreMissingFiles")
+
+
+def test_what_is_cached_comes_from_the_cache_also_when_its_files_are_gone(
+    spark: SparkSession, files: DataFrame, tmp_path: Path
+) -> None:
+    files.select("id", "x").write.parquet((tmp_path / "parquet").as_uri())
+    cached = spark.read.parquet((tmp_path / "parquet").as_uri()).cache()
+    rows = cached.count()
+    shutil.rmtree(tmp_path / "parquet")
+    model = TorchModel.from_module(nn.Linear(2, 1), torch.zeros(1, 2), featuresCol="x")
+    try:
+        assert not found(cached) | found(cached.where("id >= 0"))
+        assert len(model.transform(cached.where("id >= 0")).collect()) == rows
+    finally:
+        cached.unpersist()
 
 
 def test_who_cannot_be_asked_where_its_rows_lie_is_read_by_spark(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sparkdl.errors import SetupError
-from sparkdl.spark.session import class_archive
+from sparkdl.spark.session import class_archive, prepare
 from sparkdl.spark.session.class_archive import (
     DRIVER_OPTIONS,
     EXECUTOR_OPTIONS,
@@ -86,6 +88,49 @@ def test_a_java_that_writes_no_archive_is_an_error_and_leaves_nothing(
     with pytest.raises(SetupError, match=r"no class archive.*\(it ended with 1\).*HotSpot"):
         write_class_archive(tmp_path / "cache" / "classes.jsa")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+class Session:
+    """Of a JVM that ends when its input does, but takes its time: a process that sleeps."""
+
+    def __init__(self) -> None:
+        self.java = subprocess.Popen(["sleep", "120"], stdin=subprocess.PIPE)
+
+    @property
+    def sparkContext(self) -> SimpleNamespace:
+        return SimpleNamespace(_gateway=SimpleNamespace(proc=self.java))
+
+    def stop(self) -> None: ...
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> Session:
+    created = Session()
+    monkeypatch.setattr(prepare, "create_session", lambda *_, **__: created)
+    monkeypatch.setattr(prepare, "_use", lambda spark, path: None)
+    return created
+
+
+def test_a_java_that_is_not_done_in_time_is_ended_and_named(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "DEADLINE_S", 0.05)
+    with pytest.raises(SetupError, match=r"still writing the class archive 0\.05 s after its job"):
+        write_class_archive(tmp_path / "cache" / "classes.jsa")
+    assert session.java.poll() == -signal.SIGKILL
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_job_that_fails_leaves_no_java_behind(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(spark: Session, path: str) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(prepare, "_use", fail)
+    with pytest.raises(OSError, match="no space left"):
+        write_class_archive(tmp_path / "classes.jsa")
+    assert session.java.poll() == -signal.SIGKILL
 
 
 SESSION = """

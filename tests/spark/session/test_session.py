@@ -102,6 +102,22 @@ def test_java_options_of_ones_own_come_beside_ours() -> None:
     assert "-XX:Tier4CompileThreshold=" in arguments
 
 
+@pytest.mark.slow
+def test_an_archive_that_is_not_there_is_named_with_the_setting_and_the_fix() -> None:
+    settings = {"spark.archives": "nowhere/environment.tar.gz#environment"}
+    script = f"import sparkdl; sparkdl.create_session('app', 'local[1]', {settings!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        "sparkdl.errors.SetupError: Spark cannot send nowhere/environment.tar.gz"
+    )
+    assert "spark.archives (--archives of spark-submit) names it" in last
+    assert f"relative to {Path.cwd()}" in last
+
+
 def command_line(process: int) -> str:
     return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 

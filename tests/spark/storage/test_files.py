@@ -11,11 +11,13 @@ import resource
 import stat
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from pyspark import SparkContext
 from pyspark.sql import SparkSession
 from torch import nn
 
@@ -115,7 +117,7 @@ def full_disk() -> Iterator[None]:
 def test_a_full_disk_leaves_what_was_there_and_no_fragment(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SparkSession, "getActiveSession", lambda: None)
+    monkeypatch.setattr(SparkContext, "_active_spark_context", None)
     target = tmp_path / "local" / "model"
     publish(made, str(target), overwrite=False)
     before = files_in(target)
@@ -141,17 +143,35 @@ def test_an_estimator_is_saved_and_loaded_there(remote: str) -> None:
     assert loaded.getEpochs() == 4
 
 
+def test_a_thread_of_pythons_own_finds_it_too(remote: str, made: Path) -> None:
+    """No session is active there, and what has no scheme would go to this machine's disk."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(publish, made, f"{remote}/model", overwrite=False).result(60)
+    with fetch(f"{remote}/model") as found:
+        assert files_in(found) == files_in(made)
+
+
 def test_a_remote_path_without_a_session_is_refused(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SparkSession, "getActiveSession", lambda: None)
+    monkeypatch.setattr(SparkContext, "_active_spark_context", None)
     with pytest.raises(ConfigError, match=r"hdfs://.* is not a local path; create a Spark session"):
         publish(made, "hdfs://somewhere/model", overwrite=False)
+
+
+@pytest.mark.parametrize("scheme", ["", "file:", "file://"])
+@pytest.mark.parametrize("name", ["run#1", "v?1", "50%20"])
+def test_a_local_path_is_taken_as_spark_takes_it(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, name: str
+) -> None:
+    monkeypatch.setattr(SparkSession, "getActiveSession", lambda: None)
+    publish(made, f"{scheme}{tmp_path}/local/{name}", overwrite=False)
+    assert files_in(tmp_path / "local" / name) == files_in(made)
 
 
 def test_a_local_path_is_published_without_a_session(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SparkSession, "getActiveSession", lambda: None)
+    monkeypatch.setattr(SparkContext, "_active_spark_context", None)
     publish(made, str(tmp_path / "local" / "model"), overwrite=False)
     assert files_in(tmp_path / "local" / "model") == files_in(made)

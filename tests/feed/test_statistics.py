@@ -14,17 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.errors import DataError, TrainingError
+from sparkdl.feed.column_scan import adds_nothing, scan
 from sparkdl.feed.decode import Decoded
-from sparkdl.feed.facts import (
-    ColumnFacts,
-    DataFacts,
-    ShardFacts,
-    check_facts,
-    look_at,
+from sparkdl.feed.statistics import (
+    ColumnStatistics,
+    DataStatistics,
+    ShardStatistics,
     names_places,
-    says_nothing_new,
     with_places,
 )
+from sparkdl.feed.statistics_check import check_statistics
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
 WHOLE = ColumnSpec("x", torch.int64)
@@ -37,10 +36,10 @@ floats = st.sampled_from([math.nan, math.inf, -math.inf, -0.5, 3.0]) | st.floats
 integers = st.integers(-(2**63), 2**63 - 1)
 
 
-def numbers(facts: ColumnFacts) -> tuple[Any, ...]:
+def numbers(statistics: ColumnStatistics) -> tuple[Any, ...]:
     """The fields, places included, with a NaN that equals itself."""
-    fields = [getattr(facts, name) for name in ColumnFacts.__slots__ if name != "places"]
-    fields += sorted(facts.places.items())
+    fields = [getattr(statistics, name) for name in ColumnStatistics.__slots__ if name != "places"]
+    fields += sorted(statistics.places.items())
     return tuple("NaN" if isinstance(f, float) and math.isnan(f) else f for f in fields)
 
 
@@ -65,7 +64,7 @@ def first_of(places: dict[str, Any], rows: Sequence[Any], **extremes: Any) -> No
             places[name] = (0, [str(row) for row in rows].index(str(value)))
 
 
-def facts_of_numbers(rows: Sequence[float | None], *, whole_wanted: bool) -> ColumnFacts:
+def statistics_of_numbers(rows: Sequence[float | None], *, whole_wanted: bool) -> ColumnStatistics:
     """The oracle for a column of numbers."""
     present = [row for row in rows if row is not None]
     places: dict[str, Any] = {}
@@ -83,7 +82,7 @@ def facts_of_numbers(rows: Sequence[float | None], *, whole_wanted: bool) -> Col
         smallest=None if smallest is None else smallest + 0 if smallest == 0 else smallest,
         largest=None if largest is None else largest + 0 if largest == 0 else largest,
     )
-    return ColumnFacts(
+    return ColumnStatistics(
         nulls=first(places, "nulls", [row is None for row in rows]),
         fractions=first(places, "fractions", wanting) if whole_wanted else 0,
         not_finite=first(
@@ -96,7 +95,9 @@ def facts_of_numbers(rows: Sequence[float | None], *, whole_wanted: bool) -> Col
     )
 
 
-def facts_of_arrays(rows: Sequence[Sequence[Any] | None], *, look_inside: bool) -> ColumnFacts:
+def statistics_of_arrays(
+    rows: Sequence[Sequence[Any] | None], *, look_inside: bool
+) -> ColumnStatistics:
     """The oracle for a column of arrays."""
     present = [row for row in rows if row is not None]
     lengths = [len(row) for row in present]
@@ -116,7 +117,7 @@ def facts_of_arrays(rows: Sequence[Sequence[Any] | None], *, look_inside: bool) 
     infinite = [
         row is not None and any(e is not None and not math.isfinite(e) for e in row) for row in rows
     ]
-    return ColumnFacts(
+    return ColumnStatistics(
         nulls=first(places, "nulls", [row is None for row in rows]),
         null_elements=first(
             places, "null_elements", [row is not None and None in row for row in rows]
@@ -136,24 +137,24 @@ def facts_of_arrays(rows: Sequence[Sequence[Any] | None], *, look_inside: bool) 
 def test_a_column_of_fractions_is_counted_as_plain_python_counts(
     spec: ColumnSpec, rows: list[float | None]
 ) -> None:
-    found = look_at(pa.array(rows, pa.float64()), spec)
-    assert numbers(found) == numbers(facts_of_numbers(rows, whole_wanted=spec is WHOLE))
+    found = scan(pa.array(rows, pa.float64()), spec)
+    assert numbers(found) == numbers(statistics_of_numbers(rows, whole_wanted=spec is WHOLE))
 
 
 @pytest.mark.parametrize("spec", [WHOLE, REAL], ids=["whole", "real"])
 @settings(deadline=None)
 @given(rows=st.lists(st.none() | integers, max_size=12))
 def test_a_column_of_integers_is_counted_exactly(spec: ColumnSpec, rows: list[int | None]) -> None:
-    found = look_at(pa.array(rows, pa.int64()), spec)
-    assert numbers(found) == numbers(facts_of_numbers(rows, whole_wanted=True))
+    found = scan(pa.array(rows, pa.int64()), spec)
+    assert numbers(found) == numbers(statistics_of_numbers(rows, whole_wanted=True))
 
 
 @settings(deadline=None)
 @given(rows=st.lists(st.none() | st.booleans(), max_size=12))
 def test_booleans_are_zero_and_one(rows: list[bool | None]) -> None:
     as_numbers = [None if row is None else int(row) for row in rows]
-    found = look_at(pa.array(rows, pa.bool_()), WHOLE)
-    assert found == facts_of_numbers(as_numbers, whole_wanted=True)
+    found = scan(pa.array(rows, pa.bool_()), WHOLE)
+    assert found == statistics_of_numbers(as_numbers, whole_wanted=True)
 
 
 @settings(deadline=None)
@@ -161,8 +162,8 @@ def test_booleans_are_zero_and_one(rows: list[bool | None]) -> None:
 def test_arrays_of_integers_are_counted_and_looked_into(
     rows: list[list[int | None] | None],
 ) -> None:
-    found = look_at(pa.array(rows, pa.list_(pa.int64())), ARRAY)
-    assert numbers(found) == numbers(facts_of_arrays(rows, look_inside=True))
+    found = scan(pa.array(rows, pa.list_(pa.int64())), ARRAY)
+    assert numbers(found) == numbers(statistics_of_arrays(rows, look_inside=True))
 
 
 @settings(deadline=None)
@@ -170,8 +171,8 @@ def test_arrays_of_integers_are_counted_and_looked_into(
 def test_arrays_of_fractions_are_counted_and_not_looked_into(
     rows: list[list[float | None] | None],
 ) -> None:
-    found = look_at(pa.array(rows, pa.list_(pa.float32())), ARRAY)
-    assert numbers(found) == numbers(facts_of_arrays(rows, look_inside=False))
+    found = scan(pa.array(rows, pa.list_(pa.float32())), ARRAY)
+    assert numbers(found) == numbers(statistics_of_arrays(rows, look_inside=False))
 
 
 @settings(deadline=None)
@@ -184,14 +185,16 @@ def test_a_slice_is_counted_without_its_surroundings(
     rows: list[list[int | None] | None], start: int, length: int
 ) -> None:
     arrays = pa.array(rows, pa.list_(pa.int64())).slice(start, length)
-    assert look_at(arrays, ARRAY) == facts_of_arrays(rows[start : start + length], look_inside=True)
+    assert scan(arrays, ARRAY) == statistics_of_arrays(
+        rows[start : start + length], look_inside=True
+    )
     scalars = [None if not row else row[0] for row in rows]
     flags = [None if s is None else s > 0 for s in scalars]
     cut = scalars[start : start + length]
-    assert look_at(pa.array(scalars, pa.int64()).slice(start, length), WHOLE) == facts_of_numbers(
+    assert scan(pa.array(scalars, pa.int64()).slice(start, length), WHOLE) == statistics_of_numbers(
         cut, whole_wanted=True
     )
-    assert look_at(pa.array(flags, pa.bool_()).slice(start, length), WHOLE) == facts_of_numbers(
+    assert scan(pa.array(flags, pa.bool_()).slice(start, length), WHOLE) == statistics_of_numbers(
         [None if s is None else int(s > 0) for s in cut], whole_wanted=True
     )
 
@@ -203,21 +206,21 @@ def test_elements_behind_a_null_array_do_not_count() -> None:
         mask=pa.array([False, True, False]),
     )
     assert arrays.to_pylist() == [[1, None], None, [5, 6, 7]]
-    assert look_at(arrays, ARRAY) == ColumnFacts(
+    assert scan(arrays, ARRAY) == ColumnStatistics(
         nulls=1, null_elements=1, shortest=2, longest=3, smallest=1, largest=7
     )
 
 
 def test_nan_is_the_largest_wherever_it_stands() -> None:
     for rows in ([math.nan, 1.0], [1.0, math.nan], [math.inf, math.nan, 0.0]):
-        largest = look_at(pa.array(rows), WHOLE).largest
+        largest = scan(pa.array(rows), WHOLE).largest
         assert largest is not None
         assert math.isnan(largest)
 
 
 def test_nan_is_no_whole_number_and_infinity_is_told_by_the_largest() -> None:
-    assert look_at(pa.array([math.nan, 1.0, 2.5]), WHOLE).fractions == 2
-    found = look_at(pa.array([math.inf, 1.0]), WHOLE)
+    assert scan(pa.array([math.nan, 1.0, 2.5]), WHOLE).fractions == 2
+    found = scan(pa.array([math.inf, 1.0]), WHOLE)
     assert (found.fractions, found.largest) == (0, math.inf)
 
 
@@ -227,13 +230,13 @@ def test_nan_is_no_whole_number_and_infinity_is_told_by_the_largest() -> None:
     ids=str,
 )
 def test_nothing_is_found_in_no_rows(kind: pa.DataType, spec: ColumnSpec) -> None:
-    assert look_at(pa.array([], kind), spec) == ColumnFacts()
+    assert scan(pa.array([], kind), spec) == ColumnStatistics()
 
 
 @pytest.mark.parametrize("spec", [WHOLE, ARRAY], ids=["numbers", "arrays"])
 @settings(deadline=None)
 @given(data=st.data())
-def test_the_facts_do_not_depend_on_how_the_rows_are_cut(spec: ColumnSpec, data: Any) -> None:
+def test_the_statistics_do_not_depend_on_how_the_rows_are_cut(spec: ColumnSpec, data: Any) -> None:
     value = st.lists(st.none() | integers, max_size=3) if spec is ARRAY else floats
     kind = pa.list_(pa.int64()) if spec is ARRAY else pa.float64()
     rows = data.draw(st.lists(st.none() | value, max_size=12))
@@ -244,10 +247,10 @@ def test_the_facts_do_not_depend_on_how_the_rows_are_cut(spec: ColumnSpec, data:
         (values.slice(start, stop - start), start)
         for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True)
     ]
-    found = [look_at(piece, spec, (3, start)) for piece, start in pieces]
+    found = [scan(piece, spec, (3, start)) for piece, start in pieces]
 
-    together = sum(found, ColumnFacts())
-    assert numbers(together) == numbers(look_at(values, spec, (3, 0)))
+    together = sum(found, ColumnStatistics())
+    assert numbers(together) == numbers(scan(values, spec, (3, 0)))
 
 
 @pytest.mark.parametrize("spec", [WHOLE, REAL, SMALL, ARRAY, SMALL_ARRAY], ids=str)
@@ -261,11 +264,11 @@ def test_what_is_said_to_be_nothing_new_changes_nothing(spec: ColumnSpec, data: 
     if spec.is_array:
         value, kind = st.none() | st.lists(value, min_size=1, max_size=2), pa.list_(kind)
     batches = data.draw(st.lists(st.lists(value, min_size=1, max_size=3), max_size=6))
-    known = ColumnFacts()
+    known = ColumnStatistics()
     for position, batch in enumerate(batches):
         column = Decoded(pa.array(batch, kind))
-        new = known + look_at(column, spec, (0, position))
-        if says_nothing_new(column, spec, known):
+        new = known + scan(column, spec, (0, position))
+        if adds_nothing(column, spec, known):
             assert numbers(new) == numbers(known)
         known = new
 
@@ -277,60 +280,64 @@ def test_rows_like_those_before_are_nothing_new() -> None:
         ([[0.0, 2.5]], ARRAY),
         ([[0, 2]], SMALL_ARRAY),
     ):
-        known = look_at(pa.array(first), spec)
-        assert says_nothing_new(Decoded(pa.array(first)), spec, known)
-        assert not says_nothing_new(Decoded(pa.array(first)), spec, ColumnFacts())
+        known = scan(pa.array(first), spec)
+        assert adds_nothing(Decoded(pa.array(first)), spec, known)
+        assert not adds_nothing(Decoded(pa.array(first)), spec, ColumnStatistics())
 
 
 def test_the_workers_rows_are_told_by_rank_and_their_columns_added() -> None:
     shards = [
-        ShardFacts(3, (ColumnFacts(nulls=1, smallest=2, largest=4), ColumnFacts(longest=3))),
-        ShardFacts(0, (ColumnFacts(), ColumnFacts())),
-        ShardFacts(5, (ColumnFacts(nulls=2, smallest=-1, largest=3), ColumnFacts(longest=7))),
+        ShardStatistics(
+            3, (ColumnStatistics(nulls=1, smallest=2, largest=4), ColumnStatistics(longest=3))
+        ),
+        ShardStatistics(0, (ColumnStatistics(), ColumnStatistics())),
+        ShardStatistics(
+            5, (ColumnStatistics(nulls=2, smallest=-1, largest=3), ColumnStatistics(longest=7))
+        ),
     ]
-    facts = DataFacts.of(shards)
-    assert (facts.shard_rows, facts.rows) == ((3, 0, 5), 8)
-    assert facts.columns == (
-        ColumnFacts(nulls=3, smallest=-1, largest=4),
-        ColumnFacts(longest=7),
+    statistics = DataStatistics.of(shards)
+    assert (statistics.shard_rows, statistics.rows) == ((3, 0, 5), 8)
+    assert statistics.columns == (
+        ColumnStatistics(nulls=3, smallest=-1, largest=4),
+        ColumnStatistics(longest=7),
     )
 
 
 @pytest.mark.parametrize(
     ("found", "sound"),
     [
-        (ColumnFacts(), True),
-        (ColumnFacts(smallest=-3, largest=9, fractions=2), True),
-        (ColumnFacts(shortest=3, longest=3), True),
-        (ColumnFacts(nulls=1), False),
-        (ColumnFacts(null_elements=1, shortest=3, longest=3), False),
-        (ColumnFacts(shortest=2, longest=3), False),
+        (ColumnStatistics(), True),
+        (ColumnStatistics(smallest=-3, largest=9, fractions=2), True),
+        (ColumnStatistics(shortest=3, longest=3), True),
+        (ColumnStatistics(nulls=1), False),
+        (ColumnStatistics(null_elements=1, shortest=3, longest=3), False),
+        (ColumnStatistics(shortest=2, longest=3), False),
     ],
 )
 def test_a_column_is_sound_without_nulls_and_with_one_length(
-    found: ColumnFacts, sound: bool
+    found: ColumnStatistics, sound: bool
 ) -> None:
     assert found.sound is sound
 
 
-def check(*columns: ColumnFacts, shard_rows: tuple[int, ...] = (3, 4)) -> None:
+def check(*columns: ColumnStatistics, shard_rows: tuple[int, ...] = (3, 4)) -> None:
     specs = [ColumnSpec(name, torch.float32) for name in ("first", "second")]
-    check_facts(DataFacts(shard_rows, columns), specs[: len(columns)])
+    check_statistics(DataStatistics(shard_rows, columns), specs[: len(columns)])
 
 
-GOOD = ColumnFacts(smallest=0, largest=1)
+GOOD = ColumnStatistics(smallest=0, largest=1)
 
 
 @pytest.mark.parametrize("shard_rows", [(0,), (0, 0)])
 def test_no_rows_at_all_are_refused_as_an_empty_dataframe(shard_rows: tuple[int, ...]) -> None:
     with pytest.raises(DataError, match="the DataFrame is empty"):
-        check(ColumnFacts(), shard_rows=shard_rows)
+        check(ColumnStatistics(), shard_rows=shard_rows)
 
 
 @pytest.mark.parametrize("told", [0, 1, 3])
 def test_workers_that_tell_of_other_columns_are_refused_with_both_numbers(told: int) -> None:
     with pytest.raises(TrainingError, match=f"tell of {told} columns, but the training has 2"):
-        check_facts(DataFacts((9,), (GOOD,) * told), [WHOLE, REAL])
+        check_statistics(DataStatistics((9,), (GOOD,) * told), [WHOLE, REAL])
 
 
 def test_fewer_rows_than_workers_are_refused_with_both_numbers() -> None:
@@ -346,35 +353,35 @@ def test_nulls_are_refused_with_the_column_their_number_and_a_remedy() -> None:
     with pytest.raises(
         DataError, match=r"column 'second' has 5 null values in 7 rows\. .*df\.na\.fill"
     ):
-        check(GOOD, ColumnFacts(nulls=5))
+        check(GOOD, ColumnStatistics(nulls=5))
 
 
 def test_null_elements_are_refused_with_the_column_their_rows_and_a_remedy() -> None:
     with pytest.raises(
         DataError, match=r"column 'first' has null elements .* in 2 of 7 rows\. .*F\.coalesce"
     ):
-        check(ColumnFacts(null_elements=2, shortest=3, longest=3), GOOD)
+        check(ColumnStatistics(null_elements=2, shortest=3, longest=3), GOOD)
 
 
 def test_unequal_arrays_are_refused_with_the_column_the_lengths_and_a_remedy() -> None:
     with pytest.raises(
         DataError, match=r"column 'second' holds arrays of 2 to 9 elements;.*F\.size\('second'\)"
     ):
-        check(GOOD, ColumnFacts(shortest=2, longest=9))
+        check(GOOD, ColumnStatistics(shortest=2, longest=9))
 
 
 def test_arrays_without_elements_are_refused() -> None:
     with pytest.raises(DataError, match="column 'first' holds only empty arrays"):
-        check(ColumnFacts(shortest=0, longest=0))
+        check(ColumnStatistics(shortest=0, longest=0))
 
 
 def test_sound_data_pass() -> None:
-    check(GOOD, ColumnFacts(shortest=3, longest=3))
+    check(GOOD, ColumnStatistics(shortest=3, longest=3))
 
 
-def test_what_lasts_of_the_facts_does_not_depend_on_the_order_of_the_rows() -> None:
+def test_what_lasts_of_the_statistics_does_not_depend_on_the_order_of_the_rows() -> None:
     first, second = (
-        DataFacts.of([ShardFacts(3, (look_at(pa.array(rows), REAL),), weight=2.0)])
+        DataStatistics.of([ShardStatistics(3, (scan(pa.array(rows), REAL),), weight=2.0)])
         for rows in ([1.0, None, 3.0], [3.0, 1.0, None])
     )
     assert first.columns[0].places != second.columns[0].places
@@ -383,9 +390,13 @@ def test_what_lasts_of_the_facts_does_not_depend_on_the_order_of_the_rows() -> N
 
 
 def test_the_mean_weight_is_over_the_rows_of_all_workers() -> None:
-    shards = [ShardFacts(3, (), weight=9.0), ShardFacts(0, ()), ShardFacts(1, (), weight=3.0)]
-    assert DataFacts.of(shards).mean_weight == 3.0
-    assert DataFacts.of([ShardFacts(4, ())]).mean_weight == 1.0
+    shards = [
+        ShardStatistics(3, (), weight=9.0),
+        ShardStatistics(0, ()),
+        ShardStatistics(1, (), weight=3.0),
+    ]
+    assert DataStatistics.of(shards).mean_weight == 3.0
+    assert DataStatistics.of([ShardStatistics(4, ())]).mean_weight == 1.0
 
 
 def test_numbers_beyond_the_dtype_are_refused_with_the_range_and_a_remedy() -> None:
@@ -393,7 +404,7 @@ def test_numbers_beyond_the_dtype_are_refused_with_the_range_and_a_remedy() -> N
         DataError,
         match=r"column 'first' has 2 rows of 7 .* range of float32, -3.4\S+e\+38 .*columnDtypes",
     ):
-        check(ColumnFacts(out_of_range=2, smallest=0, largest=1e300))
+        check(ColumnStatistics(out_of_range=2, smallest=0, largest=1e300))
 
 
 def test_the_places_in_a_message_can_be_translated() -> None:

@@ -28,13 +28,13 @@ class Report:
     metrics: dict[str, float]
 
 
-def read_join(header: Mapping[str, Any]) -> tuple[int, str]:
+def read_attend(header: Mapping[str, Any]) -> tuple[int, str]:
     """Rank and host of a worker that joins.
 
     Raises:
         TrainingError: the header does not have them.
     """
-    rank, host = header.get("join"), header.get("host")
+    rank, host = header.get("attend"), header.get("host")
     if type(rank) is not int or not isinstance(host, str):
         shown = reprlib.repr(header)
         raise TrainingError(f"a worker joins with a rank and a host, not with {shown}")

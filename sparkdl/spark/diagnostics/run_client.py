@@ -1,0 +1,214 @@
+"""A worker's end of what it and the driver have to say to each other besides the rounds."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import reprlib
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from sparkdl.averager.headers import read_statistics, shard_header
+from sparkdl.errors import StoppedError, TrainingError
+from sparkdl.feed.statistics import DataStatistics, ShardStatistics
+from sparkdl.spark.diagnostics.output import Output
+from sparkdl.spark.diagnostics.stacks import describe_threads
+from sparkdl.transport.address import ServiceAddress
+from sparkdl.transport.connecting import introduced, reach
+from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
+
+logger = logging.getLogger(__name__)
+
+JOIN_S = 120.0
+"""Seconds for all workers to start, once there are slots for them."""
+CLOSE_S = 5.0
+"""Seconds to wait for the driver to read what was sent last."""
+
+
+class RunClient:
+    """A worker's end; a context manager. Any thread may send.
+
+    Args:
+        address: where the run service is.
+        rank: this worker's rank.
+        patience_s: for how long to try to reach it, in seconds.
+
+    Attributes:
+        address: as given.
+
+    Raises:
+        DisconnectedError: it cannot be reached.
+        StoppedError: it is another run's.
+    """
+
+    def __init__(self, address: ServiceAddress, rank: int, patience_s: float = 0.0) -> None:
+        self.address = address
+        self._rank = rank
+        self._asking = threading.Lock()
+        self._answers: queue.SimpleQueue[dict[str, Any] | StoppedError] = queue.SimpleQueue()
+        self._connection = reach(self._introduced, patience_s)
+        self._send({"attend": rank, "host": socket.gethostname(), "pid": os.getpid()})
+        self._listener = threading.Thread(target=self._listen, name="sparkdl-run", daemon=True)
+        self._listener.start()
+
+    def __enter__(self) -> RunClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.end_sending()
+        self._listener.join(CLOSE_S)  # until the driver has read what was sent last
+        self._connection.interrupt()
+        self._listener.join(CLOSE_S)
+        self._connection.close()
+
+    def gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
+        """Give an object and receive those of all ranks, in their order.
+
+        Raises:
+            StoppedError: the run ended.
+        """
+        gathered: list[dict[str, Any]] = self._ask({"gather": value})["gathered"]
+        return gathered
+
+    def gather_statistics(self, shard: ShardStatistics) -> DataStatistics:
+        """Say what this worker has found in its rows, and learn what all have together.
+
+        Raises:
+            DataError: it is more than can be said.
+            StoppedError: the run ended.
+        """
+        (statistics,) = self._ask(shard_header(shard))["gathered"]
+        return read_statistics(statistics)
+
+    def ask_for_files(self, asked: dict[str, Any]) -> Any:
+        """Have the driver do something with a file; see ``driver_files.Ask``.
+
+        Raises:
+            OSError: it could not.
+            StoppedError: the run ended.
+        """
+        answer = self._ask({"files": asked})
+        if "refused" in answer:
+            raise OSError(str(answer["refused"]))
+        return answer["done"]
+
+    def send_lines(self, lines: list[str], left_out: int) -> None:
+        """Send what was printed.
+
+        Raises:
+            BrokenPipeError: the driver is gone.
+        """
+        try:
+            self._send({"lines": lines, "left_out": left_out})
+        except StoppedError as error:
+            raise BrokenPipeError(str(error)) from error
+
+    def send_report(self, metrics: Mapping[str, float]) -> None:
+        """Hand numbers to the caller of ``run``.
+
+        Raises:
+            StoppedError: the run ended.
+        """
+        self._send({"report": dict(metrics)})
+
+    def report_failure(
+        self, message: str, traceback: str, *, of_data: bool = False, of_exchange: bool = False
+    ) -> None:
+        """End the run for everyone.
+
+        Args:
+            message: what happened, on which rank.
+            traceback: the worker's own.
+            of_data: whether the rows cannot be fed, which is nobody's fault here.
+            of_exchange: whether an exchange with other ranks broke.
+        """
+        failure = {
+            "message": message,
+            "traceback": traceback,
+            "of_data": of_data,
+            "of_exchange": of_exchange,
+        }
+        self._send({"failure": failure})
+
+    def say_returned(self) -> None:
+        """Say that this rank's function has come to its end, and wait until that of every rank has.
+
+        Raises:
+            StoppedError: the run ended.
+        """
+        self._ask({"returned": True})
+
+    def finish(self) -> None:
+        """Leave as one should."""
+        self._send({"finish": True})
+
+    def _ask(self, header: dict[str, Any]) -> dict[str, Any]:
+        with self._asking:
+            self._send(header)
+            answer = self._answers.get()
+        if isinstance(answer, StoppedError):
+            raise answer
+        return answer
+
+    def _send(self, header: dict[str, Any]) -> None:
+        try:
+            self._connection.send_header(header)
+        except (ConnectionLostError, SilenceError) as error:
+            raise StoppedError(f"rank {self._rank} was stopped by the driver: {error}") from error
+
+    def _listen(self) -> None:
+        """Hand on what is gathered and say what this process is doing, until the driver is gone."""
+        try:
+            while True:
+                header = self._connection.receive_header()
+                if "stacks" in header:
+                    self._send({"stacks": describe_threads()})
+                elif isinstance(header.get("gathered"), list) or header.keys() & {
+                    "done",
+                    "refused",
+                }:
+                    self._answers.put(header)
+                else:
+                    raise TrainingError(f"it sent what no driver sends: {reprlib.repr(header)}")
+        except (ConnectionLostError, SilenceError, TrainingError) as error:
+            told = StoppedError(f"rank {self._rank} was stopped by the driver: {error}")
+            self._answers.put(told)
+
+    def _introduced(self) -> Connection:
+        host, port = self.address.host_and_port
+        return introduced(
+            self._rank,
+            f"the driver at {host}:{port}",
+            (host, port),
+            self.address.token,
+            self.address.fingerprint,
+            None,
+        )
+
+
+@contextmanager
+def forwarded(address: ServiceAddress, rank: int, *, echo: bool) -> Iterator[None]:
+    """Worker: send what Python code prints to the console; without one, go on without.
+
+    Args:
+        address: where the console is.
+        rank: this worker's rank.
+        echo: whether to write to this process's own streams too.
+    """
+    try:
+        client = RunClient(address, rank)
+    except StoppedError as error:
+        logger.warning("what rank %d prints is not shown in the driver: %s", rank, error)
+        yield
+        return
+    with client:
+        with Output(client.send_lines) as output, output.capture(echo=echo):
+            yield
+        try:
+            client.finish()
+        except StoppedError as error:
+            logger.debug("the console was closed before rank %d: %s", rank, error)

@@ -1,0 +1,271 @@
+"""Where the workers of ``sparkdl.run`` meet, print and fail: a service in the driver.
+
+    worker                              driver
+    {"attend": rank, "host": ...,
+     "pid": ...}                ------>
+    {"gather": object}          ------> wait for all ranks
+                                <------ {"gathered": [object of rank 0, ...]}
+    {"shard": what its rows are} -----> wait for all ranks
+                                <------ {"gathered": [what the rows of all are together]}
+    {"lines": [...], "left_out": n} --> shown in the driver
+    {"report": {name: number}}  ------> handed to the caller
+    {"files": {...}}            ------> see ``driver_files.py``
+                                <------ {"done": ...} or {"refused": text}
+                                <------ {"stacks": true}, at any time; see ``stacks.py``
+    {"stacks": text}            ------>
+    {"failure": {...}}          ------> the run ends, with the worker's traceback
+    {"returned": true}          ------> its function has come to its end
+                                <------ {"gathered": []} once all have
+    {"finish": true}            ------>
+
+There is no limit to how long a function may be silent; a worker whose process ends without a word
+breaks its connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, NoReturn
+
+from sparkdl.averager.headers import read_gather, read_shard, statistics_header
+from sparkdl.checkpoint.storage import OpenElsewhere
+from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerLostError
+from sparkdl.feed.statistics import DataStatistics, ShardStatistics
+from sparkdl.spark.diagnostics.console import Attendee, Console
+from sparkdl.spark.diagnostics.run_headers import (
+    Lines,
+    Report,
+    named,
+    read_failure,
+    read_lines,
+    read_report,
+    read_stacks,
+    unreadable,
+)
+from sparkdl.spark.storage.driver_files import DriverFiles
+from sparkdl.transport.channel import Conversation, LeftError
+from sparkdl.transport.framing import header_message
+from sparkdl.transport.service import Service
+
+logger = logging.getLogger(__name__)
+
+
+class RunService(Console):
+    """The driver's end; a context manager that ends the run.
+
+    Args:
+        service: takes the workers' connections.
+        world_size: number of workers.
+        open_uri: opens file systems that workers cannot; None for those of nobody.
+
+    Attributes:
+        events: what workers print and report; None when the run has failed.
+        failure: why it has.
+    """
+
+    def __init__(
+        self, service: Service, world_size: int, *, open_uri: OpenElsewhere | None = None
+    ) -> None:
+        super().__init__(service)
+        self.world_size = world_size
+        self.events: queue.SimpleQueue[Lines | Report | None] = queue.SimpleQueue()
+        self.failure: SparkDLError | None = None
+        self.handlers = {
+            "gather": self._gather,
+            "shard": self._gather,
+            "failure": self._take_failure,
+            "returned": self._return,
+            "files": self._answer_for_files,
+            "lines": self._show,
+            "report": self._show,
+            "stacks": self._show,
+        }
+        self._open_uri = open_uri or _open_nothing
+        self._files: dict[Attendee, DriverFiles] = {}
+        self._lock = threading.Lock()
+        self._hosts: dict[int, str] = {}
+        self._done: set[int] = set()
+        self._returned: dict[int, tuple[float, Attendee]] = {}
+        self._giving: dict[int, tuple[Any, Attendee]] = {}
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.fail(TrainingError("the driver left the run"))
+        super().__exit__(kind, error, traceback)
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not joined."""
+        return sorted(set(range(self.world_size)) - self._hosts.keys())
+
+    @property
+    def all_finished(self) -> bool:
+        """Whether every rank has left as it should."""
+        return len(self._done) == self.world_size
+
+    def left_behind(self, seconds: float) -> tuple[list[int], list[int]]:
+        """Ranks whose functions have returned, and those that still run so much later.
+
+        Args:
+            seconds: since the last of the former has.
+        """
+        with self._lock:
+            returned = sorted(self._returned)
+            last = max((when for when, _ in self._returned.values()), default=0.0)
+            running = sorted(self._hosts.keys() - self._returned.keys())
+        if not returned or time.monotonic() < last + seconds:
+            return [], []
+        return returned, running
+
+    def fail(self, error: SparkDLError) -> None:
+        """End the run; later failures are consequences of the first and are dropped."""
+        with self._lock:
+            if self.failure is None and not self.all_finished:
+                self.failure = error
+                self.events.put(None)
+            waiting = [each for _, each in [*self._giving.values(), *self._returned.values()]]
+        self._service.post(lambda: self._end(waiting))
+
+    # Called by the service's thread.
+
+    def joined(self, attendee: Attendee) -> None:
+        """Take note of a rank, of which there is one."""
+        super().joined(attendee)
+        rank, host = attendee.rank, attendee.host
+        with self._lock:
+            if rank not in self.missing:
+                raise TrainingError(f"rank {rank} on {host} is none of this run, or joined before")
+            self._hosts[rank] = host
+        self._files[attendee] = DriverFiles(self._open_uri)
+
+    def finished(self, attendee: Attendee) -> None:
+        """Take note of a rank that is done."""
+        with self._lock:
+            self._done.add(attendee.rank)
+
+    def left(self, attendee: Attendee, error: LeftError) -> None:
+        """End the run: a process has ended."""
+        if attendee.rank < 0:
+            # A worker that was too late to be let in comes again; who never comes is missing.
+            logger.info("a worker left before it had said which: %s", error)
+            return
+        where = self._hosts.get(attendee.rank, "an unknown host")
+        self.fail(
+            WorkerLostError(f"rank {attendee.rank} on {where} ended without a word ({error})")
+        )
+
+    def failed(self, attendee: Attendee, error: SparkDLError) -> None:
+        """End the run."""
+        self.fail(error)
+        self._service.close_channel(attendee.channel)
+
+    def closed(self, attendee: Attendee) -> None:
+        """Close what the worker has left open."""
+        super().closed(attendee)
+        if attendee in self._files:
+            # It may wait for a file that is being written, or for a file system that is gone.
+            self._service.elsewhere(self._files.pop(attendee).close, _note_left_open)
+
+    def _take_failure(self, attendee: Attendee, header: Mapping[str, Any]) -> NoReturn:
+        raise read_failure(attendee.rank, header, sorted(self._returned))
+
+    def _answer_for_files(self, attendee: Attendee, header: Mapping[str, Any]) -> Conversation:
+        files = self._files[attendee]
+        try:
+            answer = yield from attendee.elsewhere(lambda: files.answer(header["files"]))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise unreadable(attendee.rank, header) from error
+        attendee.channel.send_header(answer)
+
+    def _show(self, attendee: Attendee, header: Mapping[str, Any]) -> None:
+        """Take what is only to be seen: the run can do without it."""
+        rank = attendee.rank
+        try:
+            if "lines" in header:
+                self.events.put(read_lines(rank, header))
+            elif "report" in header:
+                self.events.put(read_report(rank, header))
+            else:
+                self.stacks.note(rank, read_stacks(rank, header))
+        except TrainingError as error:
+            logger.warning("%s; it is left out", error)
+
+    def _return(self, attendee: Attendee, header: Mapping[str, Any]) -> None:
+        """Note that a rank's function has; the last one has everybody told."""
+        if header["returned"] is not True:
+            raise unreadable(attendee.rank, header)
+        with self._lock:
+            self._require_no_failure()
+            self._returned[attendee.rank] = time.monotonic(), attendee
+            self._require_no_waiting_in_vain()
+            if len(self._returned) < self.world_size:
+                return
+        _tell((each for _, each in self._returned.values()), [])
+
+    def _gather(self, attendee: Attendee, header: Mapping[str, Any]) -> None:
+        """Take what a rank gives; the last one has everybody told."""
+        rank, value = attendee.rank, self._given(attendee.rank, dict(header))
+        with self._lock:
+            self._require_no_failure()
+            if rank in self._giving:
+                raise TrainingError(f"rank {rank} gave a second object before it had the first's")
+            self._giving[rank] = value, attendee
+            self._require_no_waiting_in_vain()
+            if len(self._giving) < self.world_size:
+                return
+            given = self._giving
+            # Until this is known they wait, and are told if it fails.
+            gathered = _together([given[each][0] for each in sorted(given)])
+            self._giving = {}
+        _tell((each for _, each in given.values()), gathered)
+
+    def _given(self, rank: int, header: dict[str, Any]) -> Any:
+        if "gather" in header:
+            return read_gather(header, rank, self.world_size)
+        return read_shard(header, rank)
+
+    def _require_no_failure(self) -> None:
+        if self.failure is not None:
+            raise StoppedError(f"the run ended: {self.failure}")
+
+    def _require_no_waiting_in_vain(self) -> None:
+        if self._giving and self._returned:
+            raise TrainingError(
+                f"{named(sorted(self._giving))} waits for all ranks, as save_checkpoint does, but "
+                f"{named(sorted(self._returned))} has returned: all have to call it equally often"
+            )
+
+
+def _tell(attendees: Iterable[Attendee], gathered: list[Any]) -> None:
+    message = memoryview(header_message({"gathered": gathered}))
+    for attendee in attendees:
+        attendee.channel.send([message])
+
+
+def _together(values: list[Any]) -> list[Any]:
+    """What every rank is told of what all have given: of their rows, the statistics' sum."""
+    shards = [value for value in values if isinstance(value, ShardStatistics)]
+    if not shards:
+        return values
+    if len(shards) < len(values) or len({len(shard.columns) for shard in shards}) > 1:
+        raise TrainingError("the ranks did not all tell what they found in the same columns")
+    return [statistics_header(DataStatistics.of(shards))]
+
+
+def _note_left_open(closed: Future[None]) -> None:
+    if (error := closed.exception()) is not None:
+        logger.warning("a file that a worker has left open could not be closed: %s", error)
+
+
+def _open_nothing(uri: str) -> NoReturn:
+    raise OSError(f"the driver opens no {uri}")

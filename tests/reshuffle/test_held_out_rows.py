@@ -1,0 +1,198 @@
+"""Rows to validate with, dealt among the workers: each validates on as many as every other."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+import torch
+from toys import classification, make_job, mlp, schema
+
+from sparkdl.averager.client import AveragerClient
+from sparkdl.events import ValidationReport
+from sparkdl.feed.feed import FeedOptions
+from sparkdl.feed.shuffle import HELD_OUT
+from sparkdl.protocols import ColumnSpec
+from sparkdl.reshuffle.exchange import RowExchange
+from sparkdl.strategies import GradientAllReduce, ParameterAveraging
+from sparkdl.testing import batches_of, run_world
+from sparkdl.worker import Job, loop
+
+pytestmark = pytest.mark.usefixtures("nobody_stays")
+
+HELD = ColumnSpec("held", torch.bool)
+EXCHANGED = FeedOptions(exchange_rows=True)
+
+
+def sorted_job(
+    held_out: Sequence[int], trained: Sequence[int], **changes: Any
+) -> tuple[Job, list[list[pa.RecordBatch]], tuple[np.ndarray, np.ndarray]]:
+    """A job, its shards, and the features and targets of all rows that are held out.
+
+    Args:
+        held_out: how many rows of each rank are.
+        trained: how many are not.
+    """
+    data = classification([h + t for h, t in zip(held_out, trained, strict=True)])
+    shards, chosen = [], []
+    for rank, count in enumerate(held_out):
+        features, targets = data.shard(rank)
+        mark = np.arange(len(targets)) < count
+        shards.append(batches_of(7, features=features, label=targets, held=mark))
+        chosen.append((features[mark], targets[mark]))
+    job = make_job(
+        changes.pop("model", mlp()),
+        **{
+            "schema": dataclasses.replace(schema(), validation=HELD),
+            "epochs": 2,
+            "feed": EXCHANGED,
+            **changes,
+        },
+    )
+    features, targets = (np.concatenate(each) for each in zip(*chosen, strict=True))
+    return job, shards, (features, targets)
+
+
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[ValidationReport]:
+    """What workers in threads of this process tell of their held-out rows."""
+    told: list[ValidationReport] = []
+    report = AveragerClient.report_validation
+
+    def telling(self: AveragerClient, found: ValidationReport, states: bytes = b"") -> None:
+        told.append(found)
+        report(self, found, states)
+
+    monkeypatch.setattr(AveragerClient, "report_validation", telling)
+    return told
+
+
+def loss_by_torch(module: torch.nn.Module, rows: tuple[np.ndarray, np.ndarray]) -> float:
+    with torch.no_grad():
+        outputs = module.eval()(torch.from_numpy(rows[0]))
+    return float(torch.nn.functional.cross_entropy(outputs, torch.from_numpy(rows[1])))
+
+
+@pytest.mark.parametrize(
+    "feed",
+    [EXCHANGED, FeedOptions(exchange_rows=True, stream_first_epoch=True)],
+    ids=["read first", "streamed"],
+)
+def test_workers_validate_on_as_many_rows_each_wherever_the_rows_were(
+    reports: list[ValidationReport], feed: FeedOptions
+) -> None:
+    job, shards, rows = sorted_job([0, 31, 0], [25, 4, 20], feed=feed)
+    outcome = run_world(job, shards)
+    by_epoch = [sorted(r.examples for r in reports if r.epoch == epoch) for epoch in (1, 2)]
+    assert by_epoch == [[10, 10, 11]] * 2
+    last = outcome.history[-1]
+    assert last.validation_examples == 31
+    assert last.validation_loss == pytest.approx(loss_by_torch(outcome.module, rows), rel=1e-9)
+
+
+def test_rows_that_nobody_exchanges_are_validated_with_where_they_are(
+    reports: list[ValidationReport],
+) -> None:
+    job, shards, rows = sorted_job([0, 31], [25, 4], feed=FeedOptions())
+    outcome = run_world(job, shards)
+    assert sorted(report.examples for report in reports) == [0, 0, 31, 31]
+    last = outcome.history[-1]
+    assert last.validation_loss == pytest.approx(loss_by_torch(outcome.module, rows), rel=1e-9)
+
+
+def test_dealing_rows_to_validate_with_changes_nothing_of_the_model() -> None:
+    job, shards, _ = sorted_job([0, 31], [25, 4])
+    without = dataclasses.replace(job, schema=schema())
+    kept = [
+        [batch.filter(pc.invert(batch["held"])).select(["features", "label"]) for batch in shard]
+        for shard in shards
+    ]
+    states = [
+        run_world(each, rows).module.state_dict() for each, rows in ((job, shards), (without, kept))
+    ]
+    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+
+
+def test_an_indicator_that_is_true_of_no_row_holds_none_out(
+    reports: list[ValidationReport],
+) -> None:
+    job, shards, _ = sorted_job([0, 0], [9, 8])
+    history = run_world(job, shards).history
+    assert [report.examples for report in reports] == [0] * 4
+    assert [epoch.validation_loss for epoch in history] == [None] * 2
+
+
+def test_who_has_validated_first_serves_its_rows_until_the_last_has_fetched_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finished, fetch_once, finish = threading.Event(), RowExchange._fetch_once, AveragerClient.finish
+
+    def late(self: RowExchange, peer: int, epoch: int, *rest: Any) -> None:
+        if epoch == HELD_OUT:
+            finished.wait(1.0)  # what must not happen before
+        fetch_once(self, peer, epoch, *rest)
+
+    def finishing(self: AveragerClient) -> None:
+        finish(self)
+        finished.set()
+
+    monkeypatch.setattr(RowExchange, "_fetch_once", late)
+    monkeypatch.setattr(AveragerClient, "finish", finishing)
+    job, shards, rows = sorted_job([31, 0], [4, 25], epochs=1)  # rank 0 has nothing to fetch
+    outcome = run_world(job, shards)
+    (epoch,) = outcome.history
+    assert epoch.validation_examples == 31
+    assert epoch.validation_loss == pytest.approx(loss_by_torch(outcome.module, rows), rel=1e-9)
+
+
+def dying(folder: Path, validation: int) -> Callable[[], torch.nn.Module]:
+    """Builds the model; rank 1's process ends itself in one of its validations, counted from 1."""
+
+    def build() -> torch.nn.Module:
+        if multiprocessing.current_process().name == "rank 1":
+            evaluate, counted, mark = loop._validate, itertools.count(1), folder / "died"
+
+            def dies(*arguments: Any) -> ValidationReport:
+                if next(counted) == validation and not mark.exists():
+                    mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return evaluate(*arguments)
+
+            loop._validate = dies
+        return mlp()
+
+    return build
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", [ParameterAveraging(2), GradientAllReduce()], ids=["alone", "all"]
+)
+@pytest.mark.parametrize("validation", [1, 2], ids=["first", "last"])
+def test_a_worker_that_is_killed_while_it_validates_gets_the_same_rows_again(
+    tmp_path: Path, validation: int, strategy: Any
+) -> None:
+    job, shards, rows = sorted_job(
+        [0, 31, 0],
+        [25, 4, 20],
+        model=dying(tmp_path, validation),
+        strategy=strategy,
+        max_failures=1,
+        deadline_s=120.0,
+    )
+    outcome = run_world(job, shards, ranks_as="processes")
+    assert (tmp_path / "died").exists()
+    assert [epoch.validation_examples for epoch in outcome.history] == [31] * 2
+    last = outcome.history[-1].validation_loss
+    assert last == pytest.approx(loss_by_torch(outcome.module, rows), rel=1e-9)

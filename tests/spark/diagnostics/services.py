@@ -1,0 +1,28 @@
+"""Services of a driver, without Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sparkdl.checkpoint.storage import OpenElsewhere
+from sparkdl.spark.diagnostics.console import Console, Show
+from sparkdl.spark.diagnostics.run_service import RunService
+from sparkdl.transport.service import Service
+
+
+@contextmanager
+def console_of(on_lines: Show, *, tls: bool = False) -> Iterator[Console]:
+    """What a fit has of it."""
+    with Service("127.0.0.1", encrypted=tls) as service, Console(service, on_lines) as console:
+        yield console
+
+
+@contextmanager
+def run_of(workers: int, open_uri: OpenElsewhere | None = None) -> Iterator[RunService]:
+    """What ``sparkdl.run`` has."""
+    with (
+        Service("127.0.0.1") as service,
+        RunService(service, workers, open_uri=open_uri) as run,
+    ):
+        yield run

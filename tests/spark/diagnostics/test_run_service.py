@@ -1,0 +1,437 @@
+"""The workers of ``sparkdl.run`` meet, print and fail in the driver, and nobody else gets in."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from services import run_of
+
+from sparkdl.averager import headers
+from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerError, WorkerLostError
+from sparkdl.feed.statistics import ColumnStatistics, DataStatistics, ShardStatistics
+from sparkdl.spark.diagnostics.console import Attendee
+from sparkdl.spark.diagnostics.run_client import RunClient
+from sparkdl.spark.diagnostics.run_headers import Lines
+from sparkdl.spark.diagnostics.run_service import RunService
+from sparkdl.transport import framing
+from sparkdl.transport.connection import Connection
+
+
+@pytest.fixture
+def run() -> Iterator[RunService]:
+    with run_of(2) as opened:
+        yield opened
+
+
+def failure_of(run: RunService, within_s: float = 10.0) -> SparkDLError:
+    deadline = time.monotonic() + within_s
+    while run.failure is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert run.failure is not None, "the run has not failed"
+    return run.failure
+
+
+def test_what_is_gathered_arrives_in_the_order_of_the_ranks_any_number_of_times(
+    run: RunService,
+) -> None:
+    def take_part(rank: int) -> list[list[dict[str, int]]]:
+        with RunClient(run.address, rank) as client:
+            found = [client.gather({"from": rank, "turn": turn}) for turn in range(20)]
+            client.finish()
+            return found
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(take_part, [0, 1])
+
+    expected = [[{"from": rank, "turn": turn} for rank in (0, 1)] for turn in range(20)]
+    assert first == second == expected
+    deadline = time.monotonic() + 10
+    while not run.all_finished and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert run.all_finished
+    assert run.failure is None
+
+
+def test_the_statistics_about_all_rows_take_no_more_than_those_of_one_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many workers there are: 63 with 1,000 columns each were too many for a header."""
+    for module in (framing, headers):
+        monkeypatch.setattr(module, "MAX_HEADER_BYTES", 40_000)
+    shards = [
+        ShardStatistics(
+            10 + rank,
+            tuple(
+                ColumnStatistics(nulls=rank, smallest=float(rank), largest=9.0) for _ in range(100)
+            ),
+            held_out=1,
+            weight=0.5,
+        )
+        for rank in range(8)
+    ]
+
+    def take_part(rank: int) -> DataStatistics:
+        with RunClient(opened.address, rank) as client:
+            statistics = client.gather_statistics(shards[rank])
+            client.finish()
+            return statistics
+
+    with run_of(8) as opened, ThreadPoolExecutor(8) as pool:
+        told = list(pool.map(take_part, range(8)))
+    assert told == [DataStatistics.of(shards)] * 8
+
+
+def test_more_than_all_may_tell_each_other_is_refused_in_words(
+    run: RunService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(headers, "MAX_HEADER_BYTES", 1000)
+    with RunClient(run.address, 1) as client, pytest.raises(StoppedError):
+        client.gather({"text": "x" * 500})
+    assert "rank 1 wants all 2 workers to know 512 bytes, and of so many each may tell 490" in str(
+        failure_of(run)
+    )
+
+
+def test_facts_and_other_things_are_not_gathered_together(run: RunService) -> None:
+    with (
+        RunClient(run.address, 0) as first,
+        RunClient(run.address, 1) as second,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        other = pool.submit(first.gather, {})
+        statistics = pool.submit(second.gather_statistics, ShardStatistics(3, ()))
+        assert "did not all tell what they found" in str(failure_of(run))
+        assert isinstance(other.exception(10), StoppedError)
+        assert isinstance(statistics.exception(10), StoppedError)
+
+
+def test_who_has_returned_waits_for_the_others_and_is_known(run: RunService) -> None:
+    with (
+        RunClient(run.address, 0) as first,
+        RunClient(run.address, 1) as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        waiting = pool.submit(first.say_returned)
+        wait_until(lambda: run.left_behind(0.0) == ([0], [1]))
+        assert run.left_behind(60.0) == ([], [])
+        assert not waiting.done()
+        other.say_returned()
+        waiting.result(timeout=10)
+        other.finish()
+        first.finish()
+        wait_until(lambda: run.all_finished)
+    assert run.left_behind(0.0)[1] == []
+
+
+@pytest.mark.parametrize("returns_first", [True, False])
+def test_who_waits_for_a_rank_that_has_returned_ends_the_run(
+    run: RunService, returns_first: bool
+) -> None:
+    with (
+        RunClient(run.address, 0) as returns,
+        RunClient(run.address, 1) as waits,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        if returns_first:
+            returned = pool.submit(returns.say_returned)
+            wait_until(lambda: run.left_behind(0.0) == ([0], [1]))
+            waiting = pool.submit(waits.gather, {})
+        else:
+            waiting = pool.submit(waits.gather, {})
+            wait_until(lambda: bool(run._giving))
+            returned = pool.submit(returns.say_returned)
+        assert "rank 1 waits for all ranks" in str(failure_of(run))
+        assert "but rank 0 has returned" in str(run.failure)
+        run.__exit__(None, None, None)
+        assert isinstance(waiting.exception(10), StoppedError)
+        assert isinstance(returned.exception(10), StoppedError)
+
+
+@pytest.mark.parametrize(("of_exchange", "told"), [(True, True), (False, False)])
+def test_an_exchange_that_breaks_after_a_rank_has_returned_is_told_so(
+    run: RunService, of_exchange: bool, told: bool
+) -> None:
+    with (
+        RunClient(run.address, 0) as failing,
+        RunClient(run.address, 1) as returned,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        waiting = pool.submit(returned.say_returned)
+        wait_until(lambda: run.left_behind(0.0) == ([1], [0]))
+        failing.report_failure("rank 0: closed by peer", "in train", of_exchange=of_exchange)
+        error = failure_of(run)
+        run.__exit__(None, None, None)
+        assert isinstance(waiting.exception(10), StoppedError)
+    assert ("rank 1 had returned when an exchange broke on rank 0" in str(error)) is told
+    assert "rank 0: closed by peer" in str(error)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def test_lines_arrive_with_their_rank(run: RunService) -> None:
+    with RunClient(run.address, 1) as client:
+        client.send_lines(["one", "two"], 3)
+        assert run.events.get(timeout=10) == Lines(1, ("one", "two"), 3)
+
+
+def test_a_failure_ends_the_run_with_the_workers_traceback_and_wakes_who_waits(
+    run: RunService,
+) -> None:
+    with RunClient(run.address, 0) as waiting, RunClient(run.address, 1) as failing:
+        timer = threading.Timer(0.2, failing.report_failure, ["rank 1: boom", "in boom"])
+        timer.start()
+        with pytest.raises(StoppedError, match="rank 0 was stopped"):
+            waiting.gather({})
+        timer.join()
+    error = failure_of(run)
+    assert isinstance(error, WorkerError)
+    assert (error.rank, str(error), error.worker_traceback) == (1, "rank 1: boom", "in boom")
+
+
+def test_a_connection_that_breaks_is_a_lost_worker(run: RunService) -> None:
+    client = RunClient(run.address, 1)
+    client._connection.interrupt()
+    assert isinstance(failure_of(run), WorkerLostError)
+    assert "rank 1" in str(failure_of(run))
+
+
+def test_later_failures_are_dropped_and_none_comes_after_the_end(run: RunService) -> None:
+    run.fail(TrainingError("first"))
+    run.fail(TrainingError("second"))
+    assert str(run.failure) == "first"
+
+
+@pytest.mark.parametrize("rank", [2, -1])
+def test_a_rank_that_is_none_of_the_run_ends_it(run: RunService, rank: int) -> None:
+    with RunClient(run.address, rank):
+        assert "is none of this run" in str(failure_of(run))
+
+
+def test_a_rank_that_joins_twice_ends_the_run(run: RunService) -> None:
+    with RunClient(run.address, 0), RunClient(run.address, 0):
+        assert "joined before" in str(failure_of(run))
+
+
+def test_missing_ranks_are_known(run: RunService) -> None:
+    assert run.missing == [0, 1]
+    with RunClient(run.address, 1):
+        deadline = time.monotonic() + 10
+        while run.missing != [0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert run.missing == [0]
+
+
+def test_nobody_gets_in_without_the_token(run: RunService) -> None:
+    with pytest.raises(StoppedError, match="not have the same token"):
+        RunClient(replace(run.address, token="guessed"), 0)
+    with socket.create_connection(run.address.host_and_port, timeout=10) as stranger:
+        stranger.sendall(b'{"attend": 0, "host": "here"}' * 10)
+        time.sleep(0.2)
+    assert run.missing == [0, 1]
+    assert run.failure is None
+
+
+class Intruder:
+    """Rank 1, which knows the token and speaks the protocol badly; a context manager."""
+
+    def __init__(self, run: RunService, **join: Any) -> None:
+        address = run.address
+        connected = socket.create_connection(address.host_and_port, timeout=10)
+        self.connection = Connection(connected, 10)
+        assert self.connection.introduce(address.token)
+        self.connection.send_header(join or {"attend": 1, "host": "here"})
+
+    def __enter__(self) -> Connection:
+        return self.connection
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+
+
+@pytest.fixture
+def no_thread_dies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    died: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    yield
+    assert died == []
+
+
+UNSEEN: dict[str, dict[str, Any]] = {
+    "lines-no-list": {"lines": 3, "left_out": 0},
+    "lines-an-object": {"lines": {"a": 1}, "left_out": 0},
+    "lines-of-numbers": {"lines": [1], "left_out": 0},
+    "lines-without-count": {"lines": ["a"]},
+    "count-is-text": {"lines": ["a"], "left_out": "x"},
+    "count-is-negative": {"lines": ["a"], "left_out": -1},
+    "count-is-a-boolean": {"lines": ["a"], "left_out": True},
+    "report-no-object": {"report": 3},
+    "report-is-null": {"report": None},
+    "report-of-text": {"report": {"loss": "low"}},
+    "report-of-null": {"report": {"loss": None}},
+    "report-of-a-huge-number": {"report": {"loss": 10**400}},
+    "stacks-is-null": {"stacks": None},
+}
+
+
+@pytest.mark.usefixtures("no_thread_dies")
+@pytest.mark.parametrize("name", UNSEEN)
+def test_output_that_cannot_be_read_is_left_out_with_a_word_and_the_run_goes_on(
+    run: RunService, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Intruder(run) as intruder, RunClient(run.address, 0) as other:
+        intruder.send_header(UNSEEN[name])
+        intruder.send_header({"lines": ["later"], "left_out": 0})
+        assert run.events.get(timeout=10) == Lines(1, ("later",), 0)
+        assert "rank 1 sent a header that no worker sends" in caplog.text
+        intruder.send_header({"gather": {"from": 1}})
+        assert other.gather({"from": 0}) == [{"from": 0}, {"from": 1}]
+        assert run.failure is None
+
+
+ENDING: dict[str, dict[str, Any]] = {
+    "unknown": {"hello": 1},
+    "empty": {},
+    "failure-no-object": {"failure": 3},
+    "failure-without-fields": {"failure": {}},
+    "failure-of-numbers": {"failure": {"of_data": 1, "message": 2, "traceback": 3}},
+    "files-no-object": {"files": 3},
+    "files-unknown": {"files": {"do": "read", "uri": "x://y", "paths": ["/etc/passwd"]}},
+    "long": {"hello": "x" * 1_000_000},
+}
+
+
+@pytest.mark.usefixtures("no_thread_dies")
+@pytest.mark.parametrize("name", ENDING)
+def test_a_rank_that_cannot_be_understood_ends_the_run_in_words_and_wakes_who_waits(
+    run: RunService, name: str
+) -> None:
+    with RunClient(run.address, 0) as other, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.gather, {})
+        with Intruder(run) as intruder:
+            intruder.send_header(ENDING[name])
+            error = failure_of(run)
+        assert isinstance(error, TrainingError)
+        assert "rank 1 " in str(error)
+        assert len(str(error)) < 500
+        with pytest.raises(StoppedError, match="rank 0 was stopped"):
+            waiting.result(timeout=10)
+
+
+def test_a_rank_that_gives_twice_before_the_others_have_given_ends_the_run(run: RunService) -> None:
+    with Intruder(run) as intruder:
+        intruder.send_header({"gather": 1})
+        intruder.send_header({"gather": 2})
+        assert "rank 1 gave a second object" in str(failure_of(run))
+
+
+@pytest.mark.usefixtures("no_thread_dies")
+@pytest.mark.parametrize(
+    "said",
+    [{"attend": "0", "host": "h"}, {"attend": True, "host": "h"}, {"attend": 0}, {"lines": []}],
+    ids=str,
+)
+def test_who_joins_without_rank_or_host_ends_the_run_in_words(
+    run: RunService, said: dict[str, Any]
+) -> None:
+    with Intruder(run, **said):
+        assert "joins with a rank and a host, not with" in str(failure_of(run))
+
+
+@pytest.mark.usefixtures("no_thread_dies")
+def test_a_mistake_of_our_own_ends_the_run_as_well(
+    run: RunService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(run.handlers, "lines", lambda *_: 1 // 0)
+    with Intruder(run) as intruder:
+        intruder.send_header({"lines": [], "left_out": 0})
+        error = failure_of(run)
+    assert "what rank 1 sent could not be handled: ZeroDivisionError" in str(error)
+
+
+@pytest.mark.usefixtures("no_thread_dies")
+@pytest.mark.parametrize("answer", [{}, {"gathered": 3}, {"gathered": None}], ids=str)
+def test_a_driver_that_cannot_be_understood_stops_a_worker_that_gathers(
+    run: RunService, answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer_badly(attendee: Attendee, header: Any) -> None:
+        attendee.channel.send_header(answer)
+
+    monkeypatch.setitem(run.handlers, "gather", answer_badly)
+    with (
+        RunClient(run.address, 0) as client,
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(StoppedError, match="it sent what no driver sends"),
+    ):
+        pool.submit(client.gather, {}).result(timeout=10)
+
+
+def test_the_token_is_not_shown(run: RunService) -> None:
+    assert run.address.token not in repr(run.address)
+
+
+def test_who_leaves_before_saying_who_it_is_is_no_rank_that_is_lost(
+    run: RunService, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    address = run.address
+    connected = socket.create_connection(address.host_and_port, timeout=10)
+    connection = Connection(connected, 10)
+    assert connection.introduce(address.token)
+    connection.close()
+    wait_until(lambda: "left before it had said which" in caplog.text)
+    with RunClient(address, 0) as first, RunClient(address, 1) as other:
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(first.gather, {"from": 0})
+            assert other.gather({"from": 1}) == waiting.result(10)
+        assert run.failure is None
+
+
+class Unclosable:
+    """A file system that is gone, and what it opens."""
+
+    def __init__(self) -> None:
+        self.closing, self.back = threading.Event(), threading.Event()
+
+    def __call__(self, uri: str) -> Any:
+        return self, "/"
+
+    def open_output_stream(self, path: str) -> Any:
+        return self
+
+    def close(self) -> None:
+        self.closing.set()
+        self.back.wait(30)
+        raise OSError("the file system is gone")
+
+
+def test_a_file_that_cannot_be_closed_for_a_worker_that_has_left_keeps_no_other_waiting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gone = Unclosable()
+    with run_of(3, gone) as run:
+        with RunClient(run.address, 2) as leaves:
+            leaves.ask_for_files({"do": "open", "uri": "hdfs://x"})
+            leaves.ask_for_files({"do": "write", "uri": "hdfs://x", "paths": ["/file"]})
+            leaves.finish()
+        assert gone.closing.wait(10)
+        with RunClient(run.address, 0) as first, RunClient(run.address, 1) as other:
+            first.send_lines(["there"], 0)
+            other.send_lines(["there"], 0)
+            seen = [run.events.get(timeout=10) for _ in range(2)]
+            gone.back.set()
+            wait_until(lambda: "could not be closed: the file system is gone" in caplog.text)
+            first.send_lines(["still there"], 0)
+            seen.append(run.events.get(timeout=10))
+        assert {each.lines for each in seen if each is not None} == {("there",), ("still there",)}
