@@ -7,6 +7,7 @@ there holds for the model of exactly that epoch. Without callbacks they do not w
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,9 +24,11 @@ from sparkdl.averager.run_events import (
 from sparkdl.errors import CallbackError, SparkDLError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.facts import DataFacts
+from sparkdl.feed.statistics import DataStatistics
 from sparkdl.hooks import Hooks
 from sparkdl.report.recording import Recording
+
+logger = logging.getLogger(__name__)
 
 
 class Training:
@@ -43,7 +46,7 @@ class Training:
         began: when ``on_start`` was called, of the clock ``time.monotonic``.
         recording: what the workers have told of themselves so far, and what is trained.
         step: optimizer steps that are part of the center, of the worker that has taken most.
-        resumed: whether it goes on from a checkpoint.
+        resumed: whether it resumes from a checkpoint.
         identity: the same in all fits that go on from each other's checkpoints, and in no other;
             None without checkpoints.
         schema: the columns that are trained on, with the lengths that the data have; None before
@@ -111,12 +114,12 @@ class Callback(Hooks):
     kind = "callbacks in the driver"
     methods = ("on_start", "on_round", "on_epoch", "on_checkpoint", "on_worker_lost", "on_end")
 
-    def on_start(self, training: Training, facts: DataFacts) -> None:
+    def on_start(self, training: Training, statistics: DataStatistics) -> None:
         """All rows are known, or the first of each worker, and nobody has trained on them yet.
 
         Args:
             training: the fit; its ``history`` has the epochs before a checkpoint.
-            facts: rows, held-out rows and what was found in each column.
+            statistics: rows, held-out rows and what was found in each column.
         """
 
     def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
@@ -171,11 +174,11 @@ class Calls:
         """
         training = self.training
         match event:
-            case DataFacts() if not self._started:
+            case DataStatistics() if not self._started:
                 self._started, training.began = True, time.monotonic()
                 self._each("on_start", lambda each: each.on_start(training, event))
             case RoundCommitted(_, reports):
-                training.step = max(training.step, *(report.step for report in reports))
+                training.step = max([training.step, *(report.step for report in reports)])
                 self._each("on_round", lambda each: each.on_round(training, reports))
             case EpochValidated(summary) if summary.epoch > len(training.history):
                 training.history.append(summary)
@@ -186,17 +189,39 @@ class Calls:
                 self._each("on_checkpoint", lambda each: each.on_checkpoint(training))
 
     def end(self, error: BaseException | None) -> None:
-        """Tell the callbacks that it is over."""
-        self._each("on_end", lambda each: each.on_end(self.training, error))
+        """Tell the callbacks that it is over: all of them, for each may have files to close.
+
+        Args:
+            error: what ended the fit. It is what the user has to know: failures of callbacks behind
+                it are only logged.
+
+        Raises:
+            CallbackError: the fit was a success, and a callback failed; of several the first.
+        """
+        failures: list[SparkDLError] = []
+        for callback in self._callbacks:
+            try:
+                self._call(callback, "on_end", lambda each: each.on_end(self.training, error))
+            except SparkDLError as failed:
+                failures.append(failed)
+        raised = failures[0] if failures and error is None else None
+        for failure in failures:
+            if failure is not raised:
+                logger.warning("%s", failure)
+        if raised is not None:
+            raise raised
 
     def _each(self, hook: str, call: Callable[[Callback], None]) -> None:
         for callback in self._callbacks:
-            try:
-                call(callback)
-            except SparkDLError:
-                raise
-            except Exception as error:  # the user's code may raise anything
-                raise CallbackError(
-                    f"callback {type(callback).__name__} failed in {hook}: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+            self._call(callback, hook, call)
+
+    def _call(self, callback: Callback, hook: str, call: Callable[[Callback], None]) -> None:
+        try:
+            call(callback)
+        except SparkDLError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            raise CallbackError(
+                f"callback {type(callback).__name__} failed in {hook}: "
+                f"{type(error).__name__}: {error}"
+            ) from error

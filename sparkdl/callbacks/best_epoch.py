@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from sparkdl.callbacks.base import Training
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
-from sparkdl.feed.facts import DataFacts
+from sparkdl.feed.statistics import DataStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def require_metric(metric: object, mode: object) -> None:
 
 
 def require_measured(
-    name: str, metric: str, mode: Mode | None, training: Training, facts: DataFacts
+    name: str, metric: str, mode: Mode | None, training: Training, statistics: DataStatistics
 ) -> None:
     """Check that what a callback follows will be known, and what of it is better.
 
@@ -49,12 +49,12 @@ def require_measured(
         metric: what it follows.
         mode: what is better, if that was said.
         training: the fit.
-        facts: what the workers have found in their rows.
+        statistics: what the workers have found in their rows.
 
     Raises:
         ConfigError: it will not.
     """
-    if metric == "validation_loss" and facts.complete and not facts.held_out:
+    if metric == "validation_loss" and statistics.complete and not statistics.held_out:
         raise ConfigError(f"{name} follows the loss on held-out rows, and {HOLD_OUT}")
     if metric in LOSSES:
         return
@@ -95,7 +95,7 @@ def _metric_of(summary: EpochSummary, metric: str) -> float:
     if metric not in summary.metrics:
         raise ConfigError(
             f"epoch {summary.epoch} has no '{metric}': it was trained without that metric, before "
-            "the checkpoint from which the fit goes on. Start anew (resume='never'), or follow one "
+            "the checkpoint that the fit resumes from. Start over (resume='never'), or follow one "
             "that was measured"
         )
     value = summary.metrics[metric]
@@ -134,7 +134,7 @@ def is_better_larger(training: Training, metric: str, mode: Mode | None) -> bool
 
 
 def warn_if_lost(training: Training, best: EpochSummary | None) -> None:
-    """Say so if the best epoch's model is not in the checkpoint from which the fit goes on."""
+    """Say so if the best epoch's model is not in the checkpoint that the fit resumes from."""
     if best is not None and (training.kept_epoch or 0) < best.epoch:
         logger.warning(
             "of the epochs before the checkpoint epoch %d was the best, whose model is not in it, "

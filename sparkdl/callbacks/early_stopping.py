@@ -20,14 +20,14 @@ from sparkdl.callbacks.best_epoch import (
 )
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
-from sparkdl.feed.facts import DataFacts
+from sparkdl.feed.statistics import DataStatistics
 
 
 @dataclass(frozen=True)
 class EarlyStopping(Callback):
     """End the training when a loss or a metric has not improved for some epochs.
 
-    What it decides follows from the history alone, so that a fit that goes on from a checkpoint
+    What it decides follows from the history alone, so that a fit that resumes from a checkpoint
     stops where it would have stopped; the best model so far is part of each checkpoint.
 
     Args:
@@ -59,9 +59,9 @@ class EarlyStopping(Callback):
         if not isinstance(self.restore_best, bool):
             raise ConfigError(f"restore_best must be a bool, got {self.restore_best!r}")
 
-    def on_start(self, training: Training, facts: DataFacts) -> None:
+    def on_start(self, training: Training, statistics: DataStatistics) -> None:
         """Look at the epochs before a checkpoint; they may have been enough."""
-        require_measured(type(self).__name__, self.metric, self.mode, training, facts)
+        require_measured(type(self).__name__, self.metric, self.mode, training, statistics)
         if self.restore_best:
             warn_if_lost(training, self._best(training))
         self._stop_if_due(training)

@@ -16,13 +16,13 @@ from sparkdl.callbacks.extras import imported
 from sparkdl.callbacks.mlflow_model import Flavor, OfColumns
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
-from sparkdl.feed.facts import DataFacts
+from sparkdl.feed.statistics import DataStatistics
 from sparkdl.report.history import metrics_of
 
 logger = logging.getLogger(__name__)
 
 TRAINING = "sparkdl.training"
-"""The tag by which a fit that goes on from a checkpoint finds the run that it goes on with."""
+"""The tag by which a fit that resumes from a checkpoint finds the run that it goes on with."""
 LOGGED = "sparkdl.model"
 """The tag that says which model of the run is of its end."""
 PARAMS_A_CALL = 100
@@ -34,7 +34,7 @@ _NOT_IN_NAMES = re.compile(r"[^\w\-. /:]")
 class MLflow(Callback):
     """Log a training as one run of MLflow's: its settings, its epochs and its model.
 
-    A fit that goes on from a checkpoint goes on with the run of the fit before. Inside of
+    A fit that resumes from a checkpoint goes on with the run of the fit before. Inside of
     ``with mlflow.start_run():`` it is that run.
 
     Args:
@@ -67,12 +67,12 @@ class MLflow(Callback):
         if self.registered_model_name is not None and not self.log_model:
             raise ConfigError("registered_model_name is that of a logged model: log_model is False")
 
-    def on_start(self, training: Training, facts: DataFacts) -> None:
+    def on_start(self, training: Training, statistics: DataStatistics) -> None:
         """Begin the run, or go on with it, and log what is trained."""
         mlflow = imported("mlflow", package="mlflow", extra="mlflow", who="MLflow()")
         run = _Run(mlflow, self, training)
         training.kept[self] = run
-        run.log_settings(training, facts)
+        run.log_settings(training, statistics)
 
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:
         """Log what the epoch came to, unless a fit that was interrupted behind it did."""
@@ -123,14 +123,14 @@ class _Run:
         known = self._client.get_metric_history(self._id, "loss") if training.resumed else []
         self._logged = {metric.step for metric in known}
 
-    def log_settings(self, training: Training, facts: DataFacts) -> None:
+    def log_settings(self, training: Training, statistics: DataStatistics) -> None:
         """Log what is trained, and how, but for what the run has already."""
         setup = training.recording.setup
         told = {
             "model": setup.model,
             "strategy": setup.strategy,
             "parameters": setup.parameters,
-            "rows": facts.rows,
+            "rows": statistics.rows,
             "workers": training.recording.world_size,
             **setup.settings,
         }
@@ -202,7 +202,7 @@ class _Run:
         )
         if not found:
             logger.warning(
-                "the fit goes on from a checkpoint, but MLflow has no run of the fit before; a new "
+                "the fit resumes from a checkpoint, but MLflow has no run of the fit before; a new "
                 "one begins with epoch %d",
                 len(training.history) + 1,
             )

@@ -13,7 +13,7 @@ from sparkdl.callbacks.best_epoch import (
     warn_if_lost,
 )
 from sparkdl.events import EpochSummary
-from sparkdl.feed.facts import DataFacts
+from sparkdl.feed.statistics import DataStatistics
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class ModelCheckpoint(Callback):
     def __post_init__(self) -> None:
         require_metric(self.metric, self.mode)
 
-    def on_start(self, training: Training, facts: DataFacts) -> None:
+    def on_start(self, training: Training, statistics: DataStatistics) -> None:
         """See whether that will be known."""
-        require_measured(type(self).__name__, self.metric, self.mode, training, facts)
+        require_measured(type(self).__name__, self.metric, self.mode, training, statistics)
         warn_if_lost(training, best_epoch(training, self.metric, self.mode))
 
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:

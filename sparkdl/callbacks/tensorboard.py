@@ -11,7 +11,7 @@ from sparkdl.callbacks.base import Callback, Training
 from sparkdl.callbacks.extras import imported
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.facts import DataFacts
+from sparkdl.feed.statistics import DataStatistics
 from sparkdl.phases import PHASES
 from sparkdl.report.history import VALIDATION, metrics_of
 from sparkdl.report.recording import Recording, Setup
@@ -42,7 +42,7 @@ class TensorBoard(Callback):
         if not isinstance(self.log_dir, str) or not self.log_dir:
             raise ConfigError(f"log_dir must be that of a directory to write to: {self.log_dir!r}")
 
-    def on_start(self, training: Training, facts: DataFacts) -> None:
+    def on_start(self, training: Training, statistics: DataStatistics) -> None:
         """Open the files, and hide what is in them of steps that no checkpoint has."""
         imported("tensorboard", **TENSORBOARD)
         module = imported("torch.utils.tensorboard", **TENSORBOARD)

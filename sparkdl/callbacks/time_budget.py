@@ -17,7 +17,7 @@ class TimeBudget(Callback):
 
     Args:
         seconds: from the moment when the workers have read their rows, > 0. A fit that goes on from
-            a checkpoint has all of it anew.
+            a checkpoint has all of it again.
 
     Raises:
         ConfigError: ``seconds`` is no time.

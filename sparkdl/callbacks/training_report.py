@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from sparkdl.callbacks.base import Callback, Training
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.statistics import DataStatistics
 from sparkdl.report.page import save_report
 
 EVERY_S = 30.0
@@ -35,12 +36,16 @@ class TrainingReport(Callback):
         if not isinstance(self.path, str) or not self.path:
             raise ConfigError(f"path must be that of a file to write, got {self.path!r}")
 
+    def on_start(self, training: Training, statistics: DataStatistics) -> None:
+        """Write the first one: a path that cannot be written to must not show at the end."""
+        save_report(training.recording, self.path)
+
     def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
-        """Write it anew if the last one is old."""
+        """Rewrite it if the last one is old."""
         self._write_if_due(training)
 
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:
-        """Write it anew if the last one is old."""
+        """Rewrite it if the last one is old."""
         self._write_if_due(training)
 
     def on_end(self, training: Training, error: BaseException | None) -> None:

@@ -17,15 +17,15 @@ from sparkdl.checkpoint.policy import OtherTrainingError
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.driver import run
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.arguments import arguments_are_params
+from sparkdl.estimator.checks.preflight import Preflight, UnbalancedError
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.model import TorchModel
-from sparkdl.estimator.output_params import OutputParams
-from sparkdl.estimator.params import EstimatorParams
+from sparkdl.estimator.params.arguments import arguments_are_params
+from sparkdl.estimator.params.estimator import EstimatorParams
+from sparkdl.estimator.params.outputs import OutputParams
+from sparkdl.estimator.params.settings import settings_of
 from sparkdl.estimator.persistence import EstimatorReader, EstimatorWriter
-from sparkdl.estimator.preflight import Preflight, UnbalancedError
 from sparkdl.estimator.progress import ProgressBar
-from sparkdl.estimator.settings import settings_of
 from sparkdl.feed.columns import BatchTransform
 from sparkdl.protocols import (
     LossFunction,
@@ -36,7 +36,7 @@ from sparkdl.protocols import (
 )
 from sparkdl.report import TrainingSummary
 from sparkdl.spark.cluster.gpus import gpu_profile
-from sparkdl.spark.cluster.slot_queue import in_turn
+from sparkdl.spark.cluster.slot_queue import queued
 from sparkdl.spark.diagnostics.console import driver_hosts
 from sparkdl.spark.launch.launcher import launch
 from sparkdl.strategies import ParameterAveraging, Strategy
@@ -118,7 +118,7 @@ class BaseEstimator(
             dataset: the rows.
             params: values of Params for this call, by Param; or a list of them, for a model each.
             warm_start: a model whose parameters and buffers the training begins with, instead of
-                those that ``model`` builds. The optimizer and its schedule begin anew, and so does
+                those that ``model`` builds. The optimizer and its schedule start over, and so does
                 the history. A checkpoint of the training comes before it, and is refused with
                 another one.
 
@@ -144,7 +144,7 @@ class BaseEstimator(
         ready = Preflight(self, dataset, None if warm_start is None else warm_start.module)
         spark, workers = dataset.sparkSession, ready.workers
         with (
-            in_turn(spark, workers.num_tasks, gpu_profile(spark, workers.device)),
+            queued(spark, workers.num_tasks, gpu_profile(spark, workers.device)),
             ProgressBar(self.getEpochs(), visible=self.getProgress()) as progress,
         ):
             model = self._train_or_read_first(ready, progress)
@@ -156,7 +156,7 @@ class BaseEstimator(
         try:
             return self._train(ready, progress)
         except UnbalancedError as found:
-            logger.info("training starts anew: %s", found)
+            logger.info("training starts over: %s", found)
         except OtherTrainingError as error:
             if not ready.job.feed.stream_first_epoch:
                 raise
@@ -313,9 +313,9 @@ class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
         checkpointRounds: rounds between two checkpoints, for epochs that are long; a resumed fit
             goes on in the middle of one. None for checkpoints at the ends of epochs only.
         keepLast: checkpoints to keep; with 2, one is left if the newest is found damaged.
-        resume: ``auto`` goes on from the newest checkpoint in ``checkpointPath`` if there is one,
+        resume: ``auto`` resumes from the newest checkpoint in ``checkpointPath`` if there is one,
             or gives its model if that training has ended, and refuses one of other rows, code or
-            settings; ``never`` starts anew.
+            settings; ``never`` starts over.
         collectiveInterface: for strategies whose workers exchange among themselves, the network
             interface by which they do: its name (``eth1``), or an address or subnet
             (``10.1.0.0/16``) in which each host has one. None for what the Spark setting

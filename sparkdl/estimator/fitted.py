@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
+import torch
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame, SparkSession
@@ -14,19 +15,21 @@ from torch import Tensor, nn
 from sparkdl.checkpoint.module_files import SavedModule
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.estimator.data_params import InputOutputParams
 from sparkdl.estimator.head import Head
-from sparkdl.estimator.inference_params import InferenceParams
-from sparkdl.estimator.label_params import LabelParams
 from sparkdl.estimator.labels import label_tensors
 from sparkdl.estimator.metric_inputs import MetricInputs
+from sparkdl.estimator.params.data import InputOutputParams
+from sparkdl.estimator.params.inference import InferenceParams
+from sparkdl.estimator.params.labels import LabelParams
 from sparkdl.estimator.persistence import ModelReader, ModelWriter
+from sparkdl.estimator.schema import scalar_column
 from sparkdl.events import EpochSummary, MetricValue
-from sparkdl.losses import ModelLoss
 from sparkdl.metrics import Metrics
+from sparkdl.metrics.metrics import WEIGHTS
 from sparkdl.outputs import Widths
+from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import ColumnSpec, LossFunction
-from sparkdl.references import pickled
+from sparkdl.replica.losses import ModelLoss
 from sparkdl.report import TrainingSummary
 from sparkdl.spark.inference.columns import prediction_columns, readable
 from sparkdl.spark.inference.evaluation import Evaluation, evaluate
@@ -35,7 +38,8 @@ from sparkdl.spark.inference.predictor import OutputColumn, Predictor
 from sparkdl.spark.inference.scores import Labels, Score
 from sparkdl.spark.inference.shared_model import ModelSharing
 from sparkdl.spark.rows.columns import InputColumn, input_column
-from sparkdl.torch_settings import TorchSettings
+from sparkdl.spark.session.session import current_session
+from sparkdl.user_code.references import pickled
 
 
 class FittedModel(
@@ -116,7 +120,7 @@ class FittedModel(
         Raises:
             ConfigError: there is no active Spark session.
         """
-        spark = SparkSession.getActiveSession()
+        spark = current_session()
         if spark is None:
             raise ConfigError("udf() sends the model to executors: start a Spark session before")
         outputs = self.predicted_columns(self._head, self._widths)
@@ -155,11 +159,12 @@ class FittedModel(
         if score is not None:
             outputs = [*outputs, OutputColumn(score, None, _no_function, False)]
         names = [each.name for each in outputs]
-        taken = [name for name in names if name in dataset.columns or names.count(name) > 1]
-        if taken:
-            setter = "setScoreCol" if taken[0] == score else self.setter_of(taken[0])
+        taken = _taken(names, dataset)
+        if taken is not None:
+            name, present = taken
+            setter = "setScoreCol" if name == score else self.setter_of(name)
             raise DataError(
-                f"the DataFrame already has a column '{taken[0]}'. Drop it, or choose another "
+                f"the DataFrame already has a column '{present}'. Drop it, or choose another "
                 f"name: model.{setter}(...)"
             )
         columns, specs = self._inputs(dataset)
@@ -206,7 +211,9 @@ class FittedModel(
         specs = label_tensors(rows, columns, self._labels, self._head)
         return rows, columns, Labels(specs, as_one=not several)
 
-    def evaluate(self, dataset: DataFrame, metrics: Mapping[str, Any]) -> dict[str, MetricValue]:
+    def evaluate(
+        self, dataset: DataFrame, metrics: Mapping[str, Any], weightCol: str | None = None
+    ) -> dict[str, MetricValue]:
         """Measure the model on labelled rows.
 
         Each executor counts the rows that it has; what was counted is put together in the driver,
@@ -217,12 +224,15 @@ class FittedModel(
             metrics: as the estimator's: by name a ``torchmetrics.Metric``, or a function or class
                 that makes one; or a ``MetricCollection``. They are given probabilities if the model
                 was trained with one of torch's losses for classes, else its output.
+            weightCol: how much each row counts, for the metrics whose ``update`` takes a
+                ``sample_weight``, shape (n,), float32. For others every row counts alike.
 
         Returns:
             By name a number; a list of numbers for a metric with several, such as one a class.
 
         Raises:
-            ConfigError: something is no metric, or torchmetrics is not installed.
+            ConfigError: something is no metric, no metric takes weights, or torchmetrics is not
+                installed.
             DataError: a column is missing, or there is no row.
             ModelError: a metric cannot be computed.
         """
@@ -230,11 +240,20 @@ class FittedModel(
         measured.begin()  # what does not make a metric is found here
         columns, specs = self._inputs(dataset)
         rows, label_columns, labels = self._labelled(dataset)
+        weights = scalar_column(rows, weightCol, "weightCol")
+        weight = None if weights is None else weights.spec(torch.float32)
+        if weight is not None and set(measured.without_weights()) == set(measured.makers):
+            raise ConfigError(
+                f"weightCol='{weightCol}' changes nothing: every row counts alike for "
+                f"{', '.join(measured.makers)}, because no update of theirs takes a "
+                f"'{WEIGHTS}'. Leave it out, or write a torchmetrics.Metric that takes one"
+            )
         used: set[str] = set()
         octets, given = pickled(measured, used), [each.name for each in specs]
         predictor = self._predictor((), given, dataset.sparkSession, also=used)
-        evaluation = Evaluation(predictor, octets, specs, labels)
-        return evaluate(evaluation, measured, rows, [*columns, *label_columns])
+        evaluation = Evaluation(predictor, octets, specs, labels, weight)
+        weighted = [] if weights is None else [weights]
+        return evaluate(evaluation, measured, rows, [*columns, *label_columns, *weighted])
 
     def _inputs(self, dataset: DataFrame) -> tuple[list[InputColumn], list[ColumnSpec]]:
         """The feature columns of a DataFrame, and the tensors that they become."""
@@ -314,6 +333,18 @@ class FittedModel(
         """A copy with other Params; it shares the module, also on the executors."""
         copied: Self = super().copy(extra)
         return copied
+
+
+def _taken(names: Sequence[str], dataset: DataFrame) -> tuple[str, str] | None:
+    """The first name that is another column's too for Spark, which would replace that, and it."""
+    exactly = str(dataset.sparkSession.conf.get("spark.sql.caseSensitive")).lower() == "true"
+    known = str if exactly else str.lower
+    present = {known(name): name for name in dataset.columns}
+    for name in names:
+        if known(name) in present:
+            return name, present[known(name)]
+        present[known(name)] = name
+    return None
 
 
 def _no_function(output: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.data_params import InputOutputParams
 from sparkdl.estimator.head import Head
+from sparkdl.estimator.params.data import InputOutputParams
 from sparkdl.outputs import OutputKey, pick
 from sparkdl.protocols import Targets
 

@@ -11,9 +11,8 @@ from torch.export import ExportedProgram
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.head import head_of
-from sparkdl.estimator.output_params import OutputParams
+from sparkdl.estimator.params.outputs import OutputParams
 from sparkdl.estimator.pretrained import Example, named_features, output_widths, specs_of
-from sparkdl.exported import as_module
 from sparkdl.protocols import SequenceInput
 from sparkdl.spark.rows.column_overrides import (
     ColumnOverrides,
@@ -21,6 +20,7 @@ from sparkdl.spark.rows.column_overrides import (
     paddings,
     require_distinct,
 )
+from sparkdl.user_code.exported import as_module
 
 
 class TorchModel(FittedModel, OutputParams):

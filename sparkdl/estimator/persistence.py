@@ -22,22 +22,22 @@ from torch.optim.lr_scheduler import LRScheduler
 from sparkdl import callbacks, strategies
 from sparkdl.checkpoint.json_file import read_json_object
 from sparkdl.checkpoint.module_files import SavedModule, read_module, write_module
-from sparkdl.checkpoint.recipe import LOSS, MODEL, Place, load_recipe, save_recipe
+from sparkdl.checkpoint.object_spec import LOSS, MODEL, Expected, load_object, save_object
 from sparkdl.checkpoint.trust import TrustArgument, classes_of
 from sparkdl.errors import ConfigError, SparkDLError
 from sparkdl.spark.storage.files import fetch, publish
 
 OBJECTS = "objects.json"
-PLACES = {
+EXPECTED = {
     "model": MODEL,
     "loss": LOSS,
-    "optimizer": Place(
+    "optimizer": Expected(
         "a class of optimizers, or a function that makes one", Optimizer, maker=True
     ),
-    "scheduler": Place(
+    "scheduler": Expected(
         "a class of schedulers, or a function that makes one", LRScheduler, maker=True
     ),
-    "strategy": Place(
+    "strategy": Expected(
         "a strategy",
         strategies.Strategy,
         instance=True,
@@ -48,15 +48,15 @@ PLACES = {
             **classes_of(strategies, strategies.KFACPreconditioner),
         },
     ),
-    "callbacks": Place(
+    "callbacks": Expected(
         "a list of callbacks",
         callbacks.Hooks,
         instance=True,
         several=True,
         harmless=classes_of(callbacks, callbacks.Hooks),
     ),
-    "metrics": Place("a dict of metrics by name", dict, instance=True),
-    "batchTransform": Place("a function", nn.Module, instance=True, function=True),
+    "metrics": Expected("a dict of metrics by name", dict, instance=True),
+    "batchTransform": Expected("a function", nn.Module, instance=True, function=True),
 }
 """The estimator's Params whose values are not JSON."""
 
@@ -90,7 +90,7 @@ class DirectoryWriter(MLWriter):
         return {}
 
     def _write_files(self, directory: Path, objects: dict[str, Any]) -> None:
-        saved = {name: save_recipe(value, directory, name) for name, value in objects.items()}
+        saved = {name: save_object(value, directory, name) for name, value in objects.items()}
         (directory / OBJECTS).write_text(json.dumps(saved, indent=2))
 
     def _write_metadata(self, directory: Path, leave_out: set[str]) -> None:
@@ -116,7 +116,7 @@ class EstimatorWriter(DirectoryWriter):
     """Writes a ``TorchEstimator``: its objects by import path where they have one."""
 
     def _objects(self) -> dict[str, Any]:
-        values = {name: self.instance.getOrDefault(name) for name in PLACES}
+        values = {name: self.instance.getOrDefault(name) for name in EXPECTED}
         # The only one that may be text is loss="model".
         return {n: v for n, v in values.items() if v is not None and not isinstance(v, str)}
 
@@ -146,11 +146,11 @@ class EstimatorReader(MLReader[Any]):
             metadata = read_metadata(directory)
             saved = read_json_object(directory / OBJECTS)
             saved_plainly = {"loss"} & metadata["paramMap"].keys()
-            if not {"model", "loss", "optimizer"} <= {*saved, *saved_plainly} <= PLACES.keys():
+            if not {"model", "loss", "optimizer"} <= {*saved, *saved_plainly} <= EXPECTED.keys():
                 raise ConfigError(f"{directory / OBJECTS} is damaged: it has {[*saved]!r:.200}")
             objects = {
-                name: load_recipe(recipe, directory, name, place=PLACES[name], trust=self._trust)
-                for name, recipe in saved.items()
+                name: load_object(spec, directory, name, expected=EXPECTED[name], trust=self._trust)
+                for name, spec in saved.items()
             }
             defaults = metadata.get("defaultObjects", [])
             if defaults not in _DEFAULTS or not saved.keys() >= set(defaults):

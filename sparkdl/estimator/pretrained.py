@@ -13,8 +13,8 @@ from sparkdl.estimator.predictions import require_any_length
 from sparkdl.feed.columns import input_names, model_inputs
 from sparkdl.feed.ragged import Ragged
 from sparkdl.outputs import Widths, described, widths_of
+from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
-from sparkdl.randomness import borrowed_random_numbers
 from sparkdl.replica import forward
 from sparkdl.spark.rows.column_overrides import ColumnOverrides
 

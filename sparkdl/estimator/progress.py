@@ -11,7 +11,7 @@ from tqdm import TqdmWarning
 from sparkdl.averager.run_events import RunEvent as Event
 from sparkdl.averager.run_events import WorkersRestarted, WorkerTimes
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.facts import DataFacts
+from sparkdl.feed.statistics import DataStatistics
 from sparkdl.phases import COMPUTE, DECODE, PHASES
 from sparkdl.report.findings import UNEVEN
 
@@ -34,7 +34,7 @@ class ProgressBar:
 
     One line, in terminals and in notebooks: rows and rows a second by tqdm; the epoch; the mean
     loss of its rows so far; in which phase the workers are mostly, of late; and who takes longer
-    than the others for its part of the rounds.
+    than the others for its part of the rounds. A fit that fails before it trains leaves no line.
 
     Args:
         epochs: passes over it.
@@ -60,11 +60,13 @@ class ProgressBar:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None and self._reading:
+            self._bar.leave = False
         self._bar.close()
 
     def __call__(self, event: Event) -> None:
         """Take note of what has happened."""
-        if isinstance(event, DataFacts):
+        if isinstance(event, DataStatistics):
             self._note_rows(event)
         elif isinstance(event, WorkerTimes):
             if not self._bar.disable:
@@ -80,8 +82,8 @@ class ProgressBar:
         elif isinstance(event, WorkersRestarted):
             self._bar.set_postfix_str("all workers are started again")
 
-    def _note_rows(self, facts: DataFacts) -> None:
-        total = facts.rows * self._epochs if facts.complete else None
+    def _note_rows(self, statistics: DataStatistics) -> None:
+        total = statistics.rows * self._epochs if statistics.complete else None
         if self._reading:
             # Also the moment from which rows a second are counted.
             self._bar.reset(total=total)

@@ -10,8 +10,8 @@ from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.estimator.data_params import DataParams
 from sparkdl.estimator.head import Head
+from sparkdl.estimator.params.data import DataParams
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.protocols import LossFunction
 from sparkdl.spark.rows.column_overrides import (
@@ -82,14 +82,14 @@ def fed_columns(
         declared.spec(column, _target_dtype(column, loss, head, fractions), label=True)
         for column in labels
     )
-    weight = _scalar(frame, params.optional_column("weightCol"), "weightCol")
+    weight = scalar_column(frame, params.optional_column("weightCol"), "weightCol")
     held_out = params.held_out_by()
     indicator: InputColumn | None
     if isinstance(held_out, float):
         content = (*features, *labels, *([] if weight is None else [weight]))
         indicator = held_out_fraction(content, held_out, seed)
     else:
-        indicator = _scalar(frame, held_out, "validationIndicatorCol")
+        indicator = scalar_column(frame, held_out, "validationIndicatorCol")
     schema = FeedSchema(
         tuple(declared.spec(c, c.default_dtype(fractions)) for c in features),
         label_specs if several else label_specs[0],
@@ -127,7 +127,12 @@ def _require_paddable(params: DataParams, schema: FeedSchema) -> None:
         raise ConfigError(GROUPS_WITHOUT_PADDING)
 
 
-def _scalar(frame: DataFrame, name: str | None, param: str) -> InputColumn | None:
+def scalar_column(frame: DataFrame, name: str | None, param: str) -> InputColumn | None:
+    """A column with one number a row, or of booleans if the Param is ``validationIndicatorCol``.
+
+    Raises:
+        DataError: it is of another type, or not there.
+    """
     if name is None:
         return None
     column = input_column(frame, name, param)

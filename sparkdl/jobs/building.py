@@ -40,6 +40,8 @@ def builder(spec: Any) -> Any:
     called = pkgutil.resolve_name(spec.class_path)
     arguments = spec.get("init_args")
     given = {name: built(value) for name, value in vars(arguments).items()} if arguments else {}
+    # What jsonargparse calls the arguments that only a constructor's **kwargs take.
+    given |= built(spec.get("dict_kwargs") or {})
     defaults = {name: p.default for name, p in inspect.signature(called).parameters.items()}
     # pyspark.ml's stages have no None: what was not given stays away.
     given = {

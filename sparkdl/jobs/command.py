@@ -9,18 +9,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from pyspark.sql import SparkSession
 
-from sparkdl.errors import SparkDLError
+from sparkdl.errors import CheckpointError, SparkDLError
 from sparkdl.jobs import logs
 from sparkdl.jobs.exits import Exit, exit_of
 from sparkdl.jobs.grammar import JobName, Settings, read_settings
+from sparkdl.jobs.locations import locate, spark_path
 from sparkdl.jobs.output import Output, Run
-from sparkdl.jobs.places import locate, spark_path
-from sparkdl.jobs.result import circumstances, failure, finite, write_result
+from sparkdl.jobs.result import circumstances, clear_result, failure, finite, write_result
 from sparkdl.spark.session.session import create_session
 
 logger = logging.getLogger(__name__)
@@ -36,10 +35,12 @@ class Work:
         checkpoints: a directory for checkpoints of this run; None if it has no id.
     """
 
-    def __init__(self, settings: Settings, spark: SparkSession, output: Output, place: Any) -> None:
+    def __init__(
+        self, settings: Settings, spark: SparkSession, output: Output, location: Any
+    ) -> None:
         self.settings = settings
         self.spark = spark
-        self.target = spark_path(place, output.staged)
+        self.target = spark_path(location, output.staged)
         self.checkpoints = output.checkpoints
 
 
@@ -66,10 +67,10 @@ def run_command(job: JobName, work: Callable[[Work], Found], arguments: list[str
         return int(exit_of(error))
     context = {"job": job} | ({"run_id": settings.run_id} if settings.run_id else {})
     logs.configure(settings.log_format, settings.log_level, context)
-    if settings.result_file is not None:  # lest that of an attempt before be taken for this one's
-        Path(settings.result_file).expanduser().unlink(missing_ok=True)
     application: list[str] = []
     try:
+        if settings.result_file is not None:
+            clear_result(settings.result_file)
         result, words = _run(settings, work, began, application)
         code = Exit.DONE
     except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -79,7 +80,11 @@ def run_command(job: JobName, work: Callable[[Work], Found], arguments: list[str
         words = ""
         _tell(job, code, error)
     if settings.result_file is not None:
-        write_result(settings.result_file, result)
+        try:
+            write_result(settings.result_file, result)
+        except CheckpointError as error:
+            code = code or exit_of(error)
+            _tell(job, code, error)
     if settings.log_format == "json":
         print(json.dumps(finite(result)), flush=True)
     elif words:
@@ -92,14 +97,14 @@ def _run(
 ) -> tuple[dict[str, Any], str]:
     with _session(settings) as spark:
         application.append(str(spark.sparkContext.applicationId))
-        place = locate(settings.output)
+        location = locate(settings.output)
         run = Run(job=settings.job, run_id=settings.run_id, configuration=settings.digest)
-        output = Output(place, run)
+        output = Output(location, run)
         with output.claimed(application[0]) as done:
             if done is not None:
                 words = f"{settings.output} is complete for run_id '{settings.run_id}' already."
                 return done, words
-            found, words = work(Work(settings, spark, output, place))
+            found, words = work(Work(settings, spark, output, location))
             told = {"status": "complete", "exit_code": 0, "output": settings.output}
             told |= circumstances(began, application[0]) | found
             result = output.commit(finite(told))

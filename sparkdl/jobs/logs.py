@@ -47,10 +47,13 @@ def configure(log_format: str, log_level: str | None, context: dict[str, Any]) -
         lines = logging.StreamHandler(sys.stderr)
         lines.setFormatter(_Lines(context))
         root.handlers = [lines]
+        _steps.handlers, _steps.propagate = [], True
         root.setLevel(log_level or "INFO")
         logging.getLogger("py4j").setLevel("WARNING")
         logging.captureWarnings(True)
         return
+    # Of a job before in this process.
+    root.handlers = [each for each in root.handlers if not isinstance(each.formatter, _Lines)]
     logging.basicConfig(level=log_level or "WARNING", format="%(levelname)s %(name)s: %(message)s")
     words = logging.StreamHandler(sys.stdout)
     words.setFormatter(_Words())

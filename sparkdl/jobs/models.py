@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 from sparkdl.checkpoint.trust import trusted_modules
 from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchModel
-from sparkdl.jobs.places import locate
+from sparkdl.jobs.locations import locate
 
 
 def load_model(path: str, trust: Sequence[str], spark: SparkSession) -> Any:
@@ -27,8 +27,8 @@ def load_model(path: str, trust: Sequence[str], spark: SparkSession) -> Any:
     Raises:
         ConfigError: there is none, or it is of modules that are not trusted.
     """
-    place = locate(path)
-    there = place.files.get_file_info(f"{place.path}/metadata")
+    location = locate(path)
+    there = location.files.get_file_info(f"{location.path}/metadata")
     if there.type != fs.FileType.Directory:
         raise ConfigError(
             f"there is no model at {path}: it has no folder 'metadata'. Give the directory that "

@@ -17,7 +17,7 @@
                new ones, put the marker last
     clear      delete what is beside the output
 
-Each step may be cut off anywhere and begun anew. Nothing here knows Spark.
+Each step may be cut off anywhere and started over. Nothing here knows Spark.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Result = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Location:
     """Where an output is.
 
     Attributes:
@@ -91,7 +91,7 @@ class Output:
     """One attempt to make an output.
 
     Args:
-        place: where.
+        location: where.
         run: what it is of.
 
     Attributes:
@@ -100,14 +100,14 @@ class Output:
             there can be none, for the run has no id.
     """
 
-    def __init__(self, place: Place, run: Run) -> None:
-        self._files = place.files
-        self._path = place.path
-        self._renames = place.renames
+    def __init__(self, location: Location, run: Run) -> None:
+        self._files = location.files
+        self._path = location.path
+        self._renames = location.renames
         self._run = run
-        self._work = place.path + WORK
+        self._work = location.path + WORK
         self._lease: Lease | None = None
-        self.staged = f"{place.path}{STAGED}{uuid.uuid4().hex[:8]}"
+        self.staged = f"{location.path}{STAGED}{uuid.uuid4().hex[:8]}"
         self.checkpoints = None if run.run_id is None else f"{self._work}/{CHECKPOINTS}"
 
     @contextlib.contextmanager
@@ -126,6 +126,7 @@ class Output:
                 another configuration.
             CheckpointError: the file system refuses.
         """
+        failed: BaseException | None = None
         try:
             done = self._completed()
             if done is not None and not self._leftovers():
@@ -136,13 +137,14 @@ class Output:
                 done = self._recovered()
                 try:
                     yield done
-                except BaseException:
-                    self._clear(keep_work=self._run.run_id is not None)
-                    raise
-                self._clear(keep_work=False)
+                except BaseException as error:
+                    failed = error
+                self._clear(keep_work=failed is not None and self._run.run_id is not None)
             self._remove_work()
         except _STORAGE_ERRORS as error:
             raise CheckpointError(f"{self._path} could not be written: {error}") from error
+        if failed is not None:  # out here, lest a file that the job misses be taken for one of ours
+            raise failed
 
     def commit(self, result: Result) -> Result:
         """Make what was staged the output; when this returns it lasts.
@@ -294,7 +296,7 @@ class Output:
         there = dict(self._walk(staged))
         if not self._renames:
             there = {**dict(self._walk(self._path)), **there}
-        missing = [name for name, size in found["files"].items() if there.get(name) != size]
+        missing = [name for name, size in found["files"].items() if there.get(name, -1) != size]
         if missing:
             logger.warning("%s is not whole, %s is missing; it is deleted", staged, missing[0])
             return None

@@ -12,8 +12,8 @@ from sparkdl.errors import CheckpointError
 from sparkdl.jobs import logs
 from sparkdl.jobs.command import Found, Work, run_command
 from sparkdl.jobs.grammar import TableFormat
+from sparkdl.jobs.locations import locate
 from sparkdl.jobs.models import load_model
-from sparkdl.jobs.places import locate
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,9 +39,9 @@ def predict(work: Work) -> Found:
         many = _write(model.transform(wanted), TableFormat(**vars(sections.write)), work.target)
     finally:
         rows.unpersist()
-    place = locate(work.target)
-    there = place.files.get_file_info(fs.FileSelector(place.path, allow_not_found=True))
-    if many and all(info.base_name.startswith(("_", ".")) for info in there):
+    location = locate(work.target)
+    there = location.files.get_file_info(fs.FileSelector(location.path, allow_not_found=True))
+    if many and not any(_is_data(info.base_name) for info in there):
         raise CheckpointError(
             f"the executors have written {many:,} predictions, but the driver sees no file in "
             f"{settings.output}: it is a path of each host's own. Give one that all hosts share, "
@@ -50,6 +50,11 @@ def predict(work: Work) -> Found:
     logs.say(f"{many:,} predictions", started, rows=many)
     found = {"model": sections.model, "rows": many}
     return found, f"\nPredictions saved in {settings.output}"
+
+
+def _is_data(name: str) -> bool:
+    """Whether Spark's readers take what is called so for rows, as folders ``_day=1`` are."""
+    return not name.startswith(".") and (not name.startswith("_") or "=" in name)
 
 
 def _write(predictions: DataFrame, table: TableFormat, target: str) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import platform
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pyspark
 import torch
 
+from sparkdl.errors import CheckpointError
 from sparkdl.jobs.exits import Exit
 from sparkdl.version import __version__
 
@@ -57,10 +60,38 @@ def finite(value: Any) -> Any:
     return value
 
 
-def write_result(path: str, result: dict[str, Any]) -> None:
-    """Write a result file whole, over one that is there."""
+def clear_result(path: str) -> None:
+    """Delete the result file of an attempt before, lest it be taken for this one's.
+
+    Raises:
+        CheckpointError: none can be written there.
+    """
     target = Path(path).expanduser().absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    with _written(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+
+
+def write_result(path: str, result: dict[str, Any]) -> None:
+    """Write a result file whole, over one that is there.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    target = Path(path).expanduser().absolute()
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(finite(result), indent=1) + "\n")
-    os.replace(partial, target)
+    with _written(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(finite(result), indent=1) + "\n")
+        os.replace(partial, target)
+
+
+@contextlib.contextmanager
+def _written(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"the result file {target} cannot be written: {error}. Give another result_file, or "
+            "leave it out"
+        ) from error

@@ -13,7 +13,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read(self, spark: SparkSession) -> DataFrame:
-        """The rows; the same ones each time, or a training that was interrupted starts anew.
+        """The rows; the same ones each time, or a training that was interrupted starts over.
 
         Args:
             spark: the job's session.

@@ -5,27 +5,31 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparkdl.errors import ConfigError, ModelError
-from sparkdl.events import MetricValue
+from sparkdl.events import EpochSummary, MetricValue
 from sparkdl.metrics.states import merge_states, pack_states, parts_of, read_states
 from sparkdl.outputs import described
+from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import Targets
-from sparkdl.randomness import borrowed_random_numbers
 
 Inputs = Callable[[Any, Targets], tuple[Any, Any]]
 """From a model's outputs and the targets to what a metric's ``update`` is called with."""
 
-LOSSES = ("loss", "validation_loss")
-"""Names that no metric may have, for callbacks follow losses by them."""
+WEIGHTS = "sample_weight"
+"""The argument of a metric's ``update`` by which it is given how much each row counts."""
+
+TAKEN = (*(each.name for each in fields(EpochSummary)), "examples_per_second")
+"""Names that no metric may have: an epoch has numbers of its own by them, in histories as well."""
 
 
 def require_torchmetrics() -> Any:
@@ -78,10 +82,10 @@ class Metrics:
                 f"MulticlassAccuracy(num_classes=10)}}, or a MetricCollection, got {given!r}"
             )
         for name, maker in given.items():
-            if not isinstance(name, str) or not name or name in LOSSES:
+            if not isinstance(name, str) or not name or name in TAKEN:
                 raise ConfigError(
                     f"metrics has the name {name!r}: it must be a text, and none of "
-                    f"{', '.join(LOSSES)}, which are measured anyway"
+                    f"{', '.join(TAKEN)}, which an epoch has anyway"
                 )
             if not isinstance(maker, torchmetrics.Metric) and not callable(maker):
                 raise ConfigError(
@@ -101,6 +105,10 @@ class Metrics:
     def higher_is_better(self) -> dict[str, bool | None]:
         """Of each metric whether a larger value is better; None if it does not say."""
         return {name: metric.higher_is_better for name, metric in self._made("cpu").items()}
+
+    def without_weights(self) -> list[str]:
+        """The metrics for which every row counts alike, whatever its weight."""
+        return [name for name, metric in self._made("cpu").items() if not _takes_weights(metric)]
 
     def measure(self, states: Sequence[bytes]) -> dict[str, MetricValue]:
         """Compute the metrics of what all have counted.
@@ -141,13 +149,16 @@ class Measurement:
     def __init__(self, metrics: Mapping[str, Any], inputs: Inputs) -> None:
         self._metrics = metrics
         self._inputs = inputs
+        self._weighted = {name for name, metric in metrics.items() if _takes_weights(metric)}
 
-    def update(self, outputs: Any, targets: Targets) -> None:
+    def update(self, outputs: Any, targets: Targets, weights: Tensor | None = None) -> None:
         """Count a minibatch.
 
         Args:
             outputs: what the model has returned for it in evaluation mode.
             targets: its labels.
+            weights: how much each row counts, shape (n,), for the metrics that take them; None
+                where every row counts the same.
 
         Raises:
             ModelError: a metric does not take them.
@@ -156,8 +167,9 @@ class Measurement:
         # A metric that draws random numbers must not change the training.
         with borrowed_random_numbers(), torch.no_grad():
             for name, metric in self._metrics.items():
+                weighted = weights is not None and name in self._weighted
                 with _named(name, f"fails on {' and '.join(map(_shown, given))}"):
-                    metric.update(*given)
+                    metric.update(*given, **({WEIGHTS: weights} if weighted else {}))
 
     def states(self) -> bytes:
         """What was counted, for ``Metrics.measure``; safetensors, nothing of it is pickled.
@@ -166,6 +178,19 @@ class Measurement:
             ModelError: a metric keeps what is no tensor.
         """
         return pack_states(self._metrics)
+
+
+def _takes_weights(metric: Any) -> bool:
+    if WEIGHTS in inspect.signature(metric.update).parameters:
+        return True
+    from torchmetrics.metric import CompositionalMetric, Metric
+    from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
+
+    # These hand on what they are given by name; others select from it, or take no names.
+    if not isinstance(metric, (CompositionalMetric, ClasswiseWrapper, MinMaxMetric)):
+        return False
+    inner = [each for each in metric.children() if isinstance(each, Metric)]
+    return bool(inner) and all(map(_takes_weights, inner))
 
 
 def _make(name: str, maker: Any) -> Any:
@@ -188,7 +213,14 @@ def _make(name: str, maker: Any) -> Any:
             f"{type(metric).__name__}{advice}"
         )
     metric.reset()
-    for _, part in parts_of(metric):
+    parts = parts_of(metric)
+    if not any(part._defaults for _, part in parts):
+        raise ConfigError(
+            f"metric '{name}', a {type(metric).__name__}, has no states: nothing of what it counts "
+            "on the workers would reach the driver. Declare what it keeps with add_state, and "
+            "metrics inside it as attributes or in a torch.nn.ModuleList"
+        )
+    for _, part in parts:
         # We merge the states ourselves, also where the workers have a process group of their own.
         part.distributed_available_fn = functools.partial(bool, False)
     return metric
@@ -221,13 +253,16 @@ def _shown(value: Any) -> str:
     return ", ".join(map(described, value)) if isinstance(value, tuple) else described(value)
 
 
-def rehearse(metrics: Metrics, outputs: Any, targets: Targets) -> None:
+def rehearse(
+    metrics: Metrics, outputs: Any, targets: Targets, weights: Tensor | None = None
+) -> None:
     """Check on a few rows that metrics take what the model returns, and that their states travel.
 
     Args:
         metrics: that will be measured.
         outputs: of the model in evaluation mode.
         targets: some that the loss takes.
+        weights: how much each row counts; None where every row counts the same.
 
     Raises:
         ConfigError: something does not make a metric.
@@ -236,5 +271,5 @@ def rehearse(metrics: Metrics, outputs: Any, targets: Targets) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of so few rows much is said that will not hold
         counted = metrics.begin()
-        counted.update(outputs, targets)
+        counted.update(outputs, targets, weights)
         read_states(counted.states(), list(counted._metrics.values()))

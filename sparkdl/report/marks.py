@@ -19,6 +19,8 @@ POINTS = 300
 """Of a curve; of more, neighbours become their mean."""
 DOTS = 40
 """Up to so many points are marked and say what they are."""
+SMALLEST, LARGEST = 1e-290, 1e290
+"""Of what a chart can have a scale for, short of what a float can hold; more is a gap."""
 WIDTH, HEIGHT = 1000, 400
 
 
@@ -155,7 +157,7 @@ def chart(
         from_zero: whether y begins at 0.
         y_unit: of y.
     """
-    shown = [Curve(c.name, thinned(c.points), c.dashed, c.colour) for c in curves]
+    shown = [Curve(c.name, _drawable(thinned(c.points)), c.dashed, c.colour) for c in curves]
     finite = [(x, y) for c in shown for x, y in c.points if math.isfinite(y)]
     if not finite:
         return ""
@@ -165,7 +167,7 @@ def chart(
     low, high = min(y for _, y in finite), max(y for _, y in finite)
     if from_zero:
         low = min(low, 0.0)
-    if not high > low:
+    if not high - low > SMALLEST:
         low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
     else:
         low, high = (
@@ -202,6 +204,10 @@ def chart(
     )
 
 
+def _drawable(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [(x, y if abs(y) < LARGEST else math.nan) for x, y in points]
+
+
 def _line(curve: Curve, place, x_name: str) -> str:  # type: ignore[no-untyped-def]
     path, pen_down = [], False
     for x, y in curve.points:
@@ -219,7 +225,7 @@ def _line(curve: Curve, place, x_name: str) -> str:  # type: ignore[no-untyped-d
     for x, y in curve.points:
         if math.isfinite(y):
             across, down = place(x, y)
-            says = text(f"{x_name} {number(x)}: {curve.name} {number(y, 4)}")
+            says = text(f"{x_name} {number(x)}: {curve.name[:60]} {number(y, 4)}")
             dots.append(
                 f'<path class="dot {curve.colour}" d="M{across} {down}h.01">'
                 f"<title>{says}</title></path>"

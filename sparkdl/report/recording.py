@@ -20,7 +20,7 @@ from sparkdl.averager.run_events import (
     WorkerTimes,
 )
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.facts import DataFacts
+from sparkdl.feed.statistics import DataStatistics
 from sparkdl.phases import COMPUTE, DECODE, EXCHANGE, PHASES, WAIT
 from sparkdl.report.time_bins import TimeBins
 
@@ -162,7 +162,7 @@ class Recording:
             case EpochValidated(summary):
                 if self.history and self.history[-1].epoch == summary.epoch:
                     self.history[-1] = summary
-            case DataFacts():
+            case DataStatistics():
                 self.shard_rows, self.held_out_rows = event.shard_rows, event.held_out
             case WorkerLost(rank, why):
                 self._note_failure(rank, why)

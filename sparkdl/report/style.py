@@ -42,13 +42,13 @@ white-space:nowrap}
 .c3{stroke:var(--exchange);border-color:var(--exchange)!important}
 .bar{display:flex;height:26px;border-radius:4px;overflow:hidden}
 .bar i{display:block;min-width:0}
-.lane{display:grid;grid-template-columns:var(--names,168px) minmax(0,1fr);
-align-items:center;gap:10px;margin:0 0 4px}
-.lane .name{font-size:.82rem;white-space:nowrap;overflow:hidden;text-overflow:ellipsis;
+.lanes{display:grid;grid-template-columns:fit-content(17rem) minmax(0,1fr);align-items:center;
+gap:4px 10px}
+.lane,.under{display:contents}
+.lane .name{min-width:0;font-size:.82rem;white-space:nowrap;overflow:hidden;text-overflow:ellipsis;
 text-align:right}
 .lane svg{display:block;width:100%;height:24px;background:var(--card);border-radius:3px}
-.many .lane svg{height:13px}.many .lane{margin:0 0 2px}.many .lane .name{font-size:.74rem}
-.under{display:grid;grid-template-columns:var(--names,168px) minmax(0,1fr);gap:10px}
+.many .lane svg{height:13px}.many{row-gap:2px}.many .lane .name{font-size:.74rem}
 .x{position:relative;height:1.25rem;font-size:.78rem;color:var(--soft);
 font-variant-numeric:tabular-nums}
 .x span{position:absolute;transform:translateX(-50%);white-space:nowrap;top:3px}
@@ -85,7 +85,8 @@ td.wide{white-space:pre-wrap;min-width:200px}
 summary{cursor:pointer;font-weight:600}
 footer{margin-top:40px;font-size:.82rem;color:var(--soft)}
 @media (max-width:640px){main{padding:18px 14px 36px}h1{font-size:1.35rem}
-.lane,.under{grid-template-columns:1fr;gap:2px}.lane .name{text-align:left}
+.lanes{grid-template-columns:minmax(0,1fr);gap:2px}.under>:first-child{display:none}
+.lane .name{text-align:left}
 .lane svg,.many .lane svg{height:18px}
 .tiles{grid-template-columns:repeat(2,minmax(0,1fr))}.tile b{font-size:1.08rem}}
 @media print{:root{color-scheme:light}.scroll{overflow:visible}}

@@ -79,20 +79,18 @@ def timeline(recording: Recording, most_bins: int) -> str:
         for lane in range(lanes)
     ]
     labels, unit = axis(whole_s)
-    longest = max(len(_lane_name(recording, lane)) for lane in range(lanes))
-    names = f"--names:{min(max(longest, 8), 34) * 0.5:.1f}rem"
     several = (
         f" Each line is the mean of up to {recording.ranks_a_lane} workers."
         if recording.ranks_a_lane > 1
         else ""
     )
     return (
-        f'<section style="{names}"><h2>What each worker did when</h2>'
+        "<section><h2>What each worker did when</h2>"
         f'<p class="soft">A bin is {duration(width_s)}; where nothing is drawn, the worker was not '
         f"there: Spark had not started it yet, or it was lost.{several}</p>{_legend()}"
-        f'<div class="{"many" if lanes > 12 else "few"}">{"".join(rows)}</div>'
+        f'<div class="lanes{" many" if lanes > 12 else ""}">{"".join(rows)}'
         f'<div class="under"><div></div><div><div class="x">{labels}</div>'
-        f'<div class="x-name">{unit} since the training began</div></div></div></section>'
+        f'<div class="x-name">{unit} since the training began</div></div></div></div></section>'
     )
 
 
@@ -129,8 +127,10 @@ def _losses(recording: Recording, lane: int, width_s: float) -> str:
     for failure in recording.failures:
         if failure.rank is None or failure.rank // recording.ranks_a_lane == lane:
             who = "all workers" if failure.rank is None else f"rank {failure.rank}"
+            # Once: in each of many lanes it would be most of the page.
+            why = f": {failure.why}" if lane == 0 or failure.rank is not None else ""
             marks.append(
                 f'<path class="lost" d="M{short(failure.at / width_s)} 0v100">'
-                f"<title>{text(f'{who}: {failure.why}')}</title></path>"
+                f"<title>{text(f'{who}{why}')}</title></path>"
             )
     return "".join(marks)

@@ -14,11 +14,13 @@ import pytest
 import torch
 from toys import classification, make_job, mlp, schema
 
+from sparkdl.averager.run_events import RoundCommitted
 from sparkdl.callbacks import Callback, EarlyStopping, ModelCheckpoint, TimeBudget, Training
+from sparkdl.callbacks.base import Calls
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import CallbackError, ConfigError, DisconnectedError, WorkerError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.facts import DataFacts
+from sparkdl.feed.statistics import DataStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging
 from sparkdl.testing import run_world
@@ -48,8 +50,8 @@ class Diary(Callback):
         self.deeds = deeds or {}
         self.rows = 0
 
-    def on_start(self, training: Training, facts: DataFacts) -> None:
-        self.lines.append(("start", facts.rows, len(training.history)))
+    def on_start(self, training: Training, statistics: DataStatistics) -> None:
+        self.lines.append(("start", statistics.rows, len(training.history)))
 
     def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
         self.rows += sum(report.examples for report in reports)
@@ -139,9 +141,9 @@ def test_a_stopped_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path)
 def test_a_lost_worker_is_told_of_and_each_epoch_only_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from sparkdl import worker
+    from sparkdl.worker import loop
 
-    validate, lost = worker._validate, []
+    validate, lost = loop._validate, []
 
     def lose_connection(run: Any, feed: Any, epoch: int) -> Any:
         if run.rank == 1 and epoch == 2 and not lost:
@@ -149,7 +151,7 @@ def test_a_lost_worker_is_told_of_and_each_epoch_only_once(
             raise DisconnectedError("the test says so")
         return validate(run, feed, epoch)
 
-    monkeypatch.setattr(worker, "_validate", lose_connection)
+    monkeypatch.setattr(loop, "_validate", lose_connection)
     job, shards = with_held_out_rows(epochs=3, max_failures=1)
     diary = Diary()
     run_world(job, shards, callbacks=[diary])
@@ -291,7 +293,7 @@ def test_a_training_goes_on_from_its_last_model_and_not_from_the_one_that_was_ke
     assert same(resumed.module, run_world(longer, shards).module)
 
 
-def test_own_states_survive_a_checkpoint_that_is_written_for_the_kept_model(
+def test_worker_states_survive_a_checkpoint_that_is_written_for_the_kept_model(
     tmp_path: Path,
 ) -> None:
     own = ParameterAveraging(2, average_optimizer_state=False)
@@ -385,3 +387,35 @@ def test_a_time_budget_ends_the_training_at_a_round() -> None:
 def test_a_time_budget_is_a_time(seconds: Any) -> None:
     with pytest.raises(ConfigError, match="seconds must be"):
         TimeBudget(seconds)
+
+
+def test_every_callback_is_told_of_the_end_also_behind_one_that_fails_there() -> None:
+    def fail(*arguments: Any) -> None:
+        raise KeyError("disk")
+
+    broken = type("Broken", (Callback,), {"on_end": fail})()
+    diary = Diary()
+    calls = Calls([broken, diary, broken], Training(1))
+    with pytest.raises(CallbackError, match="callback Broken failed in on_end: KeyError"):
+        calls.end(None)
+    assert diary.lines == [("end", None)]
+
+
+def test_a_callback_that_fails_at_the_end_hides_nothing_that_ended_the_fit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise KeyError("disk")
+
+    broken = type("Broken", (Callback,), {"on_end": fail})()
+    job, shards = with_held_out_rows(epochs=1)
+    bad = replace(job, loss=lambda outputs, targets: 1 / 0)
+    with pytest.raises(WorkerError, match="ZeroDivisionError"):
+        run_world(bad, shards, callbacks=[broken])
+    assert "callback Broken failed in on_end" in caplog.text
+
+
+def test_a_round_that_nobody_contributed_to_moves_no_step() -> None:
+    calls = Calls([], Training(1, step=7))
+    calls(RoundCommitted(3, ()))
+    assert calls.training.step == 7

@@ -148,6 +148,7 @@ def test_float32_is_exact_to_its_precision() -> None:
     assert relative_error(outcome.module, oracle) <= 1e-6
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_sharded_optimizer_changes_nothing(name: str) -> None:
     data = classification([13, 6])

@@ -11,7 +11,7 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 from toys import classification, make_job, relative_error, schema, sgd_on_union
 
-from sparkdl.losses import ModelLoss
+from sparkdl.replica.losses import ModelLoss
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
 

@@ -2,20 +2,60 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import threading
-from collections import namedtuple
 from functools import partial
-from typing import Any
 
 import cloudpickle
 import torch
 import torch.nn.functional as functional
 from frames import CLASSES
-from table_case import ROWS, WIDTH, WORDS, Case, network
-from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
+from table_case import WIDTH, WORDS, Case, network
+from table_networks import (
+    Caches,
+    Clips,
+    Counts,
+    Dropped,
+    ExtraState,
+    FillsBuffer,
+    GrowsLayers,
+    Margin,
+    Model,
+    Outputs,
+    Pair,
+    Rotates,
+    attends,
+    auxiliary,
+    auxiliary_loss,
+    body,
+    both_heads,
+    bound,
+    embedding_bag,
+    ensemble,
+    exported,
+    first,
+    forces,
+    forces_loss,
+    frozen,
+    head,
+    hooked,
+    mlp,
+    named,
+    old_weight_norm,
+    on_no_device,
+    own_loss,
+    pruned,
+    quantized,
+    recurrent,
+    several,
+    tied,
+    traced,
+    transformer,
+    variational,
+    with_listed_parameters,
+)
+from torch import nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -23,332 +63,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 IMAGE = {"columnShapes": {"features": [1, 4, 4]}}
 SERIES = {"columnShapes": {"features": [4, 4]}}
 SENTENCE = {"featuresCol": "tokens"}
-
-
-class Model(nn.Module):
-    """Layers by name, and what is done with them."""
-
-    def __init__(self, forward: Any, **layers: Any) -> None:
-        super().__init__()
-        self.call = forward
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(self, *args, **kwargs)
-
-
-def head(width: int = 8) -> nn.Linear:
-    return nn.Linear(width, CLASSES)
-
-
-def body() -> nn.Linear:
-    return nn.Linear(WIDTH, 8)
-
-
-def mlp(*between: nn.Module) -> nn.Module:
-    return nn.Sequential(body(), *between, nn.Tanh(), head())
-
-
-def recurrent(kind: type[nn.RNNBase]) -> nn.Module:
-    return Model(
-        lambda self, series: self.head(self.layer(series)[0][:, -1]),
-        layer=kind(4, 8, batch_first=True),
-        head=head(),
-    )
-
-
-def transformer(dropout: float) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout, batch_first=True)
-    return Model(
-        lambda self, series: self.head(self.encoder(series).mean(dim=1)),
-        encoder=nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
-        head=head(4),
-    )
-
-
-def attends(self: Any, series: Tensor) -> Tensor:
-    return self.head(self.attention(series, series, series, need_weights=False)[0].mean(dim=1))
-
-
-def tied() -> nn.Module:
-    first, second = body(), nn.Linear(8, WIDTH)
-    second.weight = nn.Parameter(first.weight.t().clone())
-    model = Model(
-        lambda self, features: self.decode(self.encode(features).tanh()) @ self.encode.weight.t(),
-        encode=nn.Linear(WIDTH, WIDTH),
-        decode=nn.Linear(WIDTH, WIDTH),
-    )
-    model.decode.weight = model.encode.weight
-    return nn.Sequential(model, head(WIDTH))
-
-
-def frozen() -> nn.Module:
-    model = mlp()
-    model[0].requires_grad_(False)
-    return model
-
-
-class Dropped(torch.autograd.Function):
-    """The sign forward, the identity backward."""
-
-    @staticmethod
-    def forward(context: Any, values: Tensor) -> Tensor:
-        return values.sign()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient
-
-
-class Counts(nn.Module):
-    """A buffer that it writes to, one that it assigns anew, and one that no state dict has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("scale", torch.ones(WIDTH), persistent=False)
-        self.layer = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, features: Tensor) -> Tensor:
-        if self.training:
-            self.passes += 1
-            self.mean = 0.9 * self.mean + 0.1 * features.detach().mean(dim=0)
-        return self.layer((features - self.mean) * self.scale)
-
-
-@dataclasses.dataclass
-class Outputs:
-    """What a model returns."""
-
-    logits: Tensor
-    hidden: Tensor
-
-
-Pair = namedtuple("Pair", ["logits", "hidden"])
-
-
-def several(kind: Any) -> nn.Module:
-    def forward(self: Any, features: Tensor) -> Any:
-        hidden = self.body(features).tanh()
-        return kind(self.head(hidden), hidden)
-
-    return Model(forward, body=body(), head=head())
-
-
-def first(outputs: Any, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(outputs[0], targets)
-
-
-def named(outputs: Any, targets: Tensor) -> Tensor:
-    logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
-    return functional.cross_entropy(logits, targets)
-
-
-def own_loss(self: Any, features: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
-    logits = self.head(features)
-    loss = None if labels is None else functional.cross_entropy(logits, labels)
-    return {"loss": loss, "logits": logits}
-
-
-def variational(self: Any, features: Tensor) -> dict[str, Tensor]:
-    mean, log_variance = self.encode(features).chunk(2, dim=1)
-    noise = torch.randn_like(mean) if self.training else torch.zeros_like(mean)
-    return {
-        "rows": self.decode(mean + noise * (log_variance / 2).exp()),
-        "mean": mean,
-        "log_variance": log_variance,
-    }
-
-
-def bound(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
-    mean, log_variance = outputs["mean"], outputs["log_variance"]
-    divergence = (log_variance.exp() + mean**2 - 1 - log_variance).mean() / 2
-    return functional.mse_loss(outputs["rows"], targets) + divergence
-
-
-def both_heads(outputs: Any, targets: Any) -> Tensor:
-    return functional.cross_entropy(outputs[0], targets[0]) + functional.mse_loss(
-        outputs[1][:, 0], targets[1]
-    )
-
-
-def pruned() -> nn.Module:
-    model = mlp()
-    prune.l1_unstructured(model[0], "weight", amount=0.5)
-    return model
-
-
-def traced() -> nn.Module:
-    return torch.jit.trace(network(), torch.zeros(2, WIDTH))
-
-
-def on_no_device() -> nn.Module:
-    with torch.device("meta"):
-        return network()
-
-
-def quantized() -> nn.Module:
-    return torch.ao.quantization.quantize_dynamic(network(), {nn.Linear})
-
-
-def hooked() -> nn.Module:
-    model = mlp()
-    model[0].register_forward_hook(lambda layer, given, outputs: outputs * 2)
-    return model
-
-
-def with_listed_parameters() -> nn.Module:
-    return Model(
-        lambda self, features: sum(features @ each for each in self.parts) * self.named["scale"],
-        parts=nn.ParameterList(torch.randn(WIDTH, CLASSES) for _ in range(2)),
-        named=nn.ParameterDict({"scale": torch.ones(CLASSES)}),
-    )
-
-
-def embedding_bag(**options: Any) -> nn.Module:
-    return nn.Sequential(nn.EmbeddingBag(WORDS, 8, **options), head())
-
-
-class GrowsLayers(nn.Module):
-    """Makes its second layer when it sees the first batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = body()
-        self.head: nn.Module | None = None
-
-    def forward(self, features: Tensor) -> Tensor:
-        hidden = self.body(features)
-        if self.head is None:
-            self.head = nn.Linear(hidden.shape[1], CLASSES)
-        return self.head(hidden)
-
-
-class FillsBuffer(nn.Module):
-    """Has a buffer that is None until the first batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = head(WIDTH)
-        self.register_buffer("shift", None)
-
-    def forward(self, features: Tensor) -> Tensor:
-        if self.shift is None:
-            self.shift = features.detach().mean(dim=0)
-        return self.layer(features - self.shift)
-
-
-class Caches(nn.Module):
-    """Keeps a table as long as the longest batch so far."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = head(WIDTH)
-        self.register_buffer("table", torch.zeros(1, WIDTH), persistent=False)
-
-    def forward(self, features: Tensor) -> Tensor:
-        if len(self.table) < len(features):
-            self.table = torch.ones(len(features), WIDTH)
-        return self.layer(features + self.table[: len(features)])
-
-
-class Rotates(nn.Module):
-    """Complex and boolean buffers, as rotary embeddings and causal masks are kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("turns", torch.polar(torch.ones(WIDTH), torch.arange(WIDTH) / 10))
-        self.register_buffer("mask", torch.arange(WIDTH) % 2 == 0)
-        self.layer = head(WIDTH)
-
-    def forward(self, features: Tensor) -> Tensor:
-        turned = (features * self.turns).real
-        return self.layer(turned.masked_fill(self.mask, 0.0))
-
-
-def forces(self: Any, features: Tensor) -> dict[str, Tensor]:
-    with torch.enable_grad():
-        places = features.requires_grad_()
-        energy = self.head(self.body(places).tanh())
-        (force,) = torch.autograd.grad(
-            energy.sum(), places, create_graph=torch.is_grad_enabled() and self.training
-        )
-    return {"logits": energy, "force": force}
-
-
-def forces_loss(outputs: Any, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(outputs["logits"], targets) + outputs["force"].square().mean()
-
-
-def of_absolutes(outputs: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(outputs.abs(), targets)
-
-
-class Clips(nn.Module):
-    """Keeps its weights small by giving them other memory, as programs for GANs do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = head(WIDTH)
-
-    def forward(self, features: Tensor) -> Tensor:
-        self.layer.weight.data = self.layer.weight.data.clamp(-0.1, 0.1)
-        return self.layer(features)
-
-
-class ExtraState(nn.Module):
-    """Has state that is no tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = head(WIDTH)
-        self.note = {"unit": "m"}
-
-    def get_extra_state(self) -> Any:
-        return self.note
-
-    def set_extra_state(self, state: Any) -> None:
-        self.note = state
-
-    def forward(self, features: Tensor) -> Tensor:
-        return self.layer(features)
-
-
-def ensemble(self: Any, features: Tensor) -> Tensor:
-    return torch.vmap(lambda weight: features @ weight)(self.weights).mean(dim=0)
-
-
-class Margin(nn.Module):
-    """A loss with a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(self.scale * outputs, targets)
-
-
-def auxiliary(self: Any, features: Tensor) -> Any:
-    hidden = self.body(features).tanh()
-    return (self.head(hidden), self.other(hidden)) if self.training else self.head(hidden)
-
-
-def auxiliary_loss(outputs: Any, targets: Tensor) -> Tensor:
-    if isinstance(outputs, Tensor):
-        return functional.cross_entropy(outputs, targets)
-    return sum(functional.cross_entropy(each, targets) for each in outputs)
-
-
-def old_weight_norm() -> nn.Module:
-    return nn.Sequential(nn.utils.weight_norm(body()), head())
-
-
-def exported() -> nn.Module:
-    return torch.export.export(network(), (torch.zeros(ROWS, WIDTH),)).module()
-
 
 MODELS = [
     Case(name="`Linear`", model=lambda: nn.Linear(WIDTH, CLASSES)),
@@ -553,7 +267,7 @@ MODELS = [
     Case(name="weights that get other memory (`weight.data = ...`)", model=Clips),
     Case(name="layers that the first forward pass makes", model=GrowsLayers),
     Case(name="`ParameterList`, `ParameterDict`", model=with_listed_parameters),
-    Case(name="integer buffers, and buffers that are assigned anew", model=Counts),
+    Case(name="integer buffers, and buffers that are reassigned", model=Counts),
     Case(name="a buffer that is None until the first forward pass", model=FillsBuffer),
     Case(name="a buffer that grows with the batches", model=Caches),
     Case(name="complex and boolean buffers", model=Rotates),

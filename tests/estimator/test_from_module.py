@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,54 @@ def test_half_precision_rounds_as_the_module_in_half_precision_does(
     assert np.array_equal(found, torch.from_numpy(found).to(dtype).double())
 
 
+class CountsSpared(nn.Module):
+    """How many objects no garbage collection of this process looks at."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return torch.full((len(features),), gc.get_freeze_count(), dtype=torch.float64)
+
+
+def test_later_collections_spare_what_a_process_keeps_until_another_model_comes(
+    rows: DataFrame,
+) -> None:
+    def spared() -> list[float]:
+        model = TorchModel.from_module(CountsSpared(), torch.zeros(1, WIDTH))
+        return [row[0] for row in model.transform(rows).select("prediction").collect()]
+
+    for _ in range(2):  # a process is used again
+        assert min(spared()) == 0
+        assert max(spared()) > 100_000  # torch alone has as many
+        TorchModel.from_module(classifier(), torch.zeros(1, WIDTH)).transform(rows).collect()
+
+
+class Telling(nn.Module):
+    """Says beside its outputs whether they come of compiled code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = classifier()
+
+    def forward(self, features: Tensor) -> Tensor:
+        outputs: Tensor = self.network(features)
+        told = torch.full((len(features), 1), float(torch.compiler.is_compiling()))
+        return torch.cat([outputs, told], dim=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [True, False])
+def test_compiled_code_predicts_the_same_for_batches_of_any_size(
+    rows: DataFrame, compiled: bool
+) -> None:
+    model = TorchModel.from_module(
+        Telling(), torch.zeros(1, WIDTH), predictCompiled=compiled, predictBatchSize=7
+    )
+    with torch.no_grad():
+        expected = classifier().eval()(torch.from_numpy(FEATURES)).double()
+    found = values(model.transform(rows))
+    assert np.allclose(found[:, :-1], expected, rtol=1e-5, atol=1e-6)
+    assert np.array_equal(found[:, -1], np.full(ROWS, float(compiled)))
+
+
 @pytest.mark.slow
 def test_several_outputs_of_several_columns_in_transform_and_in_sql(
     rows: DataFrame, spark: SparkSession
@@ -136,7 +186,8 @@ def test_the_function_takes_vectors_and_goes_with_the_module_as_it_is_when_made(
 ) -> None:
     module = nn.Linear(WIDTH, 1)
     model = TorchModel.from_module(module, torch.zeros(1, WIDTH))
-    before = model.udf()
+    with ThreadPoolExecutor(1) as pool:  # where no session is active
+        before = pool.submit(model.udf).result(60)
     with torch.no_grad():
         old = module(torch.from_numpy(FEATURES))[:, 0]
         module.weight.zero_()

@@ -152,6 +152,7 @@ def test_several_heads_are_trained_by_one_loss_and_chosen_by_position(rows: Data
     assert np.allclose(column(predicted, "size"), size.numpy(), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_autoencoders_label_may_be_its_feature(rows: DataFrame) -> None:
     class Variational(nn.Module):
         def __init__(self) -> None:

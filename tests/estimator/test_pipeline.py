@@ -59,6 +59,7 @@ def test_fitting_twice_does_not_continue_from_the_first_fit(rows: DataFrame) -> 
     assert same_bits(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallelism", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_cross_validator_tries_batch_sizes_and_strategies(
     rows: DataFrame, parallelism: int

@@ -7,10 +7,11 @@ from frames import estimator, frame
 from pyspark.sql import SparkSession
 
 from sparkdl.averager.run_events import WorkerTimes
+from sparkdl.errors import DataError, TrainingError
 from sparkdl.estimator import progress
 from sparkdl.estimator.progress import ProgressBar
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.facts import DataFacts
+from sparkdl.feed.statistics import DataStatistics
 from sparkdl.phases import PHASES, PhaseTimes
 
 
@@ -42,8 +43,8 @@ def window(rank: int, examples: int, loss_sum: float) -> WindowReport:
     )
 
 
-def rows_known(*shard_rows: int) -> DataFacts:
-    return DataFacts(shard_rows, ())
+def rows_known(*shard_rows: int) -> DataStatistics:
+    return DataStatistics(shard_rows, ())
 
 
 def test_until_the_rows_are_known_the_bar_says_that_they_are_read(
@@ -56,11 +57,41 @@ def test_until_the_rows_are_known_the_bar_says_that_they_are_read(
     assert "epoch" not in shown
 
 
+def on_screen(written: str) -> str:
+    """What a terminal shows: a return goes to the line's start, and what follows covers it."""
+    lines = []
+    for line in written.split("\n"):
+        shown = ""
+        for piece in line.split("\r"):
+            shown = piece + shown[len(piece) :]
+        lines.append(shown.rstrip())
+    return "\n".join(lines)
+
+
+def test_a_fit_that_is_refused_leaves_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DataError), ProgressBar(2, visible=True):
+        raise DataError("the label is null in 3 rows")
+    shown = capsys.readouterr().err
+    assert "reading rows" in shown
+    assert on_screen(shown) == ""
+
+
+def test_a_fit_that_fails_while_it_trains_leaves_how_far_it_came(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bar = ProgressBar(2, visible=True)
+    bar(rows_known(10))
+    bar(window(0, 5, 2.0))
+    with pytest.raises(TrainingError), bar:
+        raise TrainingError("rank 0: no more")
+    assert "5.00/20.0" in on_screen(capsys.readouterr().err)
+
+
 def test_rows_that_arrive_while_they_are_trained_on_become_the_total_when_all_are_there(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with ProgressBar(2, visible=True) as bar:
-        bar(DataFacts((8, 8), (), pending=(0, 1)))
+        bar(DataStatistics((8, 8), (), pending=(0, 1)))
         bar(window(0, 4, 1.0))
         bar(rows_known(10, 20))
         bar(window(1, 6, 1.0))

@@ -1,6 +1,6 @@
 """docs/models.md says of each model, optimizer and schedule what happens, and this is what does.
 
-``make models-table`` writes its tables anew.
+``make models-table`` writes its tables again.
 """
 
 from __future__ import annotations

@@ -96,6 +96,7 @@ def test_log_probabilities_become_classes_and_probabilities(rows: DataFrame) -> 
     assert close(predict(model, rows, "auto"), outputs_of(model).argmax(dim=1).double())
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize("squeeze", [False, True], ids=["(n, 1)", "(n,)"])
 def test_a_binary_logit_becomes_class_and_two_probabilities(rows: DataFrame, squeeze: bool) -> None:
     network = Single(squeeze=squeeze)
@@ -251,6 +252,20 @@ def test_an_existing_prediction_column_is_refused_by_name(
 ) -> None:
     with pytest.raises(DataError, match=r"already has a column 'prediction'.*setPredictionCol"):
         classifier.transform(rows.withColumn("prediction", F.lit(1.0)))
+
+
+def test_a_column_that_spark_takes_for_the_prediction_is_not_replaced(
+    spark: SparkSession, classifier: TorchModel, rows: DataFrame
+) -> None:
+    """Unless it is told otherwise, to Spark two names are one if only their case differs."""
+    named = rows.withColumn("Prediction", F.lit("kept"))
+    with pytest.raises(DataError, match=r"already has a column 'Prediction'.*setPredictionCol"):
+        classifier.transform(named)
+    spark.conf.set("spark.sql.caseSensitive", "true")
+    try:
+        assert classifier.transform(named).columns[-2:] == ["Prediction", "prediction"]
+    finally:
+        spark.conf.unset("spark.sql.caseSensitive")
 
 
 def test_a_missing_features_column_is_refused_by_name(

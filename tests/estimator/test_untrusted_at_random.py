@@ -21,9 +21,9 @@ from hostile import (
     made,
     named,
     only_the_projects_errors,
-    recipes,
     saved_estimator,
     saved_model,
+    specs,
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -32,28 +32,28 @@ from torch import nn
 
 from sparkdl import TorchEstimator, load_module
 from sparkdl.checkpoint.module_files import read_module
-from sparkdl.checkpoint.recipe import load_recipe
+from sparkdl.checkpoint.object_spec import load_object
 from sparkdl.checkpoint.trust import Trust
-from sparkdl.estimator.persistence import PLACES
+from sparkdl.estimator.persistence import EXPECTED
 
 
 @settings(max_examples=250, deadline=None)
-@given(place=st.sampled_from(sorted(PLACES)), recipe=recipes)
-@example(place="model", recipe=made(SEQUENTIAL, args=made("os:system", command="touch here")))
-@example(place="optimizer", recipe=bound("torch.optim.sgd:SGD", lr=0.1))
-@example(place="model", recipe=bound(SEQUENTIAL, made(LINEAR, in_features=2, out_features=3)))
+@given(place=st.sampled_from(sorted(EXPECTED)), spec=specs)
+@example(place="model", spec=made(SEQUENTIAL, args=made("os:system", command="touch here")))
+@example(place="optimizer", spec=bound("torch.optim.sgd:SGD", lr=0.1))
+@example(place="model", spec=bound(SEQUENTIAL, made(LINEAR, in_features=2, out_features=3)))
 def test_no_recipe_does_anything_but_build_what_torch_has(
-    place: str, recipe: Json, tmp_path_factory: pytest.TempPathFactory
+    place: str, spec: Json, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     directory = tmp_path_factory.getbasetemp()
-    saved = {"recipe": recipe}
+    saved = {"recipe": spec}
     value = only_the_projects_errors(
-        lambda: load_recipe(saved, directory, place, place=PLACES[place], trust=False)
+        lambda: load_object(saved, directory, place, expected=EXPECTED[place], trust=False)
     )
     if value is not None:
-        assert PLACES[place].takes(value, Trust())
+        assert EXPECTED[place].takes(value, Trust())
     if place == "model":
-        saved_model(directory / "model", recipe)
+        saved_model(directory / "model", spec)
         only_the_projects_errors(lambda: load_module(directory / "model"))
 
 
@@ -87,10 +87,10 @@ def test_a_damaged_estimator_is_read_or_refused_in_words(
 
 def test_every_class_of_torchs_bears_being_called_with_nonsense(tmp_path: Path) -> None:
     for path in SMALL:
-        for recipe in (
+        for spec in (
             bound(path, 3, "os.system", {"list": [1, "a"]}),
             bound(path, named(RELU), named(path)),
             made(path, weight=made(RELU), device="os.system"),
         ):
-            directory = saved_model(tmp_path / "model", recipe)
+            directory = saved_model(tmp_path / "model", spec)
             only_the_projects_errors(partial(load_module, directory))

@@ -21,13 +21,13 @@ from hostile import (
 )
 
 from sparkdl import TorchEstimator, TorchModel, load_module
-from sparkdl.checkpoint.recipe import load_recipe
+from sparkdl.checkpoint.object_spec import load_object
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.persistence import PLACES
+from sparkdl.estimator.persistence import EXPECTED
 
 
 @pytest.mark.parametrize(
-    ("place", "recipe"),
+    ("place", "spec"),
     [
         ("model", named("torch.optim.sgd:SGD")),
         ("model", named("torch.nn.functional:relu")),
@@ -44,11 +44,9 @@ from sparkdl.estimator.persistence import PLACES
         ("batchTransform", named(RELU)),
     ],
 )
-def test_what_does_not_belong_in_a_place_is_refused(
-    place: str, recipe: Json, tmp_path: Path
-) -> None:
+def test_what_does_not_belong_in_a_place_is_refused(place: str, spec: Json, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{place} must be an?"):
-        load_recipe({"recipe": recipe}, tmp_path, place, place=PLACES[place], trust=False)
+        load_object({"recipe": spec}, tmp_path, place, expected=EXPECTED[place], trust=False)
 
 
 @pytest.mark.parametrize("load", [load_module, TorchModel.load, TorchEstimator.load])
@@ -56,11 +54,11 @@ def test_what_does_not_belong_in_a_place_is_refused(
 def test_every_way_to_load_refuses_a_command(
     load: Callable[[str], Any], place: str, tmp_path: Path
 ) -> None:
-    recipe = {"recipe": made("os:system", command=f"touch {tmp_path / 'touched'}")}
-    objects = {**OBJECTS, place: recipe}
+    spec = {"recipe": made("os:system", command=f"touch {tmp_path / 'touched'}")}
+    objects = {**OBJECTS, place: spec}
     metadata = {"uid": "stage", "paramMap": {}, "defaultParamMap": {}}
     path = saved_estimator(tmp_path, **{"objects.json": objects, "metadata/part-00000": metadata})
-    saved_model(tmp_path, recipe["recipe"])
+    saved_model(tmp_path, spec["recipe"])
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"os:system.*trust=\['os'\]"), deeds() as done:
             load(path)
@@ -79,9 +77,17 @@ def test_every_way_to_load_refuses_a_command(
         ("metadata/part-00000", [METADATA], "no JSON object"),
         ("objects.json", {}, r"it has \[\]"),
         ("objects.json", {**OBJECTS, "uid": OBJECTS["model"]}, "'uid'"),
-        ("objects.json", {**OBJECTS, "loss": None}, "loss was saved as None, which is no recipe"),
-        ("objects.json", {**OBJECTS, "loss": {"recipe": {}}}, "which is no recipe"),
-        ("objects.json", {**OBJECTS, "loss": {"recipe": {"new": 3}}}, "recipe of loss is damaged"),
+        (
+            "objects.json",
+            {**OBJECTS, "loss": None},
+            "loss was saved as None, which is no object spec",
+        ),
+        ("objects.json", {**OBJECTS, "loss": {"recipe": {}}}, "which is no object spec"),
+        (
+            "objects.json",
+            {**OBJECTS, "loss": {"recipe": {"new": 3}}},
+            "object spec of loss is damaged",
+        ),
     ],
 )
 def test_a_damaged_estimator_is_refused_with_what_is_wrong(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ from flights.table import Flights
 from torch import nn
 
 from sparkdl import ParameterAveraging, TorchEstimator
-from sparkdl.jobs import Files
+from sparkdl.jobs import Files, command, logs
 from sparkdl.jobs.grammar import JobName, Settings, read_settings
+from sparkdl.jobs.predict import _is_data
 
 CONFIG = str(Path(__file__).parents[2] / "conf" / "flights.yaml")
 
@@ -248,3 +251,61 @@ def test_yaml_builds_no_objects(tmp_path: Path, capsys: pytest.CaptureFixture[st
     file.write_text(f"model: !!python/object/apply:os.mkdir [{tmp_path / 'made'}]\n")
     refused(capsys, lambda: read_settings("train", ["--config", CONFIG, "--config", str(file)]))
     assert not (tmp_path / "made").exists()
+
+
+class Open(nn.Module):
+    """A network whose constructor says of its last arguments nothing."""
+
+    def __init__(self, width: int, **options: Any) -> None:
+        super().__init__()
+        self.told = {"width": width, **options}
+
+
+def test_arguments_that_only_kwargs_take_reach_the_constructor(tmp_path: Path) -> None:
+    spec = f"{{class_path: {__name__}.Open, init_args: {{width: 3}}, dict_kwargs: {{depth: 2}}}}"
+    model = own(tmp_path, model=spec).estimator().getModel()
+    assert model().told == {"width": 3, "depth": 2}
+
+
+def test_a_result_file_that_cannot_be_written_is_told_before_the_job_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own(tmp_path)
+    (tmp_path / "file").touch()
+    said = ["--config", str(tmp_path / "own.yaml"), "--result_file", str(tmp_path / "file" / "r")]
+    monkeypatch.setattr(command, "_session", lambda settings: pytest.fail("a session was begun"))
+    monkeypatch.setattr(command.logs, "configure", lambda *arguments: None)
+    assert command.run_command("train", lambda work: pytest.fail("it has run"), said) == 7
+    assert f"the result file {tmp_path / 'file' / 'r'} cannot be written" in caplog.text
+
+
+@pytest.fixture
+def logging_as_it_was() -> Iterator[None]:
+    root, steps = logging.getLogger(), logging.getLogger("sparkdl.jobs.steps")
+    before = (root.handlers, root.level, steps.handlers, steps.propagate)
+    yield
+    root.handlers, root.level, steps.handlers, steps.propagate = before
+    logging.captureWarnings(False)
+
+
+@pytest.mark.usefixtures("logging_as_it_was")
+def test_of_several_jobs_in_a_process_each_logs_in_its_own_format(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logging.getLogger().handlers = []  # pytest's, with which text is not set up anew
+    for log_format in ("text", "json", "text"):
+        logs.configure(log_format, None, {})
+        logs.say("read")
+        logging.getLogger("other").error("bad")
+        out, err = capsys.readouterr()
+        assert (out == "read\n") == (log_format == "text")
+        assert all(line.startswith("{") == (log_format == "json") for line in err.splitlines())
+        assert "bad" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("part-0.parquet", True), ("_day=1", True), ("_SUCCESS", False), (".part-0.crc", False)],
+)
+def test_what_spark_reads_as_rows_is_known_by_its_name(name: str, data: bool) -> None:
+    assert _is_data(name) is data

@@ -22,7 +22,7 @@ from power_loss import cuts, recorded
 from sparkdl.checkpoint import lease
 from sparkdl.checkpoint.local_files import LocalFiles
 from sparkdl.errors import CheckpointError, ConfigError, InUseError
-from sparkdl.jobs.output import MARKER, Output, Place, Run
+from sparkdl.jobs.output import MARKER, Location, Output, Run
 
 NAMES = ("module.json", "metadata/part-00000", "part-1")
 
@@ -47,15 +47,17 @@ def run_of(run_id: str | None, configuration: str = "c", job: str = "train") -> 
     return Run(job=job, run_id=run_id, configuration=configuration)
 
 
-def local(path: Path) -> Place:
-    return Place(files=LocalFiles(), path=str(path), renames=True)
+def local(path: Path) -> Location:
+    return Location(files=LocalFiles(), path=str(path), renames=True)
 
 
-def stored(store: ObjectStore) -> Place:
-    return Place(files=store, path="bucket/out", renames=False)
+def stored(store: ObjectStore) -> Location:
+    return Location(files=store, path="bucket/out", renames=False)
 
 
-def attempt(place: Place, run: Run, names: tuple[str, ...] = NAMES) -> tuple[dict[str, Any], bool]:
+def attempt(
+    place: Location, run: Run, names: tuple[str, ...] = NAMES
+) -> tuple[dict[str, Any], bool]:
     """Make the output if it is to be made; its result, and whether it was made now."""
     output = Output(place, run)
     with output.claimed("test") as done:
@@ -75,7 +77,7 @@ def attempt(place: Place, run: Run, names: tuple[str, ...] = NAMES) -> tuple[dic
 
 def found(files: Any, path: str) -> str | None:
     """Of which run a whole output is; None where there is no marker."""
-    output = Output(Place(files=files, path=path, renames=True), run_of(None))
+    output = Output(Location(files=files, path=path, renames=True), run_of(None))
     marker = output._result_at(path)
     if marker is None:
         return None
@@ -171,7 +173,7 @@ def test_a_decided_run_is_published_and_not_made_again() -> None:
     assert (True, True) not in made
 
 
-def fail(place: Place, run: Run) -> None:
+def fail(place: Location, run: Run) -> None:
     """Break off halfway; whether the checkpoint of an attempt before was there."""
     output = Output(place, run)
     with output.claimed():
@@ -265,7 +267,7 @@ def test_an_attempt_that_lost_its_lease_commits_nothing(monkeypatch: pytest.Monk
     assert not any(name.startswith("bucket/out/") for name in store.objects)
 
 
-def attempt_killed(place: Place, run: Run, moment: int) -> bool:
+def attempt_killed(place: Location, run: Run, moment: int) -> bool:
     """Attempt it in a process that kills itself at its ``moment``-th call, if it makes as many."""
     child = os.fork()
     if not child:
@@ -283,6 +285,7 @@ def attempt_killed(place: Place, run: Run, moment: int) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_at_random_moments_it_leaves_one_right_output(memory: Path, seed: int) -> None:
     """Counted in calls, for the clock of a slow machine says nothing of how far one is."""
@@ -301,3 +304,25 @@ def test_killed_at_random_moments_it_leaves_one_right_output(memory: Path, seed:
     attempt(place, run_of("21"))
     assert found(place.files, place.path) == "21"
     assert os.listdir(memory) == ["out"]
+
+
+@pytest.mark.parametrize("run_id", ["a", None])
+def test_a_file_that_the_job_misses_is_told_as_it_is(tmp_path: Path, run_id: str | None) -> None:
+    output = Output(local(tmp_path / "out"), run_of(run_id))
+    with pytest.raises(FileNotFoundError, match=r"^its input$"), output.claimed():
+        raise FileNotFoundError("its input")
+    assert os.listdir(tmp_path) == ([] if run_id is None else ["out.sparkdl-job"])
+
+
+def test_a_marker_that_names_files_outside_moves_none_of_them() -> None:
+    store = ObjectStore()
+    attempt(stored(store), run_of("a"))
+    with store.open_output_stream("bucket/theirs") as file:
+        file.write(b"kept")
+    staged = "bucket/out.sparkdl-staged-0"
+    said = {"job": "train", "run_id": "b", "configuration_sha256": "c"}
+    with store.open_output_stream(f"{staged}/{MARKER}") as file:
+        file.write(json.dumps({**said, "files": {"../theirs": None}}).encode())
+    assert attempt(stored(store), run_of("b"))[1]
+    with store.open_input_stream("bucket/theirs") as file:
+        assert file.read() == b"kept"

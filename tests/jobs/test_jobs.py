@@ -20,8 +20,8 @@ from sparkdl.errors import ConfigError, DataError, ModelError, SetupError, Worke
 from sparkdl.jobs import command
 from sparkdl.jobs.evaluate import main as evaluate
 from sparkdl.jobs.exits import Exit, exit_of
-from sparkdl.jobs.output import Output, Place, Run
-from sparkdl.jobs.places import locate
+from sparkdl.jobs.locations import locate
+from sparkdl.jobs.output import Location, Output, Run
 from sparkdl.jobs.predict import main as predict
 from sparkdl.jobs.train import main as train
 from sparkdl.spark.storage.hadoop_files import open_hadoop
@@ -94,7 +94,7 @@ def test_hadoops_file_systems_publish_with_renames_or_a_marker(
 ) -> None:
     monkeypatch.setattr(lease, "EXPIRES_S", 0.1)
     files, root = open_hadoop(f"file://{tmp_path}/a/out")
-    place = Place(files=files, path=root, renames=renames)
+    place = Location(files=files, path=root, renames=renames)
     made = [
         make_output(place, Run(job="train", run_id=run_id, configuration="c"))
         for run_id in ("a", "b", "b")
@@ -110,7 +110,7 @@ def test_hadoops_file_systems_publish_with_renames_or_a_marker(
         locate("nosuch://x/y")
 
 
-def make_output(place: Place, run: Run) -> bool:
+def make_output(place: Location, run: Run) -> bool:
     """Whether there was something to make."""
     output = Output(place, run)
     with output.claimed() as done:

@@ -20,6 +20,7 @@ from torchmetrics import (
     CatMetric,
     MeanMetric,
     MeanSquaredError,
+    Metric,
     MetricCollection,
     PearsonCorrCoef,
     R2Score,
@@ -36,7 +37,7 @@ from torchmetrics.classification import (
     MulticlassConfusionMatrix,
     MulticlassF1Score,
 )
-from torchmetrics.wrappers import ClasswiseWrapper
+from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWrapper
 
 from sparkdl.errors import ConfigError, ModelError, TrainingError
 from sparkdl.metrics import Metrics
@@ -190,7 +191,7 @@ def test_a_metric_of_the_user_s_stays_as_it_is_and_is_given_no_random_numbers() 
     [
         ({}, "a dict of torchmetrics by name"),
         ([BinaryAccuracy()], "a dict of torchmetrics by name"),
-        ({"loss": BinaryAccuracy()}, "none of loss, validation_loss"),
+        ({"loss": BinaryAccuracy()}, "none of epoch, loss,"),
         ({"": BinaryAccuracy()}, "must be a text"),
         ({"a": 3}, "metric 'a' must be a torchmetrics.Metric, or a function"),
         ({"a": torch.nn.ReLU}, "makes a ReLU"),
@@ -284,3 +285,63 @@ def test_without_torchmetrics_it_is_said_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "torchmetrics", None)
     with pytest.raises(ConfigError, match=r'pip install "sparkdl-torch\[metrics\]"'):
         Metrics.of({"mse": MeanSquaredError})
+
+
+@pytest.mark.parametrize("name", ["epoch", "examples", "examples_per_second", "validation_loss"])
+def test_no_metric_takes_the_name_of_a_number_that_an_epoch_has(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"metrics has the name '{name}'"):
+        Metrics.of({name: BinaryAccuracy})
+
+
+class Bag(Metric):
+    """Keeps a metric where nobody finds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [BinaryAccuracy()]
+
+    def update(self, predicted: Any, targets: Any) -> None:
+        self.parts[0].update(predicted, targets)
+
+    def compute(self) -> Any:
+        return self.parts[0].compute()
+
+
+def test_a_metric_of_whose_counts_nothing_would_travel_is_refused() -> None:
+    with pytest.raises(ConfigError, match="metric 'bag', a Bag, has no states"):
+        Metrics.of({"bag": Bag()}).begin()
+
+
+class Weighed(Metric):
+    """The weighted mean of squared errors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("sums", torch.zeros(2), "sum")
+
+    def update(self, predicted: Any, targets: Any, sample_weight: Any = None) -> None:
+        weights = torch.ones(len(predicted)) if sample_weight is None else sample_weight
+        self.sums += torch.stack([(weights * (predicted - targets) ** 2).sum(), weights.sum()])
+
+    def compute(self) -> Any:
+        return self.sums[0] / self.sums[1]
+
+
+@pytest.mark.parametrize(
+    ("metric", "wanted"),
+    [
+        (Weighed() ** 0.5, 2.0),
+        (MinMaxMetric(Weighed()), {"raw": 4.0, "min": 4.0, "max": 4.0}),
+        (Weighed() + MeanSquaredError(), None),
+        (MultioutputWrapper(Weighed(), 1), None),
+    ],
+    ids=["sum of metrics", "wrapper", "sum with one that takes none", "wrapper that selects"],
+)
+def test_weights_go_through_the_wrappers_that_hand_them_on(metric: Metric, wanted: Any) -> None:
+    metrics = Metrics.of({"m": metric})
+    assert metrics.without_weights() == ([] if wanted is not None else ["m"])
+    if wanted is None:
+        return
+    counted = metrics.begin()
+    counted.update(torch.tensor([3.0, 9.0]), torch.tensor([1.0, 0.0]), torch.tensor([5.0, 0.0]))
+    assert metrics.measure([counted.states()]) == {"m": wanted}

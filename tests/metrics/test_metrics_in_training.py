@@ -14,7 +14,7 @@ import pytest
 import sklearn.metrics as sk
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassAUROC,
@@ -74,6 +74,21 @@ def expected(module: torch.nn.Module) -> dict[str, Any]:
     }
 
 
+class WeightedAccuracy(Metric):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("right", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("all", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, predictions: Any, labels: Any, sample_weight: Any = None) -> None:
+        weights = torch.ones(len(labels)) if sample_weight is None else sample_weight
+        self.right += weights[predictions.argmax(1) == labels].sum()
+        self.all += weights.sum()
+
+    def compute(self) -> Any:
+        return self.right / self.all
+
+
 class Epochs(Callback):
     def __init__(self) -> None:
         self.seen: list[EpochSummary] = []
@@ -102,6 +117,36 @@ def test_they_are_what_scikit_learn_says_of_all_held_out_rows(strategy: Any, ran
     # Measuring changes no step.
     plain = run_world(replace(job, metrics=None), shards, ranks_as=ranks_as).module
     assert all(map(torch.equal, plain.parameters(), outcome.module.parameters()))
+
+
+def test_weights_are_given_to_metrics_that_take_them_and_to_no_others() -> None:
+    job, shards = measured_job({**MAKERS, "weighted": WeightedAccuracy}, epochs=1)
+    weights = np.random.default_rng(3).uniform(0.1, 5.0, sum(SIZES)).astype(np.float32)
+    starts = np.cumsum([0, *SIZES])
+    weighed = []
+    for rank, batches in enumerate(shards):
+        own = pa.array(weights[starts[rank] : starts[rank + 1]])
+        rows = pa.Table.from_batches(batches) if batches else None
+        weighed.append([] if rows is None else rows.append_column("w", own))
+    columns = replace(job.schema, weight=ColumnSpec("w", torch.float32))
+    ordered = [
+        table.select([spec.name for spec in columns.columns]).to_batches(max_chunksize=10)
+        if len(table)
+        else []
+        for table in weighed
+    ]
+    outcome = run_world(replace(job, schema=columns), ordered)
+    held = np.concatenate([np.arange(size) % 3 == 0 for size in SIZES])
+    data = classification(SIZES)
+    with torch.no_grad():
+        found = outcome.module(torch.tensor(data.features[held])).argmax(1).numpy()
+    wanted = sk.accuracy_score(data.targets[held], found, sample_weight=weights[held])
+    measured = dict(outcome.history[-1].metrics)
+    assert measured.pop("weighted") == pytest.approx(wanted, rel=1e-6)
+    assert measured == expected(outcome.module)
+    without = run_world(job, shards)
+    alike = without.history[-1].metrics
+    assert alike["weighted"] == pytest.approx(alike["accuracy"], rel=1e-6)
 
 
 def test_a_resumed_training_has_the_same_ones(tmp_path: Path) -> None:
@@ -257,6 +302,6 @@ def test_more_than_the_driver_takes_is_refused_with_what_to_do(
     with pytest.raises(WorkerError, match=r"each of 3 may send 100 .* thresholds=200"):
         run_world(job, shards)
     monkeypatch.undo()
-    monkeypatch.setattr("sparkdl.measuring.MAX_NUMBERS", 8)
+    monkeypatch.setattr("sparkdl.driver.measuring.MAX_NUMBERS", 8)
     with pytest.raises(ConfigError, match="'confusion' came to 9 numbers"):
         run_world(job, shards)

@@ -14,7 +14,7 @@ from frames import CLASSES, WIDTH, estimator, features_of, frame, labels_of
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from torch import nn
-from torchmetrics import MeanSquaredError
+from torchmetrics import MeanSquaredError, Metric
 from torchmetrics.classification import (
     BinaryAUROC,
     MulticlassAccuracy,
@@ -25,6 +25,7 @@ from torchmetrics.classification import (
 from sparkdl import TorchEstimator, TorchModel
 from sparkdl.callbacks import EarlyStopping
 from sparkdl.errors import ConfigError, DataError, ModelError
+from sparkdl.estimator.checks.preflight import Preflight
 
 METRICS = {
     "accuracy": MulticlassAccuracy(CLASSES, average="micro"),
@@ -45,6 +46,7 @@ def by_scikit_learn(module: nn.Module, ids: np.ndarray) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_fit_measures_each_epoch_and_evaluate_gives_the_same_of_any_partitions(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -71,6 +73,46 @@ def test_a_fit_measures_each_epoch_and_evaluate_gives_the_same_of_any_partitions
         model.evaluate(rows.where("id < 0"), METRICS)
     with pytest.raises(DataError, match="labelCol names the column 'label', which"):
         model.evaluate(renamed, METRICS)
+
+
+class WeightedError(Metric):
+    """The weighted mean of absolute errors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("sums", torch.zeros(2), dist_reduce_fx="sum")
+
+    def update(self, predictions: Any, labels: Any, sample_weight: Any) -> None:
+        errors = (predictions - labels).abs()
+        self.sums += torch.stack([(errors * sample_weight).sum(), sample_weight.sum()])
+
+    def compute(self) -> Any:
+        return self.sums[0] / self.sums[1]
+
+
+def test_a_model_is_evaluated_on_weighted_rows(spark: SparkSession) -> None:
+    torch.manual_seed(4)
+    model = TorchModel.from_module(nn.Linear(WIDTH, 1), torch.zeros(1, WIDTH))
+    rows = frame(spark).withColumn("label", F.lit(1.0)).withColumn("w", F.col("id") % 7)
+    with torch.no_grad():
+        found = model.module(torch.tensor(features_of(range(60)), dtype=torch.float32))[:, 0]
+    wanted = np.average(np.abs(found.numpy() - 1.0), weights=np.arange(60) % 7)
+    metrics = {"error": WeightedError, "mse": MeanSquaredError()}
+    measured = model.evaluate(rows, metrics, weightCol="w")
+    assert measured["error"] == pytest.approx(wanted, rel=1e-5)
+    assert measured["mse"] == model.evaluate(rows, {"mse": MeanSquaredError()})["mse"]
+    with pytest.raises(
+        ConfigError, match=r"weightCol='w' changes nothing: .* alike for mse, because"
+    ):
+        model.evaluate(rows, {"mse": MeanSquaredError()}, weightCol="w")
+
+
+def test_a_fit_says_of_which_metrics_every_row_counts_alike(
+    spark: SparkSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"accuracy": METRICS["accuracy"], "weighted": WeightedError}
+    Preflight(estimator(metrics=given, validationFraction=0.3, weightCol="id"), frame(spark, ROWS))
+    assert "weightCol='id' weighs the losses; for the metrics accuracy every row" in caplog.text
 
 
 def test_a_module_from_elsewhere_is_evaluated_too(spark: SparkSession) -> None:

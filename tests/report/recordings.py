@@ -9,7 +9,7 @@ import pytest
 
 from sparkdl.averager.run_events import WorkerTimes
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.facts import DataFacts
+from sparkdl.feed.statistics import DataStatistics
 from sparkdl.phases import PHASES, PhaseTimes
 from sparkdl.report import Recording, Setup, recording
 
@@ -72,7 +72,7 @@ class Played:
         self.recording.note(EpochSummary(epoch=number, **{**known, **fields}))
 
     def rows(self, *shard_rows: int) -> None:
-        self.recording.note(DataFacts(shard_rows, ()))
+        self.recording.note(DataStatistics(shard_rows, ()))
 
 
 Play = Callable[..., Played]

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recordings import Play, busy_world
 
-from sparkdl.averager.run_events import WorkerLost
+from sparkdl.averager.run_events import WorkerLost, WorkersRestarted
 from sparkdl.phases import PHASES
 from sparkdl.report.marks import Curve, chart, duration, number, octets, text, ticks
 from sparkdl.report.page import MAX_BYTES, render, save_report
+from sparkdl.report.recording import FAILURES
 
 EVIL = "<script>alert('1')</script><img src=x onerror=\"alert(2)\"></title></style><svg onload=a()>"
 TAGS = [
@@ -220,3 +221,15 @@ def test_a_chart_survives_numbers_that_are_none() -> None:
 )
 def test_numbers_have_units_and_no_more_digits_than_help(shown: str, expected: str) -> None:
     assert shown == expected
+
+
+def test_a_page_of_many_restarts_and_workers_stays_small(play: Play) -> None:
+    recording = busy_world(play, 64, 3).recording
+    for _ in range(FAILURES):
+        recording.note(WorkersRestarted('a host & its "disk" <were> lost. ' * 20))
+    assert len(render(recording).encode()) < MAX_BYTES
+
+
+@pytest.mark.parametrize("values", [(1e308, 2.0, -1e308), (5e-324, 0.0)])
+def test_a_chart_of_the_largest_and_smallest_numbers_is_drawn(values: tuple[float, ...]) -> None:
+    assert "<svg" in chart("loss", [Curve("loss", list(enumerate(values)))], x_name="epoch")

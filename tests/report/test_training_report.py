@@ -90,3 +90,21 @@ def test_a_fit_that_fails_has_a_report_that_says_why(tmp_path: Path) -> None:
     page = path.read_text()
     assert "failed" in page
     assert "&lt;b&gt;no&lt;/b&gt;" in page
+
+
+def test_a_report_that_cannot_be_written_is_told_before_anything_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    rounds = []
+
+    class Rounds(Callback):
+        def on_round(self, training: Any, reports: Any) -> None:
+            rounds.append(reports)
+
+    job = make_job(mlp(), epochs=1)
+    with pytest.raises(CallbackError, match="TrainingReport failed in on_start"):
+        run_world(
+            job,
+            classification([8]).shards(),
+            callbacks=[Rounds(), TrainingReport(str(tmp_path / "file" / "report.html"))],
+        )
+    assert not rounds

@@ -12,8 +12,8 @@ from pyspark.ml.param.shared import HasProbabilityCol, HasRawPredictionCol, HasT
 from torch import Tensor
 
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.data_params import InputOutputParams
 from sparkdl.estimator.head import Head
+from sparkdl.estimator.params.data import InputOutputParams
 from sparkdl.estimator.predictors.classes import Label, labels
 from sparkdl.outputs import Widths
 from sparkdl.spark.inference.predictor import OutputColumn

@@ -9,9 +9,9 @@ from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.arguments import arguments_are_params
 from sparkdl.estimator.estimator import BaseEstimator, TorchEstimator
 from sparkdl.estimator.fitted import FittedModel
+from sparkdl.estimator.params.arguments import arguments_are_params
 from sparkdl.estimator.predictors.class_params import ClassParams
 from sparkdl.estimator.predictors.classes import Label, indexed, labels_of, with_names
 

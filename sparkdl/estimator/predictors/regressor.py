@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.arguments import arguments_are_params
-from sparkdl.estimator.data_params import InputOutputParams
 from sparkdl.estimator.estimator import BaseEstimator, TorchEstimator
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.head import Head
+from sparkdl.estimator.params.arguments import arguments_are_params
+from sparkdl.estimator.params.data import InputOutputParams
 from sparkdl.outputs import Widths
 from sparkdl.spark.inference.predictor import OutputColumn
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError
-from sparkdl.estimator.shipping import require_picklable
+from sparkdl.estimator.checks.shipping import require_picklable
 
 
 class Net(nn.Module):
@@ -130,3 +130,13 @@ def test_objects_that_hold_each_other_do_not_search_forever() -> None:
     first, second = NeedsLock(None), NeedsLock(threading.Lock())
     first.lock, second.other = second, first  # type: ignore[attr-defined]
     assert "lock" in message(first)
+
+
+def test_a_variable_without_a_value_yet_hides_no_culprit() -> None:
+    lock = threading.Lock()
+
+    def model() -> Any:
+        return lock, later
+
+    assert "(its variable 'lock') is a lock" in message(model)
+    later = None

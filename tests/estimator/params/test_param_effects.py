@@ -33,7 +33,7 @@ from sparkdl import (
 )
 from sparkdl.callbacks import TimeBudget
 from sparkdl.checkpoint.identity import describe
-from sparkdl.estimator.preflight import Preflight
+from sparkdl.estimator.checks.preflight import Preflight
 from sparkdl.protocols import Batch
 
 STAGES = (
@@ -44,7 +44,7 @@ STAGES = (
     TorchClassificationModel,
     TorchRegressionModel,
 )
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 
 def same(batch: Batch) -> Batch:
@@ -132,6 +132,7 @@ OF_OUTPUTS: dict[str, tuple[type, Any]] = {
 """Those that decide which columns come of which outputs."""
 OF_PREDICTING: dict[str, Any] = {
     "predictBatchSize": 7,
+    "predictCompiled": True,
     "predictDevice": "cpu",
     "predictPrecision": "bfloat16",
     "predictionDtype": "float32",

@@ -13,9 +13,9 @@ from pyspark.ml.param.shared import (
 
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.head import Head
-from sparkdl.estimator.label_params import LabelParams
-from sparkdl.estimator.score_params import ScoreParams
-from sparkdl.estimator.validation_params import ValidationParams
+from sparkdl.estimator.params.labels import LabelParams
+from sparkdl.estimator.params.scores import ScoreParams
+from sparkdl.estimator.params.validation import ValidationParams
 from sparkdl.outputs import OutputKey, Widths
 from sparkdl.protocols import SequenceInput
 from sparkdl.spark.inference.predictor import OutputColumn
@@ -203,7 +203,7 @@ class DataParams(InputOutputParams, LabelParams, HasWeightCol, ValidationParams)
     shuffleRows: Param[str] = Param(
         Params._dummy(),
         "shuffleRows",
-        "how the rows are spread over the workers: 'exchange' (they deal them out among "
+        "how the rows are spread over the workers: 'exchange' (they exchange them among "
         "themselves), 'spark' (by its shuffle) or 'none' (they stay where they are read)",
         typeConverter=one_of("shuffleRows", SHUFFLES),
     )

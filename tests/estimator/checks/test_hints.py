@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
+from sparkdl.estimator.checks.probe import build, probe
 from sparkdl.estimator.head import Head
-from sparkdl.estimator.probe import build, probe
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.facts import ColumnFacts
+from sparkdl.feed.statistics import ColumnStatistics
 from sparkdl.protocols import ColumnSpec
 
 LABEL = ColumnSpec("label", torch.int64)
@@ -22,9 +22,9 @@ MASK = ColumnSpec("mask", torch.int64)
 
 def refusal(model: type[nn.Module], *features: ColumnSpec) -> str:
     replica = build(model, partial(torch.optim.SGD, lr=0.1), nn.CrossEntropyLoss(), 0)
-    facts = [ColumnFacts(smallest=0, largest=1) for _ in (*features, LABEL)]
+    statistics = [ColumnStatistics(smallest=0, largest=1) for _ in (*features, LABEL)]
     with pytest.raises(ModelError) as caught:
-        probe(replica, FeedSchema(features, LABEL), facts, Head.LOGITS)
+        probe(replica, FeedSchema(features, LABEL), statistics, Head.LOGITS)
     return str(caught.value)
 
 

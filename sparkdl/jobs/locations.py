@@ -6,7 +6,7 @@ import os
 
 from sparkdl.checkpoint.local_files import LocalFiles
 from sparkdl.errors import ConfigError
-from sparkdl.jobs.output import Place
+from sparkdl.jobs.output import Location
 from sparkdl.spark.storage.files import hadoop_files, java_errors
 from sparkdl.spark.storage.hadoop_files import open_hadoop
 
@@ -15,8 +15,8 @@ RENAMING = ("hdfs", "viewfs")
 object stores copy file by file, and of others it is not known."""
 
 
-def locate(path: str) -> Place:
-    """The place that a path means to Spark: with a scheme, or on the default file system.
+def locate(path: str) -> Location:
+    """The location that a path means to Spark: with a scheme, or on the default file system.
 
     Args:
         path: a directory.
@@ -33,13 +33,13 @@ def locate(path: str) -> Place:
             raise ConfigError(f"'{path}' is the root of a file system. Give a directory in it")
         if scheme == "file":
             real = os.path.realpath(inside)
-            return Place(files=LocalFiles(), path=real, renames=True)
+            return Location(files=LocalFiles(), path=real, renames=True)
         opened, root = open_hadoop(path)
     except OSError as error:
         raise ConfigError(f"'{path}' cannot be reached: {error}") from error
-    return Place(files=opened, path=root.rstrip("/"), renames=scheme in RENAMING)
+    return Location(files=opened, path=root.rstrip("/"), renames=scheme in RENAMING)
 
 
-def spark_path(place: Place, path: str) -> str:
-    """A path in a place, as Spark takes it whatever its default file system is."""
-    return f"file://{path}" if isinstance(place.files, LocalFiles) else path
+def spark_path(location: Location, path: str) -> str:
+    """A path in a location, as Spark takes it whatever its default file system is."""
+    return f"file://{path}" if isinstance(location.files, LocalFiles) else path

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
-from sparkdl.feed.facts import ColumnFacts
 from sparkdl.feed.ragged import sequence_names
-from sparkdl.losses import ModelLoss
+from sparkdl.feed.statistics import ColumnStatistics
 from sparkdl.protocols import Batch, ColumnSpec
 from sparkdl.replica import Replica
+from sparkdl.replica.losses import ModelLoss
 
 SHOW_ZEROS = "Give a function as model that builds it and calls it on a batch of zeros"
 
@@ -73,14 +73,14 @@ def how_called(replica: Replica, batch: Batch, error: Exception, *, with_labels:
 
 
 def which_param_helps(
-    error: Exception, features: Sequence[ColumnSpec], facts: Sequence[ColumnFacts]
+    error: Exception, features: Sequence[ColumnSpec], statistics: Sequence[ColumnStatistics]
 ) -> str:
     """The Param to set if torch misses dimensions or booleans; of other errors nothing.
 
     Args:
         error: what the model raised.
         features: what it was given.
-        facts: what is known of each, and perhaps of further columns.
+        statistics: what is known of each, and perhaps of further columns.
     """
     flat = [s.name for s in features if len(s.row_shape) == 1 and s.padding is None]
     if flat and _OF_SHAPE.search(str(error)):
@@ -90,7 +90,7 @@ def which_param_helps(
         )
     zero_or_one = [
         spec.name
-        for spec, found in zip(features, facts, strict=False)
+        for spec, found in zip(features, statistics, strict=False)
         if spec.dtype == torch.int64 and (found.smallest, found.largest) in ((0, 0), (0, 1), (1, 1))
     ]
     if zero_or_one and _OF_MASK.search(str(error)):

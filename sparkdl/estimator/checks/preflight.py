@@ -16,11 +16,7 @@ from torch import nn
 from sparkdl.checkpoint.portable import require_portable
 from sparkdl.driver import as_builder
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.estimator.head import head_of
-from sparkdl.estimator.metric_inputs import MetricInputs
-from sparkdl.estimator.params import EstimatorParams
-from sparkdl.estimator.predictions import require_any_length
-from sparkdl.estimator.probe import (
+from sparkdl.estimator.checks.probe import (
     PREDICTED_ROWS,
     LazyModelError,
     build,
@@ -28,25 +24,31 @@ from sparkdl.estimator.probe import (
     require_single_row,
     widths_of_shorter_rows,
 )
-from sparkdl.estimator.rehearsal import require_schedule, require_steady_state, require_steps
+from sparkdl.estimator.checks.rehearsal import require_schedule, require_steady_state, require_steps
+from sparkdl.estimator.checks.shipping import require_picklable
+from sparkdl.estimator.head import head_of
+from sparkdl.estimator.metric_inputs import MetricInputs
+from sparkdl.estimator.params.estimator import EstimatorParams
+from sparkdl.estimator.predictions import require_any_length
 from sparkdl.estimator.schema import fed_columns
-from sparkdl.estimator.shipping import require_picklable
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.facts import ColumnFacts, DataFacts
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.initial import Initialized, prepare
+from sparkdl.feed.statistics import ColumnStatistics, DataStatistics
 from sparkdl.metrics import Metrics
+from sparkdl.metrics.metrics import WEIGHTS
 from sparkdl.outputs import Widths, pick, widths_of
 from sparkdl.protocols import UNKNOWN, ColumnSpec, ModelBuilder
 from sparkdl.replica import Precision, Replica
-from sparkdl.schedule import Unit
+from sparkdl.replica.initial import Initialized, prepare
+from sparkdl.replica.schedule import Unit
+from sparkdl.replica.warm_start import WarmStart
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.cluster.slots import choose_num_workers, require_static_allocation
-from sparkdl.spark.launch.worker_rows import Workers
+from sparkdl.spark.launch.worker_rows import Workers, delivered
 from sparkdl.spark.rows.columns import InputColumn
 from sparkdl.spark.rows.converters import in_bytes
-from sparkdl.spark.rows.delivery import Delivery, Way, delivery_of
+from sparkdl.spark.rows.delivery import Delivery, Way
 from sparkdl.spark.rows.partitions import has_stable_order, known_partitions
 from sparkdl.spark.session.encryption import (
     encrypts_connections,
@@ -54,7 +56,6 @@ from sparkdl.spark.session.encryption import (
     require_trusted_network,
 )
 from sparkdl.spark.session.session import require_classic_session
-from sparkdl.warm_start import WarmStart
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,8 @@ class Preflight:
         warm_start: the model whose values it begins with; None for new ones.
 
     Raises:
-        ConfigError: more workers than slots.
+        ConfigError: more workers than slots, or the strategy does not go with the model, the
+            optimizer or ``clipNorm``.
         DataError: a column is missing, doubled or of a type that is no number.
         ModelError: the model, loss or optimizer cannot be built or shipped.
 
@@ -98,6 +100,7 @@ class Preflight:
         loss = params.loss_function()
         builder, self._replica = _build_whole(builder, params, frame)
         require_portable(self._replica.module, builder)
+        params.getStrategy().require_fits(self._replica)
         self.warm_start: WarmStart | None = None
         if warm_start is not None:
             self.warm_start = WarmStart(warm_start)
@@ -157,11 +160,16 @@ class Preflight:
                 f"minWorkers is {params.getMinWorkers()}, but there are {num_workers} workers. Set "
                 f"it to at most {num_workers}"
             )
+        strategy = self.job.strategy
+        at_once = _name(strategy) if strategy.needs.gang_start else None
+        delivery, replanned = delivered(
+            frame, num_workers // ranks, ranks, params.getShuffleRows(), at_once
+        )
         self.workers = Workers(
-            frame=frame,
+            frame=frame if replanned is None else replanned.frame,
             columns=fed.columns,
             num_workers=num_workers,
-            delivery=self._delivery(known_partitions(frame), num_workers // ranks, ranks),
+            delivery=delivery,
             device=params.getDevice(),
             description=_describe(params, num_workers),
             store_in=params.getStoreIn(),
@@ -172,6 +180,7 @@ class Preflight:
             ),
             ranks_a_task=ranks,
             ship_modules=params.getShipModules(),
+            replanned=replanned,
         )
         # In memory there may not be room for all rows twice.
         self._set_feed(
@@ -188,6 +197,15 @@ class Preflight:
             return None
         metrics = Metrics.of(given, MetricInputs.of(self._params, self.head))
         metrics.begin()  # finds what does not make a metric
+        weight, alike = self._params.optional_column("weightCol"), metrics.without_weights()
+        if weight is not None and alike:
+            logger.warning(
+                "weightCol='%s' weighs the losses; for the metrics %s every row counts alike, "
+                "because their update takes no '%s'",
+                weight,
+                ", ".join(alike),
+                WEIGHTS,
+            )
         return metrics
 
     def _require_streamable(self) -> None:
@@ -203,11 +221,6 @@ class Preflight:
                 "streamFirstEpoch does not go with weightCol: weights are divided by their mean, "
                 "which is known when all rows were read. Leave one of the two out"
             )
-
-    def _delivery(self, partitions: int | None, tasks: int, ranks: int) -> Delivery:
-        strategy = self.job.strategy
-        at_once = _name(strategy) if strategy.needs.gang_start else None
-        return delivery_of(partitions, tasks, ranks, self._params.getShuffleRows(), at_once)
 
     def _set_feed(self, **changes: Any) -> None:
         self.job = replace(self.job, feed=replace(self.job.feed, **changes))
@@ -245,55 +258,57 @@ class Preflight:
             spread = Delivery(Way.SHUFFLED, reason="the partitions are too unequal")
             self.workers = replace(self.workers, delivery=spread)
 
-    def _check_values(self, facts: DataFacts) -> None:
+    def _check_values(self, statistics: DataStatistics) -> None:
         schema, batch_size = self.job.schema, self.job.batch_size
-        features = facts.columns[: len(schema.features)]
+        features = statistics.columns[: len(schema.features)]
         labels = slice(len(features), len(features) + len(schema.labels))
         for spec, found in zip(schema.features, features, strict=True):
             if found.not_finite and self._refuse_not_finite:
                 raise DataError(
                     f"column '{spec.name}' holds NaN or infinity in {found.not_finite} of "
-                    f"{facts.rows + facts.held_out} rows (the first is "
+                    f"{statistics.rows + statistics.held_out} rows (the first is "
                     f"{found.where('not_finite')}). Fill them first (df.na.fill), or feed them as "
                     "they are with handleInvalid='keep'"
                 )
-        for column, found in zip(self.workers.columns[labels], facts.columns[labels], strict=True):
+        for column, found in zip(
+            self.workers.columns[labels], statistics.columns[labels], strict=True
+        ):
             _check_label(column, self.job, found)
         if schema.weight is not None:
-            _check_weight(schema.weight.name, facts.columns[labels.stop])
-        if not facts.complete:
+            _check_weight(schema.weight.name, statistics.columns[labels.stop])
+        if not statistics.complete:
             return
         if schema.validation is not None:
-            _check_held_out(self._params.held_out_by(), facts.held_out, facts.rows)
-        feed, most = self.job.feed, max(facts.shard_rows)
+            _check_held_out(self._params.held_out_by(), statistics.held_out, statistics.rows)
+        feed, most = self.job.feed, max(statistics.shard_rows)
         if any(map(feed.reshuffles, range(1, self.job.epochs + 1))):
-            most = math.ceil(facts.rows / len(facts.shard_rows))
+            most = math.ceil(statistics.rows / len(statistics.shard_rows))
         if feed.drop_last and most < batch_size:
             raise DataError(
                 f"dropLast leaves nothing: the workers have {most} rows at most, "
                 f"and a minibatch has {batch_size}"
             )
 
-    def _task_rows(self, facts: DataFacts) -> list[int]:
+    def _task_rows(self, statistics: DataStatistics) -> list[int]:
         """Rows by task; how its ranks share them, no shuffle of Spark's changes."""
-        rows, ranks = facts.shard_rows, self.workers.ranks_a_task
+        rows, ranks = statistics.shard_rows, self.workers.ranks_a_task
         return [sum(rows[first : first + ranks]) for first in range(0, len(rows), ranks)]
 
-    def _check_balance(self, facts: DataFacts) -> None:
+    def _check_balance(self, statistics: DataStatistics) -> None:
         delivery, streams = self.workers.delivery, self.job.feed.stream_first_epoch
         if delivery.way is Way.SHUFFLED or (delivery.exchanged and not streams):
             return
-        read = self._task_rows(facts)
-        known = [rows for rank, rows in enumerate(read) if rank not in facts.pending]
+        read = self._task_rows(statistics)
+        known = [rows for rank, rows in enumerate(read) if rank not in statistics.pending]
         # Of those that have more rows only one thing is sure: that they have no fewer.
-        if not known or _balanced(read if facts.complete else [min(known), max(read)]):
+        if not known or _balanced(read if statistics.complete else [min(known), max(read)]):
             return
-        more = "" if facts.complete else "more than "
+        more = "" if statistics.complete else "more than "
         found = f"one task has {min(known)} rows, another {more}{max(read)}"
         stay = self._params.getShuffleRows() == "none"
         if not (self._has_stepped or stay):
             raise UnbalancedError(found)
-        if facts.complete:
+        if statistics.complete:
             logger.warning(
                 "%s: at the end of %s the others wait for the worker with the most. %s",
                 found,
@@ -303,36 +318,36 @@ class Preflight:
                 else "Without streamFirstEpoch they would be spread evenly",
             )
 
-    def check(self, facts: DataFacts) -> None:
+    def check(self, statistics: DataStatistics) -> None:
         """Check what the workers found in their rows, and try one step on a made-up batch.
 
         Args:
-            facts: every column is sound; of the first rows, if the first epoch is streamed, and of
-                all when those are known.
+            statistics: every column is sound; of the first rows, if the first epoch is streamed,
+                and of all when those are known.
 
         Raises:
-            UnbalancedError: one worker has so many rows that starting anew pays.
+            UnbalancedError: one worker has so many rows that starting over pays.
             DataError: values do not fit the loss or the model.
             ModelError: the model fails on a batch.
         """
-        self._check_balance(facts)
-        self._check_values(facts)
-        schema = self.job.schema.of_lengths([column.longest for column in facts.columns])
+        self._check_balance(statistics)
+        self._check_values(statistics)
+        schema = self.job.schema.of_lengths([column.longest for column in statistics.columns])
         outputs = probe(
             self._replica,
             schema,
-            facts.columns,
+            statistics.columns,
             self.head,
             steps=not self._has_stepped,
             metrics=self.job.metrics,
         )
         self._has_stepped = True
         keys = list(self._params.output_keys().values())
-        shorter = widths_of_shorter_rows(self._replica, schema, facts.columns)
+        shorter = widths_of_shorter_rows(self._replica, schema, statistics.columns)
         # With gradients and optimizer state it is several times the center, for the whole fit.
-        if facts.complete:
-            self._check_last_minibatch(schema, facts)
-            self._check_schedule(facts)
+        if statistics.complete:
+            self._check_last_minibatch(schema, statistics)
+            self._check_schedule(statistics)
             del self._replica
         else:
             self._replica.optimizer.zero_grad()
@@ -345,25 +360,27 @@ class Preflight:
         self._params.predicted_columns(self.head, widths)
         self.checked = Checked(schema.features, widths, schema.labels)
 
-    def _shard_rows(self, facts: DataFacts) -> set[int]:
+    def _shard_rows(self, statistics: DataStatistics) -> set[int]:
         """How many rows a worker may have in an epoch."""
         feed, epochs = self.job.feed, range(1, self.job.epochs + 1)
         exchanged = any(map(feed.reshuffles, epochs))
-        share, left_over = divmod(facts.rows, len(facts.shard_rows))
+        share, left_over = divmod(statistics.rows, len(statistics.shard_rows))
         even = {share, share + 1} if left_over else {share}
-        as_read = set(facts.shard_rows) if feed.epochs_as_read else set()
-        return as_read | even if exchanged else set(facts.shard_rows)
+        as_read = set(statistics.shard_rows) if feed.epochs_as_read else set()
+        return as_read | even if exchanged else set(statistics.shard_rows)
 
-    def _check_last_minibatch(self, schema: FeedSchema, facts: DataFacts) -> None:
+    def _check_last_minibatch(self, schema: FeedSchema, statistics: DataStatistics) -> None:
         batch_size = self.job.batch_size
-        lonely = [rows for rows in self._shard_rows(facts) if rows % batch_size == 1]
+        lonely = [rows for rows in self._shard_rows(statistics) if rows % batch_size == 1]
         if lonely and batch_size > 1 and not self.job.feed.drop_last:
-            require_single_row(self._replica, schema, facts.columns, lonely[0])
+            require_single_row(self._replica, schema, statistics.columns, lonely[0])
 
-    def _check_schedule(self, facts: DataFacts) -> None:
+    def _check_schedule(self, statistics: DataStatistics) -> None:
         job = self.job
         by_steps = job.scheduler_every == "step"
-        steps = job.steps_before(job.epochs + 1, facts.shard_rows) if by_steps else job.epochs - 1
+        steps = (
+            job.steps_before(job.epochs + 1, statistics.shard_rows) if by_steps else job.epochs - 1
+        )
         require_steps(self._replica.optimizer, job.scheduler, steps)
 
 
@@ -386,28 +403,29 @@ class UnbalancedError(DataError):
     """What the tasks read is too unequal to train on as it is; never leaves ``fit``."""
 
 
-def _check_label(label: InputColumn, job: Job, facts: ColumnFacts) -> None:
-    if facts.largest is not None and math.isnan(facts.largest):
+def _check_label(label: InputColumn, job: Job, statistics: ColumnStatistics) -> None:
+    if statistics.largest is not None and math.isnan(statistics.largest):
         raise DataError(
             f"label column '{label.name}' holds NaN (not a number), the first in "
-            f"{facts.where('not_finite')}, which no loss can learn from. Drop those rows first: "
-            f"df.where(~F.isnan('{label.name}'))"
+            f"{statistics.where('not_finite')}, which no loss can learn from. Drop those rows "
+            f"first: df.where(~F.isnan('{label.name}'))"
         )
-    if facts.fractions:
+    if statistics.fractions:
         raise DataError(
-            f"label column '{label.name}' ({label.type_name}) holds {facts.fractions} "
-            f"numbers that are not whole, the first in {facts.where('fractions')}, but "
+            f"label column '{label.name}' ({label.type_name}) holds {statistics.fractions} "
+            f"numbers that are not whole, the first in {statistics.where('fractions')}, but "
             f"{_name(job.loss)} takes class indices 0, 1, .... "
             "Index the classes with pyspark.ml.feature.StringIndexer, or use a regression loss"
         )
 
 
-def _check_weight(name: str, facts: ColumnFacts) -> None:
-    low, high = facts.smallest or 0.0, facts.largest or 0.0
-    if facts.not_finite or low < 0:
-        what = "not_finite" if facts.not_finite else "smallest"
+def _check_weight(name: str, statistics: ColumnStatistics) -> None:
+    low, high = statistics.smallest or 0.0, statistics.largest or 0.0
+    if statistics.not_finite or low < 0:
+        what = "not_finite" if statistics.not_finite else "smallest"
         raise DataError(
-            f"weight column '{name}' holds {low:g} in {facts.where(what)}; weights are numbers >= 0"
+            f"weight column '{name}' holds {low:g} in {statistics.where(what)}; weights are "
+            "numbers >= 0"
         )
     if high == 0:
         raise DataError(f"weight column '{name}' is 0 in every row: there is nothing to train on")
@@ -457,7 +475,12 @@ def _build_whole(
 
     def built(model: ModelBuilder) -> Replica:
         return build(
-            model, params.getOptimizer(), loss, params.getSeed(), features_as_kwargs=as_kwargs
+            model,
+            params.getOptimizer(),
+            loss,
+            params.getSeed(),
+            clip_norm=params.getClipNorm(),
+            features_as_kwargs=as_kwargs,
         )
 
     try:

@@ -6,6 +6,7 @@ a label out of range, a wrong width or a loss that wants another dtype all show 
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Sequence
@@ -17,23 +18,21 @@ from torch import Tensor, nn
 
 from sparkdl.driver import build_replica
 from sparkdl.errors import DataError, ModelError
-from sparkdl.estimator.head import Head
-from sparkdl.estimator.hints import (
+from sparkdl.estimator.checks.hints import (
     SHOW_ZEROS,
     how_called,
     how_to_build,
     what_padding_adds,
     which_param_helps,
 )
-from sparkdl.estimator.params import SEVERAL_OPTIMIZERS
+from sparkdl.estimator.head import Head
+from sparkdl.estimator.params.estimator import SEVERAL_OPTIMIZERS
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.facts import ColumnFacts
 from sparkdl.feed.ragged import Column, equal_rows, picked
-from sparkdl.initial import has_lazy_parameters
-from sparkdl.losses import ModelLoss
+from sparkdl.feed.statistics import ColumnStatistics
 from sparkdl.metrics.metrics import Metrics, rehearse
-from sparkdl.optimizers import NamedParameters, build_optimizer
 from sparkdl.outputs import Widths, described, pick, widths_of
+from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import (
     Batch,
     ColumnSpec,
@@ -43,8 +42,10 @@ from sparkdl.protocols import (
     OptimizerBuilder,
     Targets,
 )
-from sparkdl.randomness import borrowed_random_numbers
 from sparkdl.replica import Replica, align_targets
+from sparkdl.replica.initial import has_lazy_parameters
+from sparkdl.replica.losses import ModelLoss
+from sparkdl.replica.optimizers import NamedParameters, build_optimizer
 
 PREDICTED_ROWS = (0, 1, 0, 1, 0)
 """Rows of the made-up batch to predict for: as many as few models have layers or classes, so that a
@@ -57,6 +58,7 @@ def build(
     loss: LossFunction,
     seed: int,
     *,
+    clip_norm: float | None = None,
     features_as_kwargs: bool = False,
 ) -> Replica:
     """Build the replica that will be probed.
@@ -66,6 +68,7 @@ def build(
         optimizer: builds its optimizer.
         loss: its loss.
         seed: of its initial parameters.
+        clip_norm: as ``Replica`` takes it.
         features_as_kwargs: as ``Replica`` takes it.
 
     Raises:
@@ -93,7 +96,12 @@ def build(
     _require_nothing_to_train(loss)
     try:
         replica = build_replica(
-            checked_model, checked_optimizer, loss, seed, features_as_kwargs=features_as_kwargs
+            checked_model,
+            checked_optimizer,
+            loss,
+            seed,
+            clip_norm=clip_norm,
+            features_as_kwargs=features_as_kwargs,
         )
         replica.module.train()
         return replica
@@ -131,7 +139,7 @@ class LazyModelError(ModelError):
 def probe(
     replica: Replica,
     schema: FeedSchema,
-    facts: Sequence[ColumnFacts],
+    statistics: Sequence[ColumnStatistics],
     head: Head,
     *,
     steps: bool = True,
@@ -142,7 +150,7 @@ def probe(
     Args:
         replica: from ``build``.
         schema: the tensors that it will be fed.
-        facts: what is known of each of its columns.
+        statistics: what is known of each of its columns.
         head: what the loss says about the outputs.
         steps: whether to take the step, or to go only as far as the loss.
         metrics: to try on what it predicts.
@@ -154,19 +162,19 @@ def probe(
         ModelError: the model, the loss or the optimizer fails.
         DataError: the label is out of the model's range.
     """
-    columns = list(map(_extremes, facts, schema.stored))
+    columns = list(map(_extremes, statistics, schema.stored))
     if schema.weight is not None:
         columns[-1] = torch.ones(2)
     batch = schema.batch(columns, last=True)
     built = _shapes_of(replica.module)
     with borrowed_random_numbers():
         with torch.set_grad_enabled(steps):
-            outputs, loss = _try_out(replica, batch, schema, facts, head)
+            outputs, loss = _try_out(replica, batch, schema, statistics, head)
         rows = torch.tensor(PREDICTED_ROWS)
         predicted = schema.batch([picked(column, rows) for column in columns], last=True)
-        predictions = _predict(replica, predicted, schema, facts)
+        predictions = _predict(replica, predicted, schema, statistics)
         if metrics is not None:
-            rehearse(metrics, predictions, predicted.targets)
+            rehearse(metrics, predictions, predicted.targets, predicted.weights)
         _require_as_built(replica.module, built)
         if steps:
             try:
@@ -179,14 +187,14 @@ def probe(
 
 
 def widths_of_shorter_rows(
-    replica: Replica, schema: FeedSchema, facts: Sequence[ColumnFacts]
+    replica: Replica, schema: FeedSchema, statistics: Sequence[ColumnStatistics]
 ) -> Widths | None:
     """How wide the outputs are for rows that are shorter by one than the longest of the data.
 
     Args:
         replica: from ``build``.
         schema: the tensors that it will be fed.
-        facts: what is known of each of its columns.
+        statistics: what is known of each of its columns.
 
     Returns:
         For ``PREDICTED_ROWS``; None if no features are padded.
@@ -197,7 +205,10 @@ def widths_of_shorter_rows(
     if all(spec.padding is None for spec in schema.features):
         return None
     rows = torch.tensor(PREDICTED_ROWS)
-    shorter = [_shorter(facts, spec) for facts, spec in zip(facts, schema.columns, strict=True)]
+    shorter = [
+        _shorter(statistics, spec)
+        for statistics, spec in zip(statistics, schema.columns, strict=True)
+    ]
     columns = [picked(column, rows) for column in map(_extremes, shorter, schema.stored)]
     batch = schema.batch(columns, last=True)
     with borrowed_random_numbers():
@@ -205,29 +216,29 @@ def widths_of_shorter_rows(
     return widths_of(outputs, len(PREDICTED_ROWS))
 
 
-def _shorter(facts: ColumnFacts, spec: ColumnSpec) -> ColumnFacts:
+def _shorter(statistics: ColumnStatistics, spec: ColumnSpec) -> ColumnStatistics:
     if spec.padding is None:
-        return facts
-    width, longest = math.prod(spec.item_shape), facts.longest or 0
+        return statistics
+    width, longest = math.prod(spec.item_shape), statistics.longest or 0
     items = max(1, longest - width) if longest > width else 2 * width
-    return replace(facts, shortest=items, longest=items)
+    return replace(statistics, shortest=items, longest=items)
 
 
 def require_single_row(
-    replica: Replica, schema: FeedSchema, facts: Sequence[ColumnFacts], rows: int
+    replica: Replica, schema: FeedSchema, statistics: Sequence[ColumnStatistics], rows: int
 ) -> None:
     """Check that a model trains on one row alone, as a worker's last minibatch may be.
 
     Args:
         replica: from ``build``.
         schema: the tensors that it will be fed.
-        facts: what is known of each of its columns.
+        statistics: what is known of each of its columns.
         rows: of the worker that has such a minibatch.
 
     Raises:
         ModelError: the model or the loss fails on it.
     """
-    columns = [row[:1] for row in map(_extremes, facts, schema.stored)]
+    columns = [row[:1] for row in map(_extremes, statistics, schema.stored)]
     batch = schema.batch(columns, last=True)
     try:
         with borrowed_random_numbers(), torch.no_grad():
@@ -244,31 +255,31 @@ def _try_out(
     replica: Replica,
     batch: Batch,
     schema: FeedSchema,
-    facts: Sequence[ColumnFacts],
+    statistics: Sequence[ColumnStatistics],
     head: Head,
 ) -> tuple[Any, Tensor]:
     """The outputs and the loss."""
     replica.module.train()
-    outputs = _outputs(replica, batch, schema, facts, with_labels=True)
+    outputs = _outputs(replica, batch, schema, statistics, with_labels=True)
     labels = schema.labels
     if isinstance(outputs, Tensor) and not isinstance(replica.loss, ModelLoss):
         pick(outputs, None, batch.examples)
-    ignored = getattr(replica.loss, "ignore_index", None)
-    for label, found in zip(labels, facts[len(schema.features) :][: len(labels)], strict=True):
+    ignored = _ignored_label(replica.loss)
+    for label, found in zip(labels, statistics[len(schema.features) :][: len(labels)], strict=True):
         _check_label_range(label, found, outputs, head, ignored)
     return outputs, _loss(replica, outputs, batch, labels)
 
 
 def _predict(
-    replica: Replica, batch: Batch, schema: FeedSchema, facts: Sequence[ColumnFacts]
+    replica: Replica, batch: Batch, schema: FeedSchema, statistics: Sequence[ColumnStatistics]
 ) -> Any:
     """What ``transform`` will see; and the loss on held-out rows, if there are any."""
     replica.module.eval()
     # Not in inference mode: what a model keeps of this pass has to serve a backward one too.
     with torch.no_grad():
-        predictions = _outputs(replica, batch, schema, facts, with_labels=False)
+        predictions = _outputs(replica, batch, schema, statistics, with_labels=False)
         if schema.validation is not None:
-            outputs = _outputs(replica, batch, schema, facts, with_labels=True)
+            outputs = _outputs(replica, batch, schema, statistics, with_labels=True)
             _loss(replica, outputs, batch, schema.labels)
     replica.module.train()
     return predictions
@@ -301,7 +312,7 @@ def _outputs(
     replica: Replica,
     batch: Batch,
     schema: FeedSchema,
-    facts: Sequence[ColumnFacts],
+    statistics: Sequence[ColumnStatistics],
     *,
     with_labels: bool,
 ) -> Any:
@@ -311,13 +322,13 @@ def _outputs(
     except Exception as error:  # the user's forward may raise anything
         labels = with_labels and isinstance(replica.loss, ModelLoss)
         columns = schema.stored if labels else schema.features
-        given = _shapes(batch.features) + _integers(columns, facts[: len(columns)])
+        given = _shapes(batch.features) + _integers(columns, statistics[: len(columns)])
         mode = "" if replica.module.training else " in evaluation mode"
         _fail(
             f"the model fails{mode} on a batch with features of {given}",
             error,
             (
-                which_param_helps(error, schema.features, facts)
+                which_param_helps(error, schema.features, statistics)
                 or how_called(replica, batch, error, with_labels=with_labels)
             )
             + what_padding_adds(error, schema.features),
@@ -357,53 +368,66 @@ def _both(outputs: Any, batch: Batch) -> str:
     return f"outputs {described(outputs)} and targets {_shapes(targets)}"
 
 
+def _ignored_label(loss: LossFunction) -> int | None:
+    """The label of rows that the loss leaves out: torch's ``ignore_index``."""
+    if isinstance(loss, nn.Module):
+        found = getattr(loss, "ignore_index", None)
+    else:
+        try:
+            argument = inspect.signature(loss).parameters.get("ignore_index")
+        except (TypeError, ValueError):  # a callable written in C may not say what it takes
+            return None
+        found = None if argument is None else argument.default
+    return found if isinstance(found, int) else None
+
+
 def _check_label_range(
-    label: ColumnSpec, facts: ColumnFacts, outputs: Any, head: Head, ignored: int | None
+    label: ColumnSpec, statistics: ColumnStatistics, outputs: Any, head: Head, ignored: int | None
 ) -> None:
-    name, low, high = label.name, facts.smallest, facts.largest
+    name, low, high = label.name, statistics.smallest, statistics.largest
     if low is None or high is None or label.is_array:
         return
     if head.takes_class_index and isinstance(outputs, Tensor) and outputs.dim() >= 2:
         classes = outputs.shape[1]
-        if (low < 0 and low != ignored) or high >= classes:
+        if (low < 0 and low != ignored) or (high >= classes and high != ignored):
             raise DataError(
-                f"label column '{name}' holds {low:g} to {high:g} ({_where(facts)}), but the "
+                f"label column '{name}' holds {low:g} to {high:g} ({_where(statistics)}), but the "
                 f"model has {classes} outputs and so takes classes 0 to {classes - 1}. Number the "
                 "classes from 0 (pyspark.ml.feature.StringIndexer does), or give the model more "
                 "outputs"
             )
     if head in (Head.BINARY_LOGIT, Head.BINARY_PROBABILITY) and (low < 0 or high > 1):
         raise DataError(
-            f"label column '{name}' holds {low:g} to {high:g} ({_where(facts)}), but the loss "
+            f"label column '{name}' holds {low:g} to {high:g} ({_where(statistics)}), but the loss "
             "takes 0 to 1. Map the two classes to 0 and 1, or use CrossEntropyLoss for more classes"
         )
 
 
-def _integers(features: Sequence[ColumnSpec], facts: Sequence[ColumnFacts]) -> str:
+def _integers(features: Sequence[ColumnSpec], statistics: Sequence[ColumnStatistics]) -> str:
     """What integers the batch holds, which may be out of an embedding's range, and whose."""
     ranges = [
         f"'{spec.name}' from {found.smallest} ({found.where('smallest')}) to {found.largest} "
         f"({found.where('largest')})"
-        for spec, found in zip(features, facts, strict=True)
+        for spec, found in zip(features, statistics, strict=True)
         if not spec.dtype.is_floating_point and found.smallest is not None
     ]
     return f", {', '.join(ranges)}" if ranges else ""
 
 
-def _where(facts: ColumnFacts) -> str:
-    return f"{facts.where('smallest')}, {facts.where('largest')}"
+def _where(statistics: ColumnStatistics) -> str:
+    return f"{statistics.where('smallest')}, {statistics.where('largest')}"
 
 
-def _extremes(facts: ColumnFacts, spec: ColumnSpec) -> Column:
+def _extremes(statistics: ColumnStatistics, spec: ColumnSpec) -> Column:
     """Two rows: the column's smallest and largest value, 0 and 1 where those are not known.
 
     If the column is to be padded, they are as long as its shortest and its longest row.
     """
-    low = 0.0 if facts.smallest is None else facts.smallest
-    high = 1.0 if facts.largest is None else facts.largest
+    low = 0.0 if statistics.smallest is None else statistics.smallest
+    high = 1.0 if statistics.largest is None else statistics.largest
     exact = torch.float64 if spec.dtype.is_floating_point else spec.dtype
     width = math.prod(spec.item_shape) if spec.padding is not None else 1
-    items = (facts.shortest or 0) // width, max(1, (facts.longest or 0) // width)
+    items = (statistics.shortest or 0) // width, max(1, (statistics.longest or 0) // width)
     return equal_rows(spec, torch.tensor([low, high], dtype=exact), items)
 
 

@@ -6,8 +6,8 @@ from typing import Self
 
 from pyspark.ml.param import Param, Params
 
-from sparkdl.estimator.data_params import InputOutputParams
 from sparkdl.estimator.head import Head
+from sparkdl.estimator.params.data import InputOutputParams
 from sparkdl.estimator.predictions import predicted_columns
 from sparkdl.outputs import OutputKey, Widths
 from sparkdl.spark.inference.predictor import OutputColumn

@@ -11,7 +11,7 @@ from torch import nn
 
 from sparkdl import ParameterAveraging, TorchEstimator
 from sparkdl.callbacks import EarlyStopping
-from sparkdl.estimator.settings import LONGEST, described, settings_of
+from sparkdl.estimator.params.settings import LONGEST, described, settings_of
 
 
 class Unspeakable:

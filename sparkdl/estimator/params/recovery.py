@@ -48,7 +48,7 @@ class RecoveryParams(Params):
     resume: Param[str] = Param(
         Params._dummy(),
         "resume",
-        "'auto' goes on from the newest checkpoint if there is one; 'never' starts anew",
+        "'auto' resumes from the newest checkpoint if there is one; 'never' starts over",
         typeConverter=one_of("resume", ("auto", "never")),
     )
 
@@ -139,7 +139,7 @@ class RecoveryParams(Params):
             return None
         return CheckpointPolicy(
             path=path,
-            every=self.getCheckpointEvery(),
+            every_epochs=self.getCheckpointEvery(),
             every_rounds=self.getCheckpointRounds(),
             keep_last=self.getKeepLast(),
             resume="auto" if self.getResume() == "auto" else "never",

@@ -8,15 +8,15 @@ from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.param.shared import HasSeed
 
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.callback_params import CallbackParams
-from sparkdl.estimator.data_params import DataParams
-from sparkdl.estimator.metric_params import MetricParams
-from sparkdl.estimator.network_params import NetworkParams
-from sparkdl.estimator.recovery_params import RecoveryParams
-from sparkdl.estimator.schedule_params import ScheduleParams
-from sparkdl.estimator.security_params import SecurityParams
-from sparkdl.losses import ModelLoss
+from sparkdl.estimator.params.callbacks import CallbackParams
+from sparkdl.estimator.params.data import DataParams
+from sparkdl.estimator.params.metrics import MetricParams
+from sparkdl.estimator.params.network import NetworkParams
+from sparkdl.estimator.params.recovery import RecoveryParams
+from sparkdl.estimator.params.schedule import ScheduleParams
+from sparkdl.estimator.params.security import SecurityParams
 from sparkdl.protocols import LossFunction
+from sparkdl.replica.losses import ModelLoss
 from sparkdl.spark.cluster.devices import device_name
 from sparkdl.spark.rows.converters import (
     function,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -73,7 +74,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if closure:
         names = value.__code__.co_freevars
         for name, cell in zip(names, closure, strict=True):
-            yield f" (its variable '{name}')", cell.cell_contents
+            with contextlib.suppress(ValueError):  # a variable that has no value yet
+                yield f" (its variable '{name}')", cell.cell_contents
     for name, part in getattr(value, "__dict__", {}).items():
         if name in ("_modules", "_parameters", "_buffers") and isinstance(part, dict):
             yield from ((f".{key}", inner) for key, inner in part.items())

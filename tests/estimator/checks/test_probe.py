@@ -15,13 +15,13 @@ from torch.nn.utils import prune
 from toys import mlp
 
 from sparkdl.errors import ModelError
+from sparkdl.estimator.checks.probe import PREDICTED_ROWS, build, probe
 from sparkdl.estimator.head import head_of
-from sparkdl.estimator.probe import PREDICTED_ROWS, build, probe
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.facts import ColumnFacts
-from sparkdl.losses import ModelLoss
+from sparkdl.feed.statistics import ColumnStatistics
 from sparkdl.outputs import described
 from sparkdl.protocols import ColumnSpec
+from sparkdl.replica.losses import ModelLoss
 
 ROWS = len(PREDICTED_ROWS)
 FEATURES = ColumnSpec("features", torch.float32, (4,))
@@ -41,7 +41,7 @@ def tried(
     """What the model returns for ``transform``."""
     columns = features or (FEATURES,)
     schema = FeedSchema(columns, LABEL, validation=HELD_OUT if validated else None, by_name=by_name)
-    facts = [*(ColumnFacts() for _ in columns), ColumnFacts(smallest=0, largest=2)]
+    statistics = [*(ColumnStatistics() for _ in columns), ColumnStatistics(smallest=0, largest=2)]
     replica = build(
         lambda: model,
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -49,7 +49,7 @@ def tried(
         0,
         features_as_kwargs=as_kwargs,
     )
-    return probe(replica, schema, facts, head_of(loss))
+    return probe(replica, schema, statistics, head_of(loss))
 
 
 class Returns(nn.Module):
@@ -280,3 +280,23 @@ def test_a_model_that_cannot_be_copied_is_wanted_as_a_function() -> None:
 def test_a_model_that_wants_a_process_group_is_told_that_the_strategy_has_one() -> None:
     with pytest.raises(ModelError, match=r"init_process_group\. The strategy .* leave Distributed"):
         built_by(lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 3)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "label"),
+    [
+        (nn.CrossEntropyLoss(ignore_index=9), 9),
+        (nn.CrossEntropyLoss(), -100),
+        (functional.cross_entropy, -100),
+        (partial(functional.cross_entropy, ignore_index=9), 9),
+        (partial(functional.cross_entropy, ignore_index=-1), -1),
+    ],
+)
+def test_a_label_that_the_loss_leaves_out_need_be_no_class(loss: Any, label: int) -> None:
+    schema = FeedSchema((FEATURES,), LABEL)
+    labels = ColumnStatistics(smallest=min(0, label), largest=max(2, label))
+    replica = build(
+        lambda: nn.Linear(4, 3), lambda each: torch.optim.SGD(each, lr=0.1), loss, seed=0
+    )
+    outputs = probe(replica, schema, [ColumnStatistics(), labels], head_of(loss))
+    assert outputs.shape == (ROWS, 3)

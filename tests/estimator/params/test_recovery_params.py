@@ -1,4 +1,4 @@
-"""The Params about checkpoints: what they refuse, and that a fit goes on from a checkpoint."""
+"""The Params about checkpoints: what they refuse, and that a fit resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -54,7 +54,12 @@ def test_saved_estimators_keep_them(spark: SparkSession, tmp_path: Path) -> None
     loaded = TorchEstimator.load(str(tmp_path / "saved"), trust=True)
     policy = loaded.checkpoint_policy()
     assert policy is not None
-    assert (policy.path, policy.every, policy.every_rounds, policy.keep_last) == ("a", 1, 7, 5)
+    assert (policy.path, policy.every_epochs, policy.every_rounds, policy.keep_last) == (
+        "a",
+        1,
+        7,
+        5,
+    )
 
 
 def test_a_fit_goes_on_from_the_checkpoint_of_a_shorter_one(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 import torch
-from pyspark.ml.param import Param, Params
+from pyspark.ml.param import Param, Params, TypeConverters
 
 from sparkdl.spark.cluster.devices import device_name
 from sparkdl.spark.inference.predictor import Manner
@@ -36,6 +36,13 @@ class InferenceParams(Params):
         "'bfloat16' or 'float16'",
         typeConverter=one_of("predictPrecision", tuple(_PRECISIONS)),
     )
+    predictCompiled: Param[bool] = Param(
+        Params._dummy(),
+        "predictCompiled",
+        "whether each Python process of an executor compiles the model with torch.compile, which "
+        "takes it seconds and needs a C++ compiler on the host (on a GPU, Triton too)",
+        typeConverter=TypeConverters.toBoolean,
+    )
     predictionDtype: Param[str] = Param(
         Params._dummy(),
         "predictionDtype",
@@ -49,6 +56,7 @@ class InferenceParams(Params):
             predictBatchSize=1024,  # larger ones gain no speed on CPUs and cost memory
             predictDevice="auto",
             predictPrecision="own",
+            predictCompiled=False,
             predictionDtype="float64",
         )
 
@@ -58,6 +66,7 @@ class InferenceParams(Params):
             batch_rows=self.getPredictBatchSize(),
             device=self.getPredictDevice(),
             dtype=_PRECISIONS[self.getPredictPrecision()],
+            compiled=self.getPredictCompiled(),
             double=self.getPredictionDtype() == "float64",
         )
 
@@ -86,6 +95,15 @@ class InferenceParams(Params):
     def setPredictPrecision(self, value: str) -> Self:
         """Sets the value of predictPrecision."""
         self._set(predictPrecision=value)
+        return self
+
+    def getPredictCompiled(self) -> bool:
+        """Gets the value of predictCompiled or its default value."""
+        return self.getOrDefault(self.predictCompiled)
+
+    def setPredictCompiled(self, value: bool) -> Self:
+        """Sets the value of predictCompiled."""
+        self._set(predictCompiled=value)
         return self
 
     def getPredictionDtype(self) -> str:

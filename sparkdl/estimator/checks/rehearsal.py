@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ConfigError, ModelError, TrainingError
+from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import OptimizerBuilder, SchedulerBuilder
-from sparkdl.randomness import borrowed_random_numbers
 from sparkdl.replica import Replica
-from sparkdl.schedule import Schedule, Unit
+from sparkdl.replica.schedule import Schedule, Unit
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ REHEARSED_STEPS = 20
 
 
 def require_schedule(
-    optimizer: torch.optim.Optimizer, scheduler: SchedulerBuilder | None, every: Unit
+    optimizer: torch.optim.Optimizer, scheduler: SchedulerBuilder | None, unit: Unit
 ) -> Schedule:
     """Build a schedule for an optimizer.
 
@@ -28,7 +28,7 @@ def require_schedule(
         ModelError: it cannot, or is none.
     """
     try:
-        return Schedule(optimizer, scheduler, every)
+        return Schedule(optimizer, scheduler, unit)
     except Exception as error:  # the user's function may raise anything
         own = isinstance(error, ConfigError)
         kind = "" if own else f"the scheduler cannot be built: {type(error).__name__}: "

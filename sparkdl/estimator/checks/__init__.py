@@ -1,0 +1,1 @@
+"""What is found wrong before any worker takes a step."""

@@ -1,0 +1,1 @@
+"""The Params of the estimators, a file a subject."""

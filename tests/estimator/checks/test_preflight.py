@@ -1,0 +1,93 @@
+"""What the driver keeps of a model that it only tries out."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from frames import CLASSES, WIDTH, estimator, frame
+from pyspark.sql import SparkSession
+from torch import nn
+
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.estimator.checks.preflight import Preflight
+from sparkdl.feed.statistics import ColumnStatistics, DataStatistics
+from sparkdl.strategies import AdaScale, GradientAllReduce, OneBitAdam
+
+
+def test_the_replica_that_was_tried_out_is_gone_before_training(spark: SparkSession) -> None:
+    built: list[weakref.ref[nn.Module]] = []
+
+    class Tried(Preflight):
+        def check(self, statistics: DataStatistics) -> None:
+            built.append(weakref.ref(self._replica.module))
+            super().check(statistics)
+
+    ready = Tried(estimator(), frame(spark, partitions=2))
+    features = ColumnStatistics(shortest=WIDTH, longest=WIDTH)
+    label = ColumnStatistics(smallest=0, largest=CLASSES - 1)
+    ready.check(DataStatistics((30, 30), (features, label)))
+
+    gc.collect()
+    assert built[0]() is None
+
+
+def test_a_step_is_tried_for_the_first_rows_and_only_the_outputs_for_those_that_arrive_later(
+    spark: SparkSession,
+) -> None:
+    steps = 0
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            nonlocal steps
+            steps += any(p.grad is not None for p in self.param_groups[0]["params"])
+            return super().step(closure)
+
+    # Not given to the estimator, which would have to pickle it.
+    ready = Preflight(estimator(), frame(spark, partitions=2))
+    ready._replica.rebuild_optimizer(lambda build, parameters: Counting(parameters, lr=0.1))
+    ready._replica._build_optimizer = partial(Counting, lr=0.1)
+    features = ColumnStatistics(shortest=WIDTH, longest=WIDTH)
+    label = ColumnStatistics(smallest=0, largest=CLASSES - 1)
+    ready.check(DataStatistics((5, 5), (features, label), pending=(0, 1)))
+    assert steps == 1
+    with pytest.raises(DataError, match=f"but the model has {CLASSES} outputs"):
+        ready.check(DataStatistics((9,), (features, replace(label, largest=CLASSES)), pending=(0,)))
+    ready.check(DataStatistics((30, 30), (features, label)))
+    assert steps == 1
+    assert not hasattr(ready, "_replica")
+
+
+class Rateless(torch.optim.Optimizer):
+    """Keeps its learning rate to itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None: ...
+
+
+SIGNS = GradientAllReduce(compression=OneBitAdam(10))
+ADAM = partial(torch.optim.Adam, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"strategy": SIGNS, "optimizer": partial(torch.optim.SGD, lr=0.1)}, "AdamW, not of SGD"),
+        ({"strategy": SIGNS, "optimizer": ADAM, "clipNorm": 1.0}, "leave out clipNorm"),
+        ({"strategy": GradientAllReduce(sync_batch_norm=True)}, "has no BatchNorm layer"),
+        ({"strategy": AdaScale(), "optimizer": Rateless}, "Rateless has no learning rate"),
+    ],
+    ids=["sgd", "clipped", "nothing-to-synchronize", "no-rate"],
+)
+def test_a_strategy_that_does_not_go_with_the_rest_is_refused_before_workers_start(
+    spark: SparkSession, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Preflight(estimator(**settings), frame(spark))
