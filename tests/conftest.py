@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -35,6 +36,20 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
         return (yield)
     finally:
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow all but the first variants of what is marked with ``slow_variants``."""
+    met = Counter[str]()
+    for item in items:
+        mark = item.get_closest_marker("slow_variants")
+        if mark is None:
+            continue
+        name = item.nodeid.partition("[")[0]
+        met[name] += 1
+        if met[name] > mark.kwargs.get("fast", 1):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

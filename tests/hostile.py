@@ -52,7 +52,7 @@ HOSTILE = [
     "torch.nn.modules.container:ParameterDict",
     "torch.optim.lr_scheduler:warnings.warn",
     "sparkdl.spark.functions.run:run",
-    "sparkdl.checkpoint.recipe:cloudpickle.loads",
+    "sparkdl.checkpoint.object_spec:cloudpickle.loads",
     "sparkdl.testing:run_world",
     "",
     ":",
@@ -108,11 +108,11 @@ OBJECTS = {
 FILES = {"metadata/part-00000": METADATA, "objects.json": OBJECTS}
 
 
-def saved_model(directory: Path, recipe: Json) -> Path:
-    """The files of a model that is said to be built by that recipe."""
+def saved_model(directory: Path, spec: Json) -> Path:
+    """The files of a model that is said to be built by that spec."""
     directory.mkdir(exist_ok=True)
     save_file({}, directory / "module.safetensors")
-    description = {**DESCRIPTION, "model": {"recipe": recipe}}
+    description = {**DESCRIPTION, "model": {"recipe": spec}}
     (directory / "module.json").write_text(json.dumps(description))
     return directory
 
@@ -184,7 +184,7 @@ def larger(inner: st.SearchStrategy[Json]) -> st.SearchStrategy[Json]:
     )
 
 
-recipes = st.recursive(st.one_of(numbers, st.builds(named, paths), arbitrary), larger, max_leaves=8)
+specs = st.recursive(st.one_of(numbers, st.builds(named, paths), arbitrary), larger, max_leaves=8)
 
 
 def only_the_projects_errors(load: Callable[[], Any]) -> Any:
@@ -209,5 +209,5 @@ def damaged(draw: st.DrawFn, intact: Json) -> Json:
     if inside is not whole and draw(st.booleans()):
         del inside[key]
     else:
-        inside[key] = draw(arbitrary | recipes)
+        inside[key] = draw(arbitrary | specs)
     return whole[""]

@@ -23,7 +23,7 @@ from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.events import WindowReport
 from sparkdl.feed.shuffle import permutation
 from sparkdl.testing import run_world
-from sparkdl.worker import Job, Place, train
+from sparkdl.worker import Job, Placement, train
 
 MARK = 777.0
 """A feature value by which a model recognizes the row at which to misbehave."""
@@ -161,7 +161,12 @@ def ranks(
         workers = [
             threading.Thread(
                 target=train,
-                args=(job, Place(rank=rank, directory=Path("/tmp")), averager.address, shards[s]),
+                args=(
+                    job,
+                    Placement(rank=rank, directory=Path("/tmp")),
+                    averager.address,
+                    shards[s],
+                ),
                 name=f"sparkdl-rank-{rank}",
                 daemon=True,
             )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
 
-from sparkdl.averager import membership
+from sparkdl.averager.coordination import membership
 from sparkdl.driver import Outcome
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world

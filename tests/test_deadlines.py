@@ -41,6 +41,7 @@ def test_a_rank_that_never_joins_is_named_within_the_deadline() -> None:
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.slow_variants(fast=2)
 @pytest.mark.parametrize("silent", [0, 1, 2])
 def test_a_rank_that_goes_silent_is_named_within_the_deadline(silent: int) -> None:
     data = marked([8, 8, 8], 8 * silent + 6)  # in the second minibatch

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
 
-from sparkdl.averager import Averager, membership
+from sparkdl.averager import Averager
+from sparkdl.averager.coordination import membership
 from sparkdl.driver import Outcome, run
 from sparkdl.errors import DeadlineError, WorkerError, WorkerLostError
 from sparkdl.feed.feed import FeedOptions
@@ -96,6 +97,7 @@ def run_with_breaks(
     return run(job, len(shards), launch), proxies[0]
 
 
+@pytest.mark.slow_variants(fast=2)
 @pytest.mark.parametrize(
     ("optimizer", "wire_dtype"), [(torch.optim.SGD, "bfloat16"), (torch.optim.NAdam, "float32")]
 )

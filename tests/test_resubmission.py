@@ -25,8 +25,8 @@ from sparkdl.averager import Averager
 from sparkdl.driver import Launch, Outcome, as_builder, run
 from sparkdl.errors import ConfigError, DataError, WorkerError, WorkerLostError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.facts import DataFacts
 from sparkdl.feed.feed import FeedOptions
+from sparkdl.feed.statistics import DataStatistics
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
 from sparkdl.testing.world import _processes
@@ -102,6 +102,7 @@ def passes(folder: Path) -> int:
 DECAY = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)
 
 
+@pytest.mark.slow_variants(fast=2)
 @pytest.mark.parametrize(
     ("strategy", "after", "backward", "repeated", "every"),
     [
@@ -181,7 +182,7 @@ def noisy() -> nn.Module:
             ParameterAveraging(2), 13, FeedOptions(reshuffle_every=1), marks=pytest.mark.slow
         ),
     ],
-    ids=["all-reduce", "averaging", "dealt-anew"],
+    ids=["all-reduce", "averaging", "reshuffled"],
 )
 def test_random_numbers_go_on_as_if_nobody_had_been_lost(
     tmp_path: Path, strategy: Strategy, after: int, feed: FeedOptions
@@ -204,9 +205,10 @@ def assert_told_once(events: list[object], data: Data, epochs: int) -> None:
     assert sum(window.examples for window in windows) == epochs * sum(data.sizes)
     ended = [event.epoch for event in events if isinstance(event, EpochSummary)]
     assert ended == list(range(1, epochs + 1))
-    assert sum(isinstance(event, DataFacts) for event in events) == 1
+    assert sum(isinstance(event, DataStatistics) for event in events) == 1
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [

@@ -29,7 +29,7 @@ def test_no_dataclass_shows_a_secret_in_its_repr() -> None:
         for field in dataclasses.fields(kind)
         if field.name in SECRETS
     }
-    assert {"AveragerAddress", "BoardAddress"} <= {name for name, _ in secret}
+    assert {"ServiceAddress"} <= {name for name, _ in secret}
     assert [name for name, shown in secret.items() if shown] == []
 
 

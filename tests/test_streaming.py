@@ -17,19 +17,19 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from interruptions import die_after, policy, same_bits, save_and_stop
 from test_lost_workers import Misbehaves, kill, run_with_breaks
-from test_resume import die_after, policy, same_bits, save_and_stop
 from torch import Tensor, nn
 from toys import Data, classification, make_job, mlp, schema
 
-from sparkdl.averager import membership
+from sparkdl.averager.coordination import membership
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import run
 from sparkdl.errors import ConfigError, DataError, WorkerError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed import arrival
-from sparkdl.feed.facts import DataFacts
 from sparkdl.feed.feed import FeedOptions
+from sparkdl.feed.statistics import DataStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
@@ -182,8 +182,8 @@ def test_what_a_caller_refuses_behind_the_first_rows_ends_the_run() -> None:
     """The estimator refuses classes that the model does not have."""
     looks: list[tuple[bool, float]] = []
 
-    def check(facts: DataFacts) -> None:
-        looks.append((facts.complete, facts.columns[1].largest or 0))
+    def check(statistics: DataStatistics) -> None:
+        looks.append((statistics.complete, statistics.columns[1].largest or 0))
         if looks[-1][1] > 2:
             raise DataError("class 5 of 3")
 
@@ -317,11 +317,11 @@ def test_a_first_epoch_that_was_streamed_is_not_resumed_in_another_order(tmp_pat
         )
 
 
-def test_the_facts_of_all_rows_are_told_when_they_are_known() -> None:
+def test_the_statistics_of_all_rows_are_told_when_they_are_known() -> None:
     told: list[object] = []
     run_world(streamed(), classification(SIZES).shards(), on_event=told.append)
-    facts = [event for event in told if isinstance(event, DataFacts)]
-    assert [each.complete for each in facts] == [False, True]
-    assert facts[1].shard_rows == tuple(SIZES)
+    statistics = [event for event in told if isinstance(event, DataStatistics)]
+    assert [each.complete for each in statistics] == [False, True]
+    assert statistics[1].shard_rows == tuple(SIZES)
     ends = [index for index, event in enumerate(told) if isinstance(event, EpochSummary)]
-    assert told.index(facts[1]) < ends[0]
+    assert told.index(statistics[1]) < ends[0]

@@ -22,8 +22,8 @@ from sparkdl.averager import Averager
 from sparkdl.averager.run_events import RunEvent as Event
 from sparkdl.driver import as_builder
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.facts import DataFacts
 from sparkdl.feed.shuffle import permutation
+from sparkdl.feed.statistics import DataStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import batches_of
@@ -246,10 +246,10 @@ def _average_optimizers(optimizers: list[torch.optim.Optimizer], weights: dict[i
 
 
 def drive(averager: Averager) -> list[Event]:
-    """Do the driver's part until the run is over: start the workers when the facts are there."""
+    """Do the driver's part until the run is over: start the workers when all rows are known."""
     events = []
     for event in averager.events():
-        if isinstance(event, DataFacts):
+        if isinstance(event, DataStatistics):
             averager.start()
         events.append(event)
     return events

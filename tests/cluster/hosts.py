@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -53,14 +53,16 @@ class Host:
     Attributes:
         name: its host name.
         address: its IPv4 address.
+        namespace: that of its network.
+        link: the interface of this machine at the other end of its link.
     """
 
     def __init__(self, name: str, address: str, namespace: str, outer: str, folder: Path) -> None:
         self.name = name
         self.address = address
         self.folder = folder
-        self._namespace = namespace
-        self._outer = outer
+        self.namespace = namespace
+        self.link = outer
 
     def run(self, command: Sequence[str | Path], **options: object) -> subprocess.Popen[str]:
         """Start a program on the host.
@@ -70,13 +72,13 @@ class Host:
             **options: for ``subprocess.Popen``.
         """
         enter = f"hostname {self.name} && mount --bind {self.folder.parent}/hosts /etc/hosts"
-        wrapped = ["ip", "netns", "exec", self._namespace, "unshare", "--uts"]
+        wrapped = ["ip", "netns", "exec", self.namespace, "unshare", "--uts"]
         wrapped += ["sh", "-c", f'{enter} && exec "$@"', "sh", *map(str, command)]
         return subprocess.Popen(wrapped, text=True, **options)  # type: ignore[call-overload, no-any-return]
 
     def pids(self) -> list[int]:
         """The processes that run on the host."""
-        return [int(line) for line in _ip("netns", "pids", self._namespace).split()]
+        return [int(line) for line in _ip("netns", "pids", self.namespace).split()]
 
     def crash(self) -> None:
         """Kill everything on the host at once; the link stays up, so that others are told."""
@@ -92,21 +94,22 @@ class Host:
 
     def cut(self) -> None:
         """Unplug the host: packets vanish, and nobody is told."""
-        _ip("link", "set", self._outer, "down")
+        _ip("link", "set", self.link, "down")
 
     def mend(self) -> None:
         """Plug the host in again."""
-        _ip("link", "set", self._outer, "up")
+        _ip("link", "set", self.link, "up")
 
-    def limit(self, mbit: float) -> None:
+    def limit(self, mbit: float, burst_kb: int = 256) -> None:
         """Give the link a speed, in each direction.
 
         Args:
             mbit: megabits a second.
+            burst_kb: kilobytes that a link which was idle lets through at once.
         """
-        rate = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms"]
-        _run("tc", "qdisc", "replace", "dev", self._outer, *rate)
-        inner = ["ip", "netns", "exec", self._namespace, "tc", "qdisc", "replace", "dev", "eth0"]
+        rate = ["root", "tbf", "rate", f"{mbit}mbit", "burst", f"{burst_kb}kb", "latency", "50ms"]
+        _run("tc", "qdisc", "replace", "dev", self.link, *rate)
+        inner = ["ip", "netns", "exec", self.namespace, "tc", "qdisc", "replace", "dev", "eth0"]
         _run(*inner, *rate)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -183,10 +186,20 @@ class Cluster:
         hosts: where the workers run.
         cores: of each worker.
         memory_mb: of each worker, in MiB, for executors.
+        variables: of the environment of workers and drivers, instead of those that let them run
+            this Python and this checkout.
     """
 
-    def __init__(self, hosts: Hosts, *, cores: int = 1, memory_mb: int = 1024) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        *,
+        cores: int = 1,
+        memory_mb: int = 1024,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.hosts = hosts
+        self._variables = dict(variables or {})
         self._cores = cores
         self._resources = ["--cores", str(cores), "--memory", f"{memory_mb}m"]
         self._home = Path(_find_spark_home())
@@ -293,6 +306,7 @@ class Cluster:
             "PYSPARK_PYTHON": sys.executable,
             "PYSPARK_DRIVER_PYTHON": sys.executable,
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            **self._variables,
         }
 
 

@@ -1,7 +1,7 @@
 """Executors whose Python lacks torch or sparkdl, or has others: the fit says so, with the fix.
 
 One process runs all cases, for its executors need another Python than the test session's. That
-Python is a script that puts a directory of fakes before the real packages; each task starts anew.
+Python is a script that puts a directory of fakes before the real packages; each task starts over.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ def skewed(spark: SparkSession) -> DataFrame:
     return frame_of_sizes(spark, [70, 15, 5])
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize("upstream", [joined, grouped, spread, skewed])
 def test_two_fits_with_one_seed_agree_to_the_bit_after_a_shuffle(
     spark: SparkSession, upstream: Callable[[SparkSession], DataFrame]

@@ -145,6 +145,7 @@ def cached(spark: SparkSession, path: Path) -> DataFrame:
     return frame(spark, rows=300, partitions=7).cache()
 
 
+@pytest.mark.slow_variants(fast=2)
 @pytest.mark.parametrize(
     "upstream",
     [
@@ -174,6 +175,7 @@ def test_workers_have_random_shards_of_the_same_size_whatever_they_have_read(
         assert 25 <= sum(each < 150 for each in shard) <= 75
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize("spreads", ["exchange", "none", "spark"])
 def test_gradients_are_reduced_over_each_row_once_an_epoch_however_rows_are_spread(
     spark: SparkSession, tmp_path: Path, spreads: str
@@ -255,7 +257,8 @@ def test_it_is_said_which_way_the_rows_go(
     )
     assert said(five, strategy=GradientAllReduce()) == (
         "rows: Spark's shuffle, because GradientAllReduce needs all workers at once, and Spark's "
-        "barrier mode, which does that, cannot have 2 tasks read 5 partitions"
+        "barrier mode, which does that, cannot have 2 tasks read 5 partitions; they do not "
+        "come from files row by row"
     )
 
 

@@ -14,6 +14,7 @@ from sparkdl.errors import ConfigError, TrainingError, WorkerLostError
 from sparkdl.strategies import Strategy
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize("executor", [False, True], ids=["process", "executor"])
 @pytest.mark.parametrize(
     "strategy",

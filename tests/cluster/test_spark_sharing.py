@@ -13,6 +13,7 @@ from sparkdl import GossipAveraging, ThresholdGradientSharing
 from sparkdl.strategies import Strategy
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize(
     "strategy",
     [

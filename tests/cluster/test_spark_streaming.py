@@ -126,6 +126,7 @@ def test_each_row_is_trained_on_once_an_epoch_the_first_in_blocks_as_they_arrive
     assert [len(rows) for rows in later.values()] == [sum(FILES) / 2] * 2
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize(
     "executor",
     [False, pytest.param(True, marks=pytest.mark.slow)],
@@ -192,7 +193,7 @@ def test_files_that_are_too_unequal_are_spread_before_anybody_trains(
     model = RowIds(str(tmp_path / "ids"))
     with caplog.at_level(logging.INFO, "sparkdl"):
         fit(rows, model, epochs=1, **asked)
-    assert "training starts anew: one task has 5 rows" in caplog.text
+    assert "training starts over: one task has 5 rows" in caplog.text
     trained = [0, 0]
     for line in lines(tmp_path / "ids"):
         rank, *ids = map(int, line.split())

@@ -118,6 +118,7 @@ def test_an_import_that_only_the_driver_has_is_reported_from_the_worker(
         estimator(model=only_here.build, shipModules=False).fit(frame(spark))
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize(
     "strategy",
     [
