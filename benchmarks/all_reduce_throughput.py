@@ -4,7 +4,7 @@ Ours is the worker loop in two plain processes with the averager in this one, ro
 partition store; the peer runs under torchrun on tensors already in memory. The same MLP and small
 CNN, batches of 64, one torch thread a process; the first epochs, in which things are set up, are
 left out. The two take turns epoch by epoch, and the ratio is the median of those of epochs that
-follow each other; a repeat starts all processes anew. ``--device cuda`` compares the two over NCCL
+follow each other; a repeat starts all processes again. ``--device cuda`` compares the two over NCCL
 on two GPUs of this host.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import digits
 import epoch_turns
@@ -101,11 +102,11 @@ class InTurns(GradientAllReduce):
 
     address: str = ""
 
-    def train_epoch(self, run: Run, batches: Iterable[Batch]) -> None:
+    def train_epoch(self, run: Run, state: Any, batches: Iterable[Batch]) -> None:
         """As without waiting, once it may."""
         turn = epoch_turns.turn_of(self.address, OURS)
         turn.wait()
-        super().train_epoch(run, batches)
+        super().train_epoch(run, state, batches)
         turn.done()
 
 

@@ -10,11 +10,11 @@ from round_processes import RoundProcesses
 
 from sparkdl.averager.client import AveragerClient
 from sparkdl.averager.server import Averager
-from sparkdl.averager.wire_format import FullPrecision
+from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.events import WindowReport
-from sparkdl.feed.facts import ShardFacts
+from sparkdl.feed.statistics import ShardStatistics
 from sparkdl.protocols import Segment
-from sparkdl.transport.address import AveragerAddress
+from sparkdl.transport.address import ServiceAddress
 
 
 @contextmanager
@@ -50,12 +50,12 @@ def _start(averager: Averager) -> None:
 
 
 def _member(
-    rank: int, numel: int, address: AveragerAddress
+    rank: int, numel: int, address: ServiceAddress
 ) -> tuple[Callable[[], None], torch.Tensor]:
     vector = torch.empty(numel)
     client = AveragerClient(address, rank, FullPrecision())
     layout = (Segment("parameters", torch.float32, numel),)
-    client.start(ShardFacts(rows=64, columns=()), [vector], layout)
+    client.start(ShardStatistics(rows=64, columns=()), [vector], layout)
     steps = itertools.count(1)
 
     def take_part() -> None:

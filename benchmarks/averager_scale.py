@@ -106,7 +106,7 @@ def measure(workers: int, numel: int, repeats: int) -> dict[str, float]:
     import torch
 
     from sparkdl.averager.server import Averager
-    from sparkdl.averager.wire_format import FullPrecision
+    from sparkdl.averager.values.wire_format import FullPrecision
     from sparkdl.protocols import Segment
 
     layout = (Segment("parameters", torch.float32, numel),)
@@ -181,15 +181,15 @@ def take_part(rank: int, numel: int, address: Any, rounds: int, seconds: Any) ->
     import torch
 
     from sparkdl.averager.client import AveragerClient
-    from sparkdl.averager.wire_format import FullPrecision
+    from sparkdl.averager.values.wire_format import FullPrecision
     from sparkdl.events import WindowReport
-    from sparkdl.feed.facts import ShardFacts
+    from sparkdl.feed.statistics import ShardStatistics
     from sparkdl.protocols import Segment
 
     vector = torch.empty(numel)
     with AveragerClient(address, rank, FullPrecision(), deadline_s=120) as client:
         layout = (Segment("parameters", torch.float32, numel),)
-        client.start(ShardFacts(rows=64, columns=()), [vector], layout)
+        client.start(ShardStatistics(rows=64, columns=()), [vector], layout)
         for number in range(rounds):
             vector.fill_(rank)
             window = WindowReport(

@@ -24,7 +24,7 @@ import storm_processes
 from harness import Claim, parse, parser, report
 from storms import Ended
 
-from sparkdl.averager import membership
+from sparkdl.averager.coordination import membership
 
 PARTS = {
     "processes": (storm_processes.run_part, 0.4),

@@ -4,7 +4,7 @@ After Teng & Wood 2018, "High Throughput Synchronous Distributed Stochastic Grad
 their scheme, in which all workers begin each round together, and late contributions are thrown away
 and their times imputed: the model and the choice alone. Then the averager's own decisions in
 virtual time, which have late contributions in the next round, training a linear model. Workers take
-1 s and what is drawn from an exponential distribution of mean 1 s, anew each time; or hosts of four
+1 s and what is drawn from an exponential distribution of mean 1 s, each time; or hosts of four
 workers are four times as slow for spells of 20 s, a quarter of the time.
 """
 
@@ -20,12 +20,12 @@ import numpy as np
 
 from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
-from sparkdl.averager.coordinator import Coordinator
-from sparkdl.averager.cutoff import BackupWorkers, PredictedCutoff
-from sparkdl.averager.round_policy import All, RoundPolicy
-from sparkdl.averager.run_times import RunTimes, best_cutoff
+from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.cutoff import BackupWorkers, PredictedCutoff
+from sparkdl.averager.coordination.round_policy import All, RoundPolicy
+from sparkdl.averager.coordination.run_times import RunTimes, best_cutoff
 from sparkdl.events import WindowReport
-from sparkdl.feed.facts import ShardFacts
+from sparkdl.feed.statistics import ShardStatistics
 
 WORKERS, HOST = 160, 4
 SPELL_S, BETWEEN_S, SLOWNESS = 20.0, 60.0, 4.0
@@ -279,7 +279,7 @@ class _Run:
         """Let the workers train until it is so late."""
         for member in self._members:
             self._tell(on.Joined(member))
-            self._tell(on.RowsFound(member, ShardFacts(1, ())))
+            self._tell(on.RowsFound(member, ShardStatistics(1, ())))
         self._tell(on.Started())
         while self._due[0][0] < SECONDS:
             self._now, rank = heapq.heappop(self._due)

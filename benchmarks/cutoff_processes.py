@@ -55,7 +55,7 @@ class Sleeps(nn.Module):
     """A linear model, whose forward pass takes as long as it is told.
 
     Args:
-        slow: ``in turn``: one window in ten of each worker, drawn anew; ``one``: those of rank 1.
+        slow: ``in turn``: one window in ten of each worker, drawn again; ``one``: those of rank 1.
     """
 
     def __init__(self, slow: str) -> None:

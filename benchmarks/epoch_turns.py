@@ -85,8 +85,8 @@ def measure(
                 elapsed = _train_epoch(members[side])
                 if epoch >= warm_up:
                     seconds[side].append(elapsed)
-        for side in running:
-            side.result(PATIENCE_S)
+        for training in running:
+            training.result(PATIENCE_S)
     return seconds
 
 

@@ -5,7 +5,8 @@ local-cluster[2,1,1536]; the same after a join that Spark shuffles. One epoch of
 fresh session for each measurement: seconds from the start of ``fit`` to the last worker's first
 step and to the end, and the peak memory of the larger executor's JVM. Against ``coalesce(2)``
 written before the fit, after which the rows stay where they are read, and with ``--source`` against
-another checkout.
+another checkout. With ``--strategy GradientAllReduce`` the workers need each other at once, which
+Spark's barrier mode does only without ``coalesce``.
 """
 
 import argparse
@@ -44,6 +45,7 @@ OF_BEFORE = {FIRST_STEP: 0.6, WHOLE: 0.6, MEMORY: 0.6}
 OF_COALESCE = {FIRST_STEP: 1.1, WHOLE: 1.1}
 OURS, BY_HAND = "sparkdl", "coalesce by hand"
 UPSTREAMS = ("files", "join")
+STRATEGIES = ("ParameterAveraging", "GradientAllReduce")
 EXECUTOR = b"org.apache.spark.executor.CoarseGrainedExecutorBackend"
 Runs = dict[str, list[dict[str, float]]]
 
@@ -97,14 +99,17 @@ def main() -> None:
     options.add_argument("--part", type=float, default=1.0, help="of the tables' rows, to develop")
     options.add_argument("--table", choices=TABLES, action="append", help="by default both")
     options.add_argument("--upstream", choices=UPSTREAMS, action="append", help="by default both")
-    options.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    options.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0])
+    options.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
     chosen = harness.parse(options, repeats=3)
     if chosen.measure:
-        folder, upstream, way = chosen.measure
-        print(json.dumps(measure(Path(folder), upstream, way)), flush=True)
+        folder, upstream, way, strategy = chosen.measure
+        print(json.dumps(measure(Path(folder), upstream, way, strategy)), flush=True)
         return
     part = chosen.part * (0.1 if chosen.quick else 1.0)
-    ways = {OURS: harness.FOLDER.parent, BY_HAND: harness.FOLDER.parent}
+    ways = {OURS: harness.FOLDER.parent}
+    if chosen.strategy == STRATEGIES[0]:  # barrier mode refuses what is coalesced
+        ways[BY_HAND] = harness.FOLDER.parent
     if chosen.source:
         ways[str(chosen.source)] = chosen.source
     claims: list[harness.Claim] = []
@@ -115,7 +120,7 @@ def main() -> None:
             write(folder, table, int(TABLES[table].rows * part))
             for upstream in chosen.upstream or UPSTREAMS:
                 turns: dict[str, Callable[[], dict[str, float]]] = {
-                    way: partial(in_a_session, folder, upstream, way, source)
+                    way: partial(in_a_session, folder, upstream, way, chosen.strategy, source)
                     for way, source in ways.items()
                 }
                 runs = harness.interleave(turns, repeats=chosen.repeats)
@@ -143,20 +148,22 @@ def write(folder: Path, table: str, rows: int) -> None:
         pq.write_table(pa.table({"id": ids}), folder / "ids" / path, use_dictionary=False)
 
 
-def in_a_session(folder: Path, upstream: str, way: str, source: Path) -> dict[str, float]:
+def in_a_session(
+    folder: Path, upstream: str, way: str, strategy: str, source: Path
+) -> dict[str, float]:
     """Measures one way in a process of its own, with the code of a checkout."""
     environment = harness.child_environment()
     environment["PYTHONPATH"] = f"{source}:{environment['PYTHONPATH']}"
     script = harness.FOLDER / "feed_files.py"
-    command = [sys.executable, script, "--measure", str(folder), upstream, way]
+    command = [sys.executable, script, "--measure", str(folder), upstream, way, strategy]
     measured: dict[str, float] = harness.run_child(command, environment=environment)
     print(f"  {folder.name}, {upstream}, {way}: {measured}", flush=True)
     return measured
 
 
-def measure(folder: Path, upstream: str, way: str) -> dict[str, float]:
+def measure(folder: Path, upstream: str, way: str, strategy: str) -> dict[str, float]:
     """Fits one epoch in a fresh session; returns seconds, and MB of the larger executor's JVM."""
-    from sparkdl import ParameterAveraging, TorchEstimator
+    from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator
 
     table = TABLES[(folder / "table").read_text()]
     spark = harness.session(MASTER, CONF)
@@ -171,7 +178,9 @@ def measure(folder: Path, upstream: str, way: str) -> dict[str, float]:
             model=partial(Classifier, table.width),
             loss=nn.CrossEntropyLoss(),
             optimizer=partial(fit_session.StampedSGD, stamps=Path(stamps), lr=0.1),
-            strategy=ParameterAveraging(period=50),
+            strategy=(
+                ParameterAveraging(period=50) if strategy == STRATEGIES[0] else GradientAllReduce()
+            ),
             featuresCols=table.features,
             batchSize=table.batch,
             numWorkers=WORKERS,
@@ -223,7 +232,9 @@ def compared(what: str, runs: Runs, source: Path | None) -> list[harness.Claim]:
         }
         for way, of_way in runs.items()
     }
-    others = {BY_HAND: OF_COALESCE} | ({str(source): OF_BEFORE} if source else {})
+    others = ({BY_HAND: OF_COALESCE} if BY_HAND in runs else {}) | (
+        {str(source): OF_BEFORE} if source else {}
+    )
     return [
         harness.Claim(
             name=f"{what}, {each}: sparkdl / {'before' if other != BY_HAND else other}",
@@ -231,6 +242,7 @@ def compared(what: str, runs: Runs, source: Path | None) -> list[harness.Claim]:
             target=target,
         )
         for other, targets in others.items()
+        if other in runs
         for each, target in targets.items()
     ]
 

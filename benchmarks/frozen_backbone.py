@@ -20,12 +20,12 @@ from torch import nn
 
 from sparkdl.averager.client import AveragerClient
 from sparkdl.averager.server import Averager
-from sparkdl.averager.wire_format import FullPrecision
+from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.driver import build_replica, initial_center
 from sparkdl.events import WindowReport
-from sparkdl.feed.facts import ShardFacts
+from sparkdl.feed.statistics import ShardStatistics
 from sparkdl.replica import Replica
-from sparkdl.transport.address import AveragerAddress
+from sparkdl.transport.address import ServiceAddress
 
 WORKERS = 2
 WIDTH, LAYERS, CLASSES = 500, 100, 200
@@ -95,12 +95,12 @@ def _start(averager: Averager) -> None:
 
 
 def _member(
-    rank: int, layers: int, address: AveragerAddress
+    rank: int, layers: int, address: ServiceAddress
 ) -> tuple[Callable[[], None], torch.Tensor]:
     replica = _replica(layers)
     client = AveragerClient(address, rank, FullPrecision(), frozen=replica.frozen.fingerprint)
     segments = partial(replica.segments, with_optimizer=False)
-    client.start(ShardFacts(64, ()), segments(), replica.layout(with_optimizer=False))
+    client.start(ShardStatistics(64, ()), segments(), replica.layout(with_optimizer=False))
     steps = itertools.count(1)
 
     def take_part() -> None:

@@ -75,7 +75,7 @@ class InTurns(GradientAllReduce):
                 pair[which] = (time.perf_counter() - wall, time.process_time() - cpu)
             times.append([pair[0], pair[1]])
         states[1].meter.measured()
-        states[1].together.steps = 0
+        states[1].group.steps = 0
         self.end_epoch(run, state)
         if run.rank == 0:
             Path(self.path).write_text(json.dumps(times))
@@ -83,9 +83,9 @@ class InTurns(GradientAllReduce):
     def _steps(self, run: Run, state: Any, block: list[Batch]) -> Iterator[None]:
         for batch in block:
             run.step += 1
-            for trained, loss in state.step(run.replica, iter([batch]), all_turns=False):
+            for trained, loss in state.step(run.replica, iter([batch]), all_passes=False):
                 run.count(trained, loss)
-            state.together.steps += 1
+            state.group.steps += 1
             yield
 
 

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
@@ -199,6 +200,32 @@ def run_child(
         RuntimeError: the child failed, ran past the timeout or printed no JSON; its last lines of
             output are in the message.
     """
+    output, errors = run_to_end(command, environment=environment, timeout=timeout)
+    lines = output.strip().splitlines()
+    try:
+        result = json.loads(lines[-1])
+    except (IndexError, ValueError) as error:
+        raise RuntimeError(_failure(command, "no JSON line at the end", output, errors)) from error
+    return dict(result)
+
+
+def run_to_end(
+    command: Sequence[str | Path],
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = CHILD_TIMEOUT_SECONDS,
+) -> tuple[str, str]:
+    """Runs a command, and returns what it wrote to standard output and to standard error.
+
+    Args:
+        command: the program and its arguments.
+        environment: the child's whole environment; ``child_environment()`` if left out.
+        timeout: seconds after which the child and everything that it started is killed.
+
+    Raises:
+        RuntimeError: the child failed or ran past the timeout; its last lines of output are in the
+            message.
+    """
     process = subprocess.Popen(
         [str(part) for part in command],
         env=dict(environment) if environment is not None else child_environment(),
@@ -216,16 +243,16 @@ def run_child(
         raise RuntimeError(message) from expired
     if process.returncode != 0:
         raise RuntimeError(_failure(command, f"exit code {process.returncode}", output, errors))
-    lines = output.strip().splitlines()
-    try:
-        result = json.loads(lines[-1])
-    except (IndexError, ValueError) as error:
-        raise RuntimeError(_failure(command, "no JSON line at the end", output, errors)) from error
-    return dict(result)
+    return output, errors
+
+
+_OF_A_JVM = re.compile(r"\s+at [\w.$]+\(|\d\d/\d\d/\d\d [\d:]+ |(Caused by: )?(java|org\.apache)\.")
 
 
 def _failure(command: Sequence[str | Path], what: str, output: str, errors: str) -> str:
-    tail = "\n".join((output + "\n" + errors).strip().splitlines()[-40:])
+    # A JVM that ends says so at length, behind what it ended for.
+    said = [line for line in (output + "\n" + errors).splitlines() if not _OF_A_JVM.match(line)]
+    tail = "\n".join(said[-40:]).strip()
     return f"{' '.join(map(str, command))}: {what}. Its last lines:\n{tail}"
 
 

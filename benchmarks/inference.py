@@ -5,7 +5,8 @@ encoder on tokens, in eight files; local-cluster[2,1,2048]. Every measurement is
 own with a fresh session, which predicts for all rows several times: the first call, from the
 DataFrame to the last row, and rows a second of the later ones. The bare loop is two processes that
 read half of the files each with pyarrow, without Spark; its first call is not compared. All compute
-in float32 with one torch thread, and give ten numbers a row.
+in float32 with one torch thread, give ten numbers a row, and write none of them. Beside the ratios
+stands where the processor time of a later call goes.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from typing import Any
 import harness
 import numpy as np
 import prepared
+import processor_time
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -42,7 +44,9 @@ CONF = {
 }
 OURS, PEER, BARE = "sparkdl", "predict_batch_udf", "bare loop"
 AGAINST_PEER, AGAINST_BARE, FIRST_CALL = 1.3, 0.85, 1.0
-Runs = dict[str, list[list[float]]]
+Measured = dict[str, list[Any]]
+"""``calls``: seconds of each; ``processor``: those that its processes spent, by what they are."""
+Runs = dict[str, list[Measured]]
 
 
 def main() -> None:
@@ -75,18 +79,26 @@ def main() -> None:
 def compared(name: str, rows: int, runs: Runs) -> list[harness.Claim]:
     """Shows the medians and returns what is claimed of them."""
     first = {
-        way: harness.show(f"{name}, {way}, first call", [calls[0] for calls in each])
+        way: harness.show(f"{name}, {way}, first call", [run["calls"][0] for run in each])
         for way, each in runs.items()
     }
     speed = {
         way: harness.show(
             f"{name}, {way}",
-            [rows / statistics.median(calls[1:]) for calls in each],
+            [rows / statistics.median(run["calls"][1:]) for run in each],
             unit="rows/s",
             digits=0,
         )
         for way, each in runs.items()
     }
+    for way, each in runs.items():
+        later = [call for run in each for call in run["processor"][1:]]
+        for kind in later[0]:
+            harness.show(
+                f"{name}, {way}, processor time of a call, {kind}",
+                [call[kind] for call in later],
+                digits=2,
+            )
     return [
         harness.Claim(
             name=f"{name}: rows/s / {PEER}",
@@ -132,28 +144,34 @@ def _image(draws: np.random.Generator, shape: tuple[int, ...]) -> bytes:
     return file.getvalue()
 
 
-def in_a_process(way: str, name: str, folder: Path, cache: Path) -> list[float]:
-    """Returns the seconds of each call in a fresh session."""
+def in_a_process(way: str, name: str, folder: Path, cache: Path) -> Measured:
+    """Returns what each call took in a fresh session."""
     environment = prepared.environment_of(way, cache) | {"OMP_NUM_THREADS": "1"}
     script = harness.FOLDER / "inference.py"
     child = harness.run_child(
         [sys.executable, script, "--measure", way, name, folder], environment=environment
     )
     print(f"  {name}, {way}: {child['calls']}", flush=True)
-    return list(child["calls"])
+    return child
 
 
-def calls_of(frame_of: Callable[[], DataFrame]) -> dict[str, list[float]]:
-    """Returns the seconds from making the DataFrame to its last row, of several calls."""
-    calls = []
+def calls_of(call: Callable[[], object]) -> Measured:
+    """Returns what several calls took."""
+    calls, processor = [], []
     for _ in range(CALLS):
-        began = time.perf_counter()
-        frame_of().write.format("noop").mode("overwrite").save()
+        before, began = processor_time.spent(), time.perf_counter()
+        call()
         calls.append(round(time.perf_counter() - began, 4))
-    return {"calls": calls}
+        processor.append(processor_time.since(before))
+    return {"calls": calls, "processor": processor}
 
 
-def ours(case: Case, folder: Path) -> dict[str, list[float]]:
+def to_the_last_row(frame_of: Callable[[], DataFrame]) -> Callable[[], object]:
+    """Returns what makes a DataFrame and computes its rows."""
+    return lambda: frame_of().write.format("noop").mode("overwrite").save()
+
+
+def ours(case: Case, folder: Path) -> Measured:
     """Predicts with ``TorchModel.transform``."""
     from sparkdl import TorchModel, create_session
 
@@ -166,10 +184,14 @@ def ours(case: Case, folder: Path) -> dict[str, list[float]]:
         imageCols=["x"] if case.image else [],
         predictionDtype="float32",
     )
-    return calls_of(lambda: model.transform(spark.read.parquet(str(folder))).select("prediction"))
+    return calls_of(
+        to_the_last_row(
+            lambda: model.transform(spark.read.parquet(str(folder))).select("prediction")
+        )
+    )
 
 
-def peer(case: Case, folder: Path) -> dict[str, list[float]]:
+def peer(case: Case, folder: Path) -> Measured:
     """Predicts with pyspark's ``predict_batch_udf``."""
     spark = harness.session(MASTER, CONF)
     spark.range(2).repartition(2).count()
@@ -194,10 +216,10 @@ def peer(case: Case, folder: Path) -> dict[str, list[float]]:
         batch_size=1024,
         input_tensor_shapes=shapes,
     )
-    return calls_of(lambda: spark.read.parquet(str(folder)).select(predict("x")))
+    return calls_of(to_the_last_row(lambda: spark.read.parquet(str(folder)).select(predict("x"))))
 
 
-def bare(case: Case, folder: Path) -> dict[str, list[float]]:
+def bare(case: Case, folder: Path) -> Measured:
     """Predicts in two processes without Spark; reading and predicting are timed, not the start."""
     context = multiprocessing.get_context("spawn")
     files = sorted(folder.glob("*.parquet"))
@@ -208,21 +230,23 @@ def bare(case: Case, folder: Path) -> dict[str, list[float]]:
     ]
     for process in processes:
         process.start()
-    calls = []
-    for _ in range(CALLS):
+    start.wait(harness.CHILD_TIMEOUT_SECONDS)  # the processes have what they need
+
+    def turn() -> None:
         start.wait(harness.CHILD_TIMEOUT_SECONDS)
-        began = time.perf_counter()
         start.wait(harness.CHILD_TIMEOUT_SECONDS)
-        calls.append(round(time.perf_counter() - began, 4))
+
+    measured = calls_of(turn)
     for process in processes:
         process.join(harness.CHILD_TIMEOUT_SECONDS)
-    return {"calls": calls}
+    return measured
 
 
 def _bare_worker(name: str, files: list[Path], turn: Any) -> None:
     case = CASES[name]
     torch.set_num_threads(1)
     module = case.build().eval()
+    turn.wait(harness.CHILD_TIMEOUT_SECONDS)
     for _ in range(CALLS):
         turn.wait(harness.CHILD_TIMEOUT_SECONDS)
         with torch.inference_mode():
@@ -243,7 +267,7 @@ def _numpy_of(column: pa.Array, case: Case) -> np.ndarray:
     return column.flatten().to_numpy().reshape(len(column), *case.shape)
 
 
-WAYS: Mapping[str, Callable[[Case, Path], dict[str, list[float]]]] = {
+WAYS: Mapping[str, Callable[[Case, Path], Measured]] = {
     OURS: ours,
     PEER: peer,
     BARE: bare,

@@ -1,9 +1,11 @@
 """How many epochs a small CNN takes to a loss with K-FAC, and with the same SGD alone.
 
 scikit-learn's 1,797 real digits of 8 x 8 pixels, 360 of them held out, on which the loss has to
-come to 0.1 or less; minibatches of 128 rows, SGD with momentum 0.9. Both get the best of three
-learning rates, found on a seed that is not measured; K-FAC has the settings of its paper for
-CIFAR-10. One worker, a thread: more give the same values. The time of both is printed too.
+come to 0.25 or less; below, overfitting moves it as much as learning. Minibatches of 128 rows, SGD
+with momentum 0.9. Both get the best of five learning rates, found on two seeds that are not
+measured; K-FAC has the damping, clipping and decay of its paper, factors of every step and
+decompositions of every tenth, as there for CIFAR-10. One worker, a thread: more give the same
+values. The time of both is printed too.
 """
 
 import functools
@@ -28,10 +30,12 @@ from sparkdl.worker import Job
 PIXELS = 64
 HELD_OUT = 360
 BATCH_SIZE = 128
-EPOCHS = 30
-"""After these it has not come to the loss, and 30 count."""
-LOSS = 0.1
-RATES = (0.03, 0.1, 0.3)
+EPOCHS = 12
+"""After these it has not come to the loss, and 12 count."""
+LOSS = 0.25
+RATES = (0.025, 0.05, 0.1, 0.2, 0.4)
+TRIALS = (1000, 1001)
+"""Seeds on which learning rates are compared."""
 CONTENDERS = {
     "SGD": None,
     "K-FAC": KFACPreconditioner(factors_every=1, decompositions_every=10),
@@ -46,14 +50,14 @@ SCHEMA = FeedSchema(
 def build() -> nn.Module:
     return nn.Sequential(
         nn.Unflatten(1, (1, 8, 8)),
-        nn.Conv2d(1, 16, 3, padding=1),
+        nn.Conv2d(1, 8, 3, padding=1),
         nn.ReLU(),
-        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(32 * 4 * 4, 64),
+        nn.Linear(16 * 4 * 4, 32),
         nn.ReLU(),
-        nn.Linear(64, 10),
+        nn.Linear(32, 10),
     )
 
 
@@ -101,8 +105,8 @@ def train(preconditioner: KFACPreconditioner | None, rate: float, seed: int) -> 
 
 
 def best_rate(preconditioner: KFACPreconditioner | None) -> float:
-    """The learning rate that takes fewest epochs on a seed of its own."""
-    return min(RATES, key=lambda rate: train(preconditioner, rate, seed=1000)[0])
+    """The learning rate that takes fewest epochs on seeds of its own."""
+    return min(RATES, key=lambda rate: sum(train(preconditioner, rate, s)[0] for s in TRIALS))
 
 
 def main() -> None:

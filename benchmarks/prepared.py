@@ -1,6 +1,5 @@
 """Where a contender's session starts: on a machine where ``sparkdl-prepare`` was run, or not."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,13 +15,10 @@ def prepare(cache: Path) -> None:
     Args:
         cache: a folder that is not there yet, for what it writes.
     """
-    subprocess.run(
+    harness.run_to_end(
         [sys.executable, "-c", "from sparkdl.spark.session.prepare import main; main([])"],
-        env=harness.child_environment() | {"XDG_CACHE_HOME": str(cache)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        environment=harness.child_environment() | {"XDG_CACHE_HOME": str(cache)},
         timeout=PREPARE_TIMEOUT_SECONDS,
-        check=True,
     )
 
 

@@ -19,6 +19,7 @@ import harness
 import numpy as np
 import torch
 
+from sparkdl.feed.allocator import keep_freed_memory
 from sparkdl.feed.shuffle import exchange_plan
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import ColumnSpec
@@ -110,6 +111,7 @@ def exchanged(hosts: Any, rows: list[int]) -> float:
 def take_part(rank: int, rows: list[int], host: str) -> None:
     """One worker: says where it is, hears where all are, exchanges, and says when."""
     torch.set_num_threads(1)
+    keep_freed_memory()  # as every worker does
     with tempfile.TemporaryDirectory() as folder, RowServer(host, "token", DEADLINE_S) as server:
         store, received = (PartitionStore(Path(folder)) for _ in range(2))
         for first in range(0, rows[rank], 10_000):

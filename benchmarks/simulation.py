@@ -1,11 +1,16 @@
 """Schedules of the averager's decisions in virtual time: all of them end as their faults allow.
 
 ``--schedules`` says how many, ``--seed`` with which one they begin. A schedule that fails is
-printed with its seed and the smallest plan that still fails.
+printed with its seed and the smallest plan that still fails, or with what was wrong.
+
+Without more, rounds are of everyone. ``--strategy`` has a strategy's policy, wire format and
+update instead, and an oracle that says what the center has to be (``tests/strategies/oracles.py``);
+``--every-strategy`` has all of them, one after the other.
 """
 
 import logging
 import os
+import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -15,56 +20,86 @@ import harness
 
 from sparkdl.testing.simulation import Plan, random_plan, shrink, simulate
 
+sys.path.append(str(harness.FOLDER.parent / "tests" / "strategies"))
+from oracles import ORACLES
+
 SHARE = 500
 """Seeds that a process takes at a time."""
+EVERYONE = "everyone in every round"
 
 
 def main() -> None:
     """Runs the schedules in as many processes as there are cores, and reports."""
     options = harness.parser(__doc__)
-    options.add_argument("--schedules", type=int, default=100_000)
+    options.add_argument("--schedules", type=int, help="100,000; 10,000 of a strategy")
     options.add_argument("--seed", type=int, default=0)
+    which = options.add_mutually_exclusive_group()
+    which.add_argument("--strategy", choices=ORACLES, metavar="NAME", help=", ".join(ORACLES))
+    which.add_argument("--every-strategy", action="store_true")
     chosen = harness.parse(options, repeats=1)
-    schedules = 2_000 if chosen.quick else chosen.schedules
+    names = [*ORACLES] if chosen.every_strategy else [chosen.strategy or EVERYONE]
+    schedules = chosen.schedules or (100_000 if names == [EVERYONE] else 10_000)
+    if chosen.quick:
+        schedules = 2_000 // len(names)
+    claims, measured = [], {}
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for name in names:
+            claim, found = of(name, range(chosen.seed, chosen.seed + schedules), pool)
+            shown = (f"{what} {count:,}" for what, count in found.items())
+            print(claim, *shown, sep=", ", flush=True)
+            claims.append(claim)
+            measured[name] = found
+    harness.report("simulation", claims, {"first_seed": chosen.seed, "schedules": measured})
+
+
+def of(name: str, seeds: range, pool: ProcessPoolExecutor) -> tuple[harness.Claim, dict[str, int]]:
+    """Runs one strategy's schedules.
+
+    Args:
+        name: of a strategy, or ``EVERYONE``.
+        seeds: of the schedules.
+        pool: in whose processes they run.
+
+    Returns:
+        How many have ended as they should, and what happened in them.
+    """
     began = time.perf_counter()
     counted: Counter[str] = Counter()
-    failed: list[int] = []
-    starts = range(chosen.seed, chosen.seed + schedules, SHARE)
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for part, seeds in pool.map(run, starts, repeat(chosen.seed + schedules)):
-            counted += part
-            failed += seeds
-    for seed in failed[:10]:
-        print(f"seed {seed}: {shrink(random_plan(seed), fails)}")
-    harness.report(
-        "simulation",
-        [
-            harness.Claim(
-                name=f"schedules that end as their faults allow / {schedules:,}",
-                ratio=1 - len(failed) / schedules,
-                target=1.0,
-                at_least=True,
-            )
-        ],
-        {
-            "seconds": time.perf_counter() - began,
-            "first_seed": chosen.seed,
-            "failed_seeds": failed,
-            **counted,
-        },
+    most_ahead = 0
+    shares = [seeds[start : start + SHARE] for start in range(0, len(seeds), SHARE)]
+    failed: dict[int, str] = {}
+    for part, ahead, wrong in pool.map(run, repeat(name), shares):
+        counted += part
+        most_ahead = max(most_ahead, ahead)
+        failed |= wrong
+    for seed, why in list(failed.items())[:10]:
+        smallest = shrink(random_plan(seed), fails) if name == EVERYONE else why
+        print(f"{name}, seed {seed}: {smallest}")
+    found = {**counted, "most_ahead": most_ahead, "seconds": round(time.perf_counter() - began)}
+    claim = harness.Claim(
+        name=f"{name}: schedules that end as their faults allow / {len(seeds):,}",
+        ratio=1 - len(failed) / len(seeds),
+        target=1.0,
+        at_least=True,
     )
+    return claim, found
 
 
-def run(start: int, stop: int) -> tuple[Counter[str], list[int]]:
-    """Returns what happened in some schedules, and the seeds of those that failed."""
+def run(name: str, seeds: range) -> tuple[Counter[str], int, dict[int, str]]:
+    """Runs some schedules.
+
+    Returns:
+        What happened in them, by how many windows anybody was ahead, and what was wrong in those
+        that failed, by seed.
+    """
     logging.disable(logging.CRITICAL)  # each loss is a warning
     counted: Counter[str] = Counter()
-    failed = []
-    for seed in range(start, min(start + SHARE, stop)):
+    most_ahead, failed = 0, {}
+    for seed in seeds:
         try:
-            outcome = simulate(random_plan(seed))
-        except Exception:  # whatever it is, it is a fault, and its seed is what is needed
-            failed.append(seed)
+            outcome = simulate(random_plan(seed)) if name == EVERYONE else ORACLES[name].run(seed)
+        except Exception as error:  # whatever it is, it is a fault, and its seed is what is needed
+            failed[seed] = repr(error)
             continue
         counted["models"] += outcome.failure is None
         counted["named_errors"] += outcome.failure is not None
@@ -72,7 +107,8 @@ def run(start: int, stop: int) -> tuple[Counter[str], list[int]]:
         counted["commits"] += outcome.commits
         counted["losses"] += outcome.losses
         counted["checkpoints"] += outcome.checkpoints
-    return counted, failed
+        most_ahead = max(most_ahead, outcome.ahead)
+    return counted, most_ahead, failed
 
 
 def fails(plan: Plan) -> bool:

@@ -12,8 +12,8 @@ import harness
 import numpy as np
 import torch
 
-from sparkdl.averager.sparse import Sparse
-from sparkdl.averager.wire import MAX_CHUNK_BYTES
+from sparkdl.averager.values.chunks import MAX_CHUNK_BYTES
+from sparkdl.averager.values.sparse import Sparse
 from sparkdl.strategies.threshold_encoding import Encoding, ThresholdEncoder
 
 PARAMETERS = 25_000_000

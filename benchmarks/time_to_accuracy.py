@@ -51,7 +51,7 @@ RATES, RATES_OF_MEAN_GRADIENTS = [0.03, 0.06, 0.1], [0.06, 0.1, 0.15]
 GRIDS: dict[str, dict[str, list[Any]]] = {
     # An epoch has 63 minibatches.
     "sparkdl": {"learning_rate": RATES, "period": [5, 21, 63], "stream": [False, True]},
-    "sparkdl_all_reduce": {"learning_rate": RATES_OF_MEAN_GRADIENTS, "stream": [False, True]},
+    "sparkdl_all_reduce": {"learning_rate": RATES_OF_MEAN_GRADIENTS, "stream": [False]},
     "torch_distributor": {"learning_rate": RATES_OF_MEAN_GRADIENTS},
     "elephas": {"learning_rate": RATES},
     "averaging_loop": {"learning_rate": RATES, "period": [21, 63]},

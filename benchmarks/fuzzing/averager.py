@@ -16,16 +16,17 @@ import torch
 
 from fuzzing.calling import Call, Message, Place, Said, any_way, dialogue
 from fuzzing.loop import Fault, Target, require_threads_gone
+from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.headers import window_header
-from sparkdl.averager.membership import Tolerance
 from sparkdl.averager.run_events import NewRows
 from sparkdl.averager.saving import CheckpointPlan
 from sparkdl.averager.server import Averager
-from sparkdl.averager.wire_format import BFloat16Changes, FullPrecision, WireFormat
+from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision, WireFormat
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.events import ValidationReport, WindowReport
-from sparkdl.feed.facts import ColumnFacts, DataFacts, ShardFacts, check_facts
+from sparkdl.feed.statistics import ColumnStatistics, DataStatistics, ShardStatistics
+from sparkdl.feed.statistics_check import check_statistics
 from sparkdl.protocols import ColumnSpec, Segment
 
 LAYOUT = (
@@ -34,11 +35,11 @@ LAYOUT = (
     Segment("optimizer", torch.float32, 3),
 )
 COLUMNS = (ColumnSpec("x", torch.float32), ColumnSpec("k", torch.int64, (2,)))
-SHARD = ShardFacts(
+SHARD = ShardStatistics(
     3,
     (
-        ColumnFacts(smallest=0.5, largest=2, places={"smallest": (0, 1)}),
-        ColumnFacts(shortest=2, longest=2, smallest=0, largest=9, places={"shortest": (0, 0)}),
+        ColumnStatistics(smallest=0.5, largest=2, places={"smallest": (0, 1)}),
+        ColumnStatistics(shortest=2, longest=2, smallest=0, largest=9, places={"shortest": (0, 0)}),
     ),
     held_out=1,
 )
@@ -58,19 +59,20 @@ class AveragerTarget(Target):
 
     name = "averager"
     reads = (
-        "averager/channel.py",
+        "transport/channel.py",
         "transport/framing.py",
         "transport/streams.py",
         "averager/headers.py",
         "averager/conversation.py",
-        "averager/coordinator.py",
+        "averager/coordination/coordinator.py",
         "averager/loop.py",
-        "averager/membership.py",
-        "averager/round.py",
-        "averager/center.py",
-        "averager/gathers.py",
-        "averager/shards.py",
-        "averager/committed.py",
+        "transport/service.py",
+        "averager/coordination/membership.py",
+        "averager/coordination/round.py",
+        "averager/values/center.py",
+        "averager/coordination/gathers.py",
+        "averager/coordination/shards.py",
+        "averager/coordination/committed.py",
         "averager/saving.py",
         "averager/server.py",
         "events.py",
@@ -133,7 +135,7 @@ class AveragerTarget(Target):
 
     def _plan(self) -> CheckpointPlan:
         store = CheckpointStore(str(self._folder / "checkpoints"), keep_last=1)
-        return CheckpointPlan(store=store, every=1, every_rounds=1, last_epoch=2, config={})
+        return CheckpointPlan(store=store, every_epochs=1, every_rounds=1, last_epoch=2, config={})
 
     @staticmethod
     def _outcome(averager: Averager, driver: Future[SparkDLError | None]) -> SparkDLError | None:
@@ -157,11 +159,11 @@ def _drive(averager: Averager) -> SparkDLError | None:
     """Be the driver of a run; returns the error that it ends with."""
     try:
         for event in averager.events():
-            if isinstance(event, DataFacts):
-                check_facts(event, COLUMNS)
+            if isinstance(event, DataStatistics):
+                check_statistics(event, COLUMNS)
                 averager.start()
             elif isinstance(event, NewRows):
-                check_facts(DataFacts.of([event.shard]), COLUMNS)
+                check_statistics(DataStatistics.of([event.shard]), COLUMNS)
                 averager.approve(event.rank)
             else:
                 f"{event} {averager.history} {averager.progress.as_json()}"
@@ -201,7 +203,7 @@ def _messages(steps: dict[str, Any], rank: int, wire_format: str, *, saves: bool
     said += [Said({"reading": 5})] * steps["reads"]
     # The header with the rest, and the center's parameters and buffers.
     said += [Said(_shard(complete=not steps["streams"]), answers=3)]
-    own_state = [Said({"own_state": STATE_BYTES}), Said(bytes(STATE_BYTES))] if saves else []
+    worker_state = [Said({"worker_state": STATE_BYTES}), Said(bytes(STATE_BYTES))] if saves else []
     step, all_read = 0, not steps["streams"]
     for epoch, windows in enumerate(steps["windows"], 1):
         said += [Said({"gather": {"a": [1, None, "b"]}}, answers=1)] * steps["gathers"]
@@ -222,7 +224,7 @@ def _messages(steps: dict[str, Any], rank: int, wire_format: str, *, saves: bool
                 stands_for=steps["stands_for"],
                 measured=steps["measured"],
             )
-            said += [*_contribution(steps, report, wire_format), *own_state]
+            said += [*_contribution(steps, report, wire_format), *worker_state]
         if not all_read:
             said += [Said(_shard(complete=True), answers=1)]
             all_read = True
@@ -238,7 +240,7 @@ def _contribution(steps: dict[str, Any], report: WindowReport, wire_format: str)
     """A window, behind which the outcome is waited for."""
     kept = bytes(STATE_BYTES) if steps["keeps"] else b""
     messages: list[Message] = [
-        window_header(report, takes_reply=steps["takes_reply"], own_state=len(kept)),
+        window_header(report, takes_reply=steps["takes_reply"], worker_state=len(kept)),
         *([kept] if kept else []),
         *(_values(wire_format) if report.weight else []),
     ]

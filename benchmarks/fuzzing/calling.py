@@ -1,7 +1,7 @@
 """Calling the project's ports by hand: bytes over TCP, a local socket or TLS, and what they mean.
 
-Written anew from the descriptions in ``handshake.py`` and ``connection.py``, so that what is read
-at the other end is not read by the same code here.
+Written independently, from the descriptions in ``handshake.py`` and ``connection.py``, so that what
+is read at the other end is not read by the same code here.
 """
 
 from __future__ import annotations

@@ -21,18 +21,18 @@ from fuzzing.loop import Fault, Target
 from fuzzing.mutation import ODD, as_text, mutated, mutated_bytes, number_of_changes
 from fuzzing.tensors import mutated_file
 from sparkdl.averager.progress import Position, Progress
-from sparkdl.averager.saving import CENTER, Resumed, own_state_file
+from sparkdl.averager.saving import CENTER, Resumed, worker_state_file
 from sparkdl.checkpoint.policy import require_same
 from sparkdl.checkpoint.state_files import STATE_FILE, load_state, save_state
 from sparkdl.checkpoint.storage import MANIFEST, CheckpointStore, SavedCheckpoint
 from sparkdl.checkpoint.tensor_file import write_tensors
 from sparkdl.driver import build_replica, initial_center
+from sparkdl.driver.identity import identity, require_progress, require_same_rows
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.facts import ColumnFacts, DataFacts
+from sparkdl.feed.statistics import ColumnStatistics, DataStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
-from sparkdl.training import identity, require_progress, require_same_rows
 from sparkdl.worker import Job
 
 MANIFEST_ODD = [
@@ -83,12 +83,14 @@ _KINDS: dict[str, tuple[type, ...]] = {
 """What a field of these may be, by the words of its annotation."""
 WORKERS, EPOCHS = 2, 5
 COLUMNS = (ColumnSpec("x", torch.float32), ColumnSpec("y", torch.float32))
-FACTS = DataFacts((3, 4), (ColumnFacts(smallest=0.5, largest=2.0),) * 2, fingerprint=1 << 60)
-OPENINGS = DataFacts((3, 4), (), pending=(0, 1), openings=(7, None))
+FACTS = DataStatistics(
+    (3, 4), (ColumnStatistics(smallest=0.5, largest=2.0),) * 2, fingerprint=1 << 60
+)
+OPENINGS = DataStatistics((3, 4), (), pending=(0, 1), openings=(7, None))
 
 
 class _Stored(Target):
-    """A directory of one checkpoint that is written anew for every input."""
+    """A directory of one checkpoint that is rewritten for every input."""
 
     deadline_s = 5.0
 
@@ -124,7 +126,7 @@ class _Stored(Target):
         with pending.create(CENTER) as file:
             names = [f"{at}.{segment.kind}" for at, segment in enumerate(self._layout)]
             write_tensors(file, dict(zip(names, self._center, strict=True)))
-        with pending.create(own_state_file(0)) as file:
+        with pending.create(worker_state_file(0)) as file:
             file.write(bytes(12))
         description = {"data": FACTS.lasting(), "progress": PROGRESS.as_json()}
         pending.publish({"config": self._config, **description})
@@ -135,8 +137,8 @@ class _Stored(Target):
         require_same(saved.directory, saved.description["config"], self._config)
         require_progress(resumed, EPOCHS, WORKERS)
         resumed.read_center(self._layout)
-        facts = OPENINGS if streamed else FACTS
-        require_same_rows(resumed, {**FACTS.lasting(), **facts.lasting()}, COLUMNS)
+        statistics = OPENINGS if streamed else FACTS
+        require_same_rows(resumed, {**FACTS.lasting(), **statistics.lasting()}, COLUMNS)
         told = resumed.progress
         for each in (*told.positions, *told.reports, *told.history):
             for field in dataclasses.fields(each):
@@ -200,8 +202,8 @@ class ManifestTarget(_Stored):
                     raise Fault("a checkpoint has a file outside its directory")
             self._resume(saved, streamed=draw.random() < 0.1)
             resumed = Resumed.of(saved)
-            if resumed.own_state_bytes(0):
-                list(resumed.own_state(0, 5))
+            if resumed.worker_state_bytes(0):
+                list(resumed.worker_state(0, 5))
         store.prune()
         return saved is not None
 
@@ -217,7 +219,7 @@ class CheckpointTarget(_Stored):
     """A checkpoint that is whole by its checksums, and wrong in what it holds."""
 
     name = "checkpoint"
-    reads = ("averager/progress.py", "checkpoint/policy.py", "training.py")
+    reads = ("averager/progress.py", "checkpoint/policy.py", "driver/identity.py")
 
     def attempt(self, draw: random.Random) -> bool:
         """One checkpoint."""

@@ -19,8 +19,9 @@ import torch
 from fuzzing.averager import _memory
 from fuzzing.loop import Fault, Target
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.facts import DataFacts, check_facts
 from sparkdl.feed.reading import Reading
+from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics_check import check_statistics
 from sparkdl.feed.store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
@@ -82,7 +83,7 @@ class ColumnsTarget(Target):
     name = "columns"
     reads = (
         "feed/decode.py",
-        "feed/facts.py",
+        "feed/statistics.py",
         "feed/linalg.py",
         "feed/lists.py",
         "feed/reading.py",
@@ -111,9 +112,9 @@ class ColumnsTarget(Target):
             reading = Reading(FeedSchema((spec,), LABEL), 0, store, held_out)
             for _ in reading.parts(batches):
                 pass
-            facts = DataFacts.of([reading.shard()])
-            check_facts(facts, (spec, LABEL))
-            if facts.columns[0].fractions or facts.columns[0].not_finite:
+            statistics = DataStatistics.of([reading.shard()])
+            check_statistics(statistics, (spec, LABEL))
+            if statistics.columns[0].fractions or statistics.columns[0].not_finite:
                 return True  # the driver knows, and decides by what the column is for
             found = store.slice(0, store.rows)[0].double().numpy()
         finally:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fuzzing.calling import Call, Message, Place, any_way, conversation
 from fuzzing.loop import Fault, Target, require_threads_gone
 from sparkdl.spark.diagnostics.console import Console, show
+from sparkdl.transport.service import Service
 
 HELD = "[rank 7] held\n"
 
@@ -22,7 +23,8 @@ class ConsoleTarget(Target):
     reads: tuple[str, ...] = (
         "spark/diagnostics/console.py",
         "spark/diagnostics/stacks.py",
-        "transport/connection.py",
+        "transport/service.py",
+        "transport/channel.py",
     )
 
     def __enter__(self) -> ConsoleTarget:
@@ -37,12 +39,15 @@ class ConsoleTarget(Target):
         shown = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="")
         before, sys.stdout = sys.stdout, shown
         try:
-            with Console("127.0.0.1", "127.0.0.1", show, tls=draw.random() < 0.1) as console:
+            with (
+                Service("127.0.0.1", encrypted=draw.random() < 0.1) as service,
+                Console(service, show) as console,
+            ):
                 address = console.address
-                place = Place("127.0.0.1", address.port, address.token, address.fingerprint)
+                place = Place(*address.host_and_port, address.token, address.fingerprint)
                 wrong = self._speak(draw, console, place)
                 with Call(place) as other:
-                    messages: list[Message] = [{"join": 7, "host": "h", "pid": 1}]
+                    messages: list[Message] = [{"attend": 7, "host": "h", "pid": 1}]
                     messages += [{"lines": ["held"], "left_out": 0}, {"finish": True}]
                     octets, _ = conversation(_Never(), messages)
                     other.send(other.proof(other.hello()) + octets)
@@ -60,7 +65,7 @@ class ConsoleTarget(Target):
 
     def _speak(self, draw: random.Random, console: Console, place: Place) -> bool:
         lines: Message = {"lines": ["one", "two"], "left_out": draw.choice([0, 3])}
-        messages: list[Message] = [{"join": 1, "host": "h", "pid": 12}, *[lines] * 2]
+        messages: list[Message] = [{"attend": 1, "host": "h", "pid": 12}, *[lines] * 2]
         octets, wrong = conversation(draw, [*messages, {"finish": True}])
         known = draw.random() > 0.1
         with Call(place, any_way(draw)) as line:
@@ -76,7 +81,7 @@ class StacksTarget(ConsoleTarget):
     reads = ("spark/diagnostics/stacks.py", "spark/diagnostics/console.py")
 
     def _speak(self, draw: random.Random, console: Console, place: Place) -> bool:
-        joins: Sequence[Message] = [{"join": 1, "host": "h", "pid": 12}]
+        joins: Sequence[Message] = [{"attend": 1, "host": "h", "pid": 12}]
         said, wrong = conversation(draw, joins)
         answer, bad = conversation(draw, [{"stacks": "thread MainThread:\n..."}, {"finish": True}])
         with Call(place, any_way(draw)) as line:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fuzzing.loop import Target
 from fuzzing.mutation import as_text, mutated, mutated_bytes, number_of_changes
-from fuzzing.recipe import METADATA, RECIPE_ODD, Canary
+from fuzzing.object_spec import METADATA, SPEC_ODD, Canary
 from fuzzing.tensors import mutated_file
 from sparkdl import TorchModel
 from sparkdl.checkpoint.module_files import DESCRIPTION, WEIGHTS, SavedModule, load_module
@@ -29,7 +29,7 @@ class ModelTarget(Target):
     """A directory as ``TorchModel.save`` writes it, loaded without trust."""
 
     name = "model"
-    reads = ("checkpoint/module_files.py", "checkpoint/recipe.py", "estimator/persistence.py")
+    reads = ("checkpoint/module_files.py", "checkpoint/object_spec.py", "estimator/persistence.py")
     deadline_s = 5.0
 
     def __enter__(self) -> ModelTarget:
@@ -60,7 +60,7 @@ class ModelTarget(Target):
         if kind == 0:
             metadata = mutated(draw, metadata, changes)
         elif kind <= 5:
-            wrong = mutated(draw, self._description, changes, RECIPE_ODD)
+            wrong = mutated(draw, self._description, changes, SPEC_ODD)
             text = as_text(wrong).encode("utf-8", "surrogatepass")
         elif kind == 6:
             text = mutated_bytes(draw, text, changes)
@@ -80,7 +80,7 @@ class ModelTarget(Target):
 
 
 def _put(path: Path, octets: bytes, *, missing: bool, draw: random.Random) -> None:
-    """Write a file anew; or have none, a directory or a link to nothing in its place."""
+    """Write a file again; or have none, a directory or a link to nothing in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Files of tensors: our own reader of them, the library's, and a worker's own state in one."""
+"""Files of tensors: our own reader of them, the library's, and a worker's state in one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 
 from fuzzing.loop import Fault, Target
 from fuzzing.mutation import ODD, as_text, mutated, mutated_bytes, mutated_order, number_of_changes
-from sparkdl.checkpoint.own_state import pack_own_state, unpack_own_state
 from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
+from sparkdl.checkpoint.worker_state import pack_worker_state, unpack_worker_state
 
 HEADER_ODD = [
     *ODD,
@@ -51,10 +51,10 @@ def mutated_file(draw: random.Random, octets: bytes, changes: int) -> bytes:
 
 
 class TensorsTarget(Target):
-    """A file of tensors of several dtypes, or a worker's own state."""
+    """A file of tensors of several dtypes, or a worker's state."""
 
     name = "tensors"
-    reads = ("checkpoint/tensor_file.py", "checkpoint/own_state.py")
+    reads = ("checkpoint/tensor_file.py", "checkpoint/worker_state.py")
     deadline_s = 5.0
 
     def __enter__(self) -> TensorsTarget:
@@ -69,7 +69,7 @@ class TensorsTarget(Target):
         write_tensors(file, tensors, {"epoch": "3"})
         self._file = file.getvalue()
         self._optimizer = _optimizer()
-        self._state = pack_own_state(
+        self._state = pack_worker_state(
             self._optimizer, torch.device("cpu"), center_has_optimizer=False
         )
         self._random = torch.get_rng_state()
@@ -86,13 +86,13 @@ class TensorsTarget(Target):
             if not all(isinstance(v, str) for pair in metadata.items() for v in pair):
                 raise Fault("there is metadata that is no text")
             return True
-        octets = _own_state(draw, self._state, changes)
-        unpack_own_state(octets, self._optimizer, torch.device("cpu"))
+        octets = _worker_state(draw, self._state, changes)
+        unpack_worker_state(octets, self._optimizer, torch.device("cpu"))
         return True
 
 
-def _own_state(draw: random.Random, octets: bytes, changes: int) -> bytes:
-    """A worker's own state, in half of the cases made wrong in what the file says of it."""
+def _worker_state(draw: random.Random, octets: bytes, changes: int) -> bytes:
+    """A worker's state, in half of the cases made wrong in what the file says of it."""
     if draw.random() < 0.5:
         return mutated_file(draw, octets, changes)
     tensors, metadata = read_tensors(io.BytesIO(octets))

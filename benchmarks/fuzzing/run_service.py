@@ -1,4 +1,4 @@
-"""What the workers of ``sparkdl.run`` tell the board, and what the driver then shows of it."""
+"""What the workers of ``sparkdl.run`` tell the driver, and what the driver then shows of it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from contextlib import ExitStack, redirect_stdout
 
 from fuzzing.calling import Call, Message, Place, any_way, conversation
 from fuzzing.loop import Fault, Target, require_threads_gone
-from sparkdl.spark.diagnostics.board import Board, Lines, Report
 from sparkdl.spark.diagnostics.console import show
+from sparkdl.spark.diagnostics.run_headers import Lines, Report
+from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.functions.run import _show_report
+from sparkdl.transport.service import Service
 
 
-class BoardTarget(Target):
+class RunTarget(Target):
     """A whole run of one or two workers; it has to be finished or failed when they have left."""
 
-    name = "board"
+    name = "run"
     reads = (
-        "spark/diagnostics/board.py",
+        "spark/diagnostics/run_service.py",
         "spark/diagnostics/stacks.py",
         "spark/diagnostics/console.py",
-        "transport/connection.py",
+        "transport/service.py",
+        "transport/channel.py",
     )
 
     def attempt(self, draw: random.Random) -> bool:
@@ -30,11 +33,10 @@ class BoardTarget(Target):
         workers = draw.choice([1, 1, 2])
         proved = True
         with ExitStack() as stack:
-            board = stack.enter_context(
-                Board(workers, "127.0.0.1", "127.0.0.1", tls=draw.random() < 0.1)
-            )
-            address = board.address
-            place = Place("127.0.0.1", address.port, address.token, address.fingerprint)
+            service = stack.enter_context(Service("127.0.0.1", encrypted=draw.random() < 0.1))
+            run = stack.enter_context(RunService(service, workers))
+            address = run.address
+            place = Place(*address.host_and_port, address.token, address.fingerprint)
             lines = [stack.enter_context(Call(place, any_way(draw))) for _ in range(workers)]
             steps = [draw.choice(["gather", "lines", "report", "stacks"]) for _ in range(3)]
             fails = draw.random() < 0.1
@@ -52,8 +54,8 @@ class BoardTarget(Target):
                 stack.close()
             for line in lines if proved else []:
                 line.answer()
-            failure, finished = board.failure, board.finished
-            _show(board)
+            failure, finished = run.failure, run.all_finished
+            _show(run)
         require_threads_gone()
         if proved and failure is None and not finished:
             raise Fault("a run is neither finished nor failed, though its workers have left")
@@ -73,15 +75,15 @@ def _messages(steps: list[str], rank: int, *, fails: bool) -> list[Message]:
     }
     failure: Message = {"failure": {"message": "m", "traceback": "t", "of_data": False}}
     leaves: Message = failure if fails else {"finish": True}
-    return [{"join": rank, "host": "h", "pid": 1}, *(told[step] for step in steps), leaves]
+    return [{"attend": rank, "host": "h", "pid": 1}, *(told[step] for step in steps), leaves]
 
 
-def _show(board: Board) -> None:
+def _show(run: RunService) -> None:
     """What the driver does with what was reported."""
     with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")):
         while True:
             try:
-                event = board.events.get_nowait()
+                event = run.events.get_nowait()
             except queue.Empty:
                 return
             if isinstance(event, Lines):

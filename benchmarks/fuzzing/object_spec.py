@@ -1,4 +1,4 @@
-"""Saved estimators: whatever their recipes name, nothing may run that the caller has not."""
+"""Saved estimators: whatever their specs name, nothing may run that the caller has not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NAMES = [
     *("torch.nn.modules.linear:torch.os.getcwd", "functools:partial", "operator:attrgetter"),
 ]
 """What a hostile file would name; those that do something to the machine are left out."""
-RECIPE_ODD = [
+SPEC_ODD = [
     *ODD,
     *({"import": name} for name in NAMES),
     *({"new": {"import": name}, "kwargs": {}} for name in NAMES[:12]),
@@ -86,17 +86,17 @@ class Canary:
             raise Fault(f"code ran that nobody has named: {sung.split()[-1]}")
 
 
-class RecipeTarget(Target):
+class ObjectSpecTarget(Target):
     """A directory as ``TorchEstimator.save`` writes it, loaded without trust, or with it.
 
-    With trust everything may run that the recipes name, but no file outside the directory.
+    With trust everything may run that the specs name, but no file outside the directory.
     """
 
-    name = "recipe"
-    reads = ("checkpoint/recipe.py", "estimator/persistence.py")
+    name = "object_spec"
+    reads = ("checkpoint/object_spec.py", "estimator/persistence.py")
     deadline_s = 5.0
 
-    def __enter__(self) -> RecipeTarget:
+    def __enter__(self) -> ObjectSpecTarget:
         self._canary = Canary().__enter__()
         self._folder = self._canary.folder / "saved"
         estimator = TorchEstimator(
@@ -125,14 +125,14 @@ class RecipeTarget(Target):
         elif kind == 1:
             outside = draw.choice(["../outside.pkl", str(self._canary.folder / "outside.pkl")])
             name = draw.choice(list(objects))
-            recipe = {"pickle": draw.choice(["model.pkl", outside, outside, "x/../../outside.pkl"])}
-            objects, trust = {**objects, name: {"recipe": recipe}}, True
+            spec = {"pickle": draw.choice(["model.pkl", outside, outside, "x/../../outside.pkl"])}
+            objects, trust = {**objects, name: {"recipe": spec}}, True
         else:
             # In one of them, lest the first that is wrong hides the others.
             name = draw.choice(list(objects))
-            objects = {**objects, name: mutated(draw, objects[name], changes, RECIPE_ODD)}
+            objects = {**objects, name: mutated(draw, objects[name], changes, SPEC_ODD)}
             if draw.random() < 0.1:
-                objects = mutated(draw, objects, 1, RECIPE_ODD)
+                objects = mutated(draw, objects, 1, SPEC_ODD)
         (self._folder / OBJECTS).write_text(as_text(objects))
         (self._folder / METADATA).write_text(as_text(metadata))
         try:

@@ -1,0 +1,266 @@
+"""Every strategy on three tasks, over links of three speeds: loss by rows, by seconds and by bytes.
+
+A CNN on scikit-learn's digits, an MLP on 270,000 flights, and a transformer on a language that was
+made up. Each worker is a process on a host of its own, and so is the driver, on links of 100 Mbit/s
+to 10 Gbit/s (``linked_hosts.py``; needs root). Nothing is tuned for any strategy but all-reduce.
+
+Finished trainings are kept in a file, and what is there is not run again, whatever has changed
+since: ``--fresh`` forgets it. Those of ``--quick``, of one epoch, are not kept. With ``--case
+slow-link`` a model of 25 M parameters instead, on links of 100 Mbit/s: seconds to the loss at which
+all-reduce ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+import slow_link
+import strategy_report
+import torch
+from linked_hosts import LinkedHosts, Point, Trial
+from strategy_tasks import TASKS, Task
+from torch import nn
+
+from sparkdl.driver import as_builder
+from sparkdl.strategies import (
+    PBSP,
+    SSP,
+    AdaScale,
+    AsynchronousOuterOptimizer,
+    AsynchronousSGD,
+    DelayedNesterov,
+    ElasticAveraging,
+    GossipAveraging,
+    GradientAllReduce,
+    KFACPreconditioner,
+    OneBitAdam,
+    OuterOptimizer,
+    OuterSGD,
+    ParameterAveraging,
+    PowerSGD,
+    Softsync,
+    Strategy,
+    ThresholdGradientSharing,
+    TopK,
+)
+from sparkdl.worker import Job
+
+LINKS = (100, 1000, 10_000)
+WORKERS = 4
+BUDGET_S = 5.0
+PERIOD = 5
+LONG_PERIOD = 20
+TARGET = 0.7
+"""Of all-reduce's seconds, for the best strategy on the transformer at 100 Mbit/s."""
+RESULTS = harness.FOLDER / "results" / "strategies.jsonl"
+PAGE = harness.FOLDER.parent / "docs" / "strategies.md"
+PICTURE = PAGE.with_name("strategies-on-links.svg")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A strategy with its settings.
+
+    Attributes:
+        strategy: makes it for a number of workers.
+        adam: whether it needs Adam for optimizer.
+        sgd: whether it is made for SGD, and so only for tasks that have it.
+    """
+
+    strategy: Callable[[int], Strategy[Any]]
+    adam: bool = False
+    sgd: bool = False
+
+
+def always(strategy: Strategy[Any], **settings: bool) -> Contender:
+    """The same strategy for any number of workers."""
+    return Contender(lambda workers: strategy, **settings)
+
+
+STREAMING = OuterOptimizer(
+    LONG_PERIOD, OuterSGD(0.4), wire_dtype="float4", fragments=4, overlap=2, merge=0.5
+)
+CONTENDERS: dict[str, Contender] = {
+    "all-reduce": always(GradientAllReduce()),
+    "PowerSGD": always(GradientAllReduce(compression=PowerSGD(2))),
+    "top-k": always(GradientAllReduce(compression=TopK(0.01))),
+    "1-bit Adam": always(GradientAllReduce(compression=OneBitAdam(100)), adam=True),
+    "K-FAC": always(GradientAllReduce(preconditioner=KFACPreconditioner()), sgd=True),
+    "AdaScale": always(AdaScale(), sgd=True),
+    "averaging": always(ParameterAveraging(PERIOD)),
+    "averaging, executors": always(ParameterAveraging(PERIOD, aggregation="executors")),
+    "elastic": always(ElasticAveraging(PERIOD)),
+    "elastic, asynchronous": always(ElasticAveraging(PERIOD, mode="asynchronous")),
+    "elastic, executors": always(ElasticAveraging(PERIOD, aggregation="executors")),
+    "ASP": always(AsynchronousSGD(PERIOD)),
+    "SSP": always(AsynchronousSGD(PERIOD, barrier=SSP(2))),
+    "PBSP": always(AsynchronousSGD(PERIOD, barrier=PBSP(1))),
+    "softsync": Contender(lambda n: AsynchronousSGD(PERIOD, barrier=Softsync(max(1, n // 2)))),
+    "threshold": always(ThresholdGradientSharing()),
+    "threshold, executors": always(ThresholdGradientSharing(aggregation="executors")),
+    "SlowMo": always(OuterOptimizer(LONG_PERIOD, OuterSGD(1, 0.5, nesterov=False))),
+    "BMUF": Contender(lambda n: OuterOptimizer(PERIOD, OuterSGD(1, 1 - 1 / n))),
+    "DiLoCo": always(OuterOptimizer(LONG_PERIOD)),
+    "streaming DiLoCo": always(STREAMING),
+    "asynchronous DiLoCo": Contender(
+        lambda n: AsynchronousOuterOptimizer(DelayedNesterov(n), LONG_PERIOD)
+    ),
+    "gossip": always(GossipAveraging(PERIOD)),
+    "gossip, exponential": always(GossipAveraging(PERIOD, topology="exponential")),
+}
+"""By name, grouped by what they are kin to."""
+
+
+def main() -> None:
+    """Runs what is missing, and reports."""
+    options = harness.parser(__doc__)
+    options.add_argument("--case", choices=["grid", "slow-link"], default="grid")
+    options.add_argument("--tasks", type=_names(TASKS), default=list(TASKS))
+    options.add_argument("--links", type=_numbers, default=list(LINKS), help="in Mbit/s")
+    options.add_argument("--strategies", type=_names(CONTENDERS), default=list(CONTENDERS))
+    options.add_argument("--workers", type=_numbers, default=[WORKERS])
+    options.add_argument("--results", type=Path, default=RESULTS, help="kept here; read first")
+    options.add_argument("--fresh", action="store_true", help="forget what is kept of these")
+    options.add_argument("--docs", action="store_true", help="put table and picture into docs/")
+    chosen = harness.parse(options, repeats=1)
+    if chosen.case == "slow-link":
+        slow_link.measure(quick=chosen.quick)
+        return
+    if chosen.quick and chosen.docs:
+        options.error("--quick is a check, not a result: leave out --docs")
+    kept = {} if chosen.quick else strategy_report.read(chosen.results)
+    wanted = [
+        (task, link, workers, name, seed)
+        for workers in chosen.workers
+        for seed in range(chosen.repeats)
+        for task in chosen.tasks
+        for link in chosen.links
+        for name in chosen.strategies
+        if TASKS[task].plain_sgd or not CONTENDERS[name].sgd
+    ]
+    if chosen.fresh:
+        kept = {key: run for key, run in kept.items() if key not in set(wanted)}
+    missing = [key for key in wanted if key not in kept]
+    for workers in chosen.workers:
+        mine = [key for key in missing if key[2] == workers]
+        if mine:
+            _run(workers, mine, kept, None if chosen.quick else chosen.results)
+    runs = list(kept.values())
+    targets = {name: task.target for name, task in TASKS.items()}
+    table = strategy_report.table(runs, list(CONTENDERS), targets)
+    by_workers = strategy_report.table_by_workers(runs, "transformer", min(LINKS))
+    print(f"{table}\n\n{by_workers}")
+    if chosen.docs:
+        strategy_report.insert(PAGE, "benchmarks/strategies.py", table)
+        strategy_report.insert(PAGE, "the same by workers", by_workers)
+        strategy_report.draw(runs, targets, PICTURE)
+    best = strategy_report.best_over_all_reduce(runs, "transformer", 100, targets)
+    harness.report(
+        "strategies",
+        [
+            harness.Claim(
+                name=f"transformer at 100 Mbit/s: seconds to the target, {best.name} / all-reduce",
+                ratio=best.ratio,
+                target=TARGET,
+            )
+        ],
+        {
+            "seconds": best.seconds,
+            "kept_in": None if chosen.quick else str(chosen.results),
+            "runs": len(runs),
+        },
+    )
+
+
+def _names(known: Any) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(";")]
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(
+                f"{', '.join(unknown)} not among {'; '.join(known)}; put ; between several"
+            )
+        return names
+
+    return parse
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _run(
+    workers: int,
+    missing: Sequence[strategy_report.Key],
+    kept: dict[strategy_report.Key, strategy_report.Run],
+    results: Path | None,
+) -> None:
+    """Train what is missing, and keep it in a file; quickly if there is none."""
+    quick = results is None
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LinkedHosts(workers, Path(folder)) as hosts,
+    ):
+        shards = {name: TASKS[name].shards(workers, _made(folder, name)) for name in TASKS}
+        speed = None
+        for key in missing:
+            task, link, _, name, seed = key
+            if link != speed:
+                hosts.limit(link)
+                speed = link
+            trial = Trial(
+                job_of(TASKS[task], CONTENDERS[name], workers, seed, quick=quick),
+                shards[task],
+                TASKS[task].held_out(),
+                0.0 if quick else BUDGET_S,
+            )
+            run = strategy_report.Run(key, _points(hosts.train(trial).points))
+            kept[key] = run
+            if results is not None:
+                strategy_report.write(results, kept.values())
+            print(run, flush=True)
+
+
+def _made(folder: str, name: str) -> Path:
+    path = Path(folder) / name
+    path.mkdir()
+    return path
+
+
+def _points(points: Sequence[Point]) -> list[tuple[float, ...]]:
+    """Rows, seconds, MB through the busiest link in its busier direction, loss."""
+    return [
+        (
+            point.rows,
+            round(point.seconds, 3),
+            round(max(max(each.received, each.sent) for each in point.traffic) / 1e6, 3),
+            round(point.loss, 4),
+        )
+        for point in points
+    ]
+
+
+def job_of(task: Task, contender: Contender, workers: int, seed: int, *, quick: bool) -> Job:
+    """What a contender trains, beginning with the same values as all others of a seed."""
+    torch.manual_seed(seed)
+    return Job(
+        # An instance: a builder's random numbers would be drawn in yet another process.
+        model=as_builder(task.build()),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=task.adam if contender.adam else task.optimizer,
+        strategy=contender.strategy(workers),
+        schema=task.schema(),
+        epochs=1 if quick else task.epochs,
+        batch_size=task.batch_size,
+        seed=seed,
+        deadline_s=120.0,
+    )
+
+
+if __name__ == "__main__":
+    main()
