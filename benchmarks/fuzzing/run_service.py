@@ -12,7 +12,7 @@ from fuzzing.loop import Fault, Target, require_threads_gone
 from sparkdl.spark.diagnostics.console import show
 from sparkdl.spark.diagnostics.run_headers import Lines, Report
 from sparkdl.spark.diagnostics.run_service import RunService
-from sparkdl.spark.functions.run import _show_report
+from sparkdl.spark.functions.watch import show_report
 from sparkdl.transport.service import Service
 
 
@@ -89,4 +89,4 @@ def _show(run: RunService) -> None:
             if isinstance(event, Lines):
                 show(event.rank, event.lines, event.left_out)
             elif isinstance(event, Report):
-                _show_report(event.rank, event.metrics)
+                show_report(event.rank, event.metrics)

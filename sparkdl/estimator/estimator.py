@@ -17,7 +17,8 @@ from sparkdl.checkpoint.policy import OtherTrainingError
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.driver import run
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.checks.preflight import Preflight, UnbalancedError
+from sparkdl.estimator.checks.preflight import Preflight
+from sparkdl.estimator.checks.values import UnbalancedError
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.model import TorchModel
 from sparkdl.estimator.params.arguments import arguments_are_params

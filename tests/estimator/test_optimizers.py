@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from sparkdl.errors import ConfigError, ModelError
-from sparkdl.estimator.checks.probe import LazyModelError, build
+from sparkdl.estimator.checks.building import LazyModelError, build
 from sparkdl.estimator.checks.rehearsal import require_steady_state, require_steps
 from sparkdl.estimator.params.estimator import EstimatorParams
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
+from sparkdl.errors import ModelError
 from sparkdl.feed.ragged import sequence_names
 from sparkdl.feed.statistics import ColumnStatistics
 from sparkdl.protocols import Batch, ColumnSpec
@@ -113,3 +115,18 @@ def what_padding_adds(error: Exception, features: Sequence[ColumnSpec]) -> str:
         f". The last of them, {', '.join(added)}, say where rows are padded: padInputs chooses "
         "what, and padInputs={} leaves it out"
     )
+
+
+def fail(what: str, error: Exception, advice: str = "") -> NoReturn:
+    """Say that the user's model, loss or optimizer has failed.
+
+    Args:
+        what: has failed, and on what.
+        error: what it raised.
+        advice: what helps, from its punctuation on.
+
+    Raises:
+        ModelError: always.
+    """
+    text = str(error).removesuffix(".") if advice else error
+    raise ModelError(f"{what}: {type(error).__name__}: {text}{advice}") from error

@@ -5,27 +5,31 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import torch
 from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.checkpoint.portable import require_portable
 from sparkdl.driver import as_builder
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.estimator.checks.building import build_whole, parameter_dtype
 from sparkdl.estimator.checks.probe import (
     PREDICTED_ROWS,
-    LazyModelError,
-    build,
     probe,
     require_single_row,
     widths_of_shorter_rows,
 )
 from sparkdl.estimator.checks.rehearsal import require_schedule, require_steady_state, require_steps
 from sparkdl.estimator.checks.shipping import require_picklable
+from sparkdl.estimator.checks.values import (
+    UnbalancedError,
+    balanced,
+    check_held_out,
+    check_label,
+    check_weight,
+)
 from sparkdl.estimator.head import head_of
 from sparkdl.estimator.metric_inputs import MetricInputs
 from sparkdl.estimator.params.estimator import EstimatorParams
@@ -33,20 +37,19 @@ from sparkdl.estimator.predictions import require_any_length
 from sparkdl.estimator.schema import fed_columns
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.feed.statistics import ColumnStatistics, DataStatistics
+from sparkdl.feed.statistics import DataStatistics
 from sparkdl.metrics import Metrics
 from sparkdl.metrics.metrics import WEIGHTS
 from sparkdl.outputs import Widths, pick, widths_of
-from sparkdl.protocols import UNKNOWN, ColumnSpec, ModelBuilder
-from sparkdl.replica import Precision, Replica
-from sparkdl.replica.initial import Initialized, prepare
+from sparkdl.protocols import ColumnSpec
+from sparkdl.replica import Precision
+from sparkdl.replica.initial import prepare
 from sparkdl.replica.schedule import Unit
 from sparkdl.replica.warm_start import WarmStart
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.cluster.slots import choose_num_workers, require_static_allocation
 from sparkdl.spark.launch.worker_rows import Workers, delivered
-from sparkdl.spark.rows.columns import InputColumn
 from sparkdl.spark.rows.converters import in_bytes
 from sparkdl.spark.rows.delivery import Delivery, Way
 from sparkdl.spark.rows.partitions import has_stable_order, known_partitions
@@ -98,7 +101,7 @@ class Preflight:
         builder = as_builder(params.getModel())
         prepare(builder)
         loss = params.loss_function()
-        builder, self._replica = _build_whole(builder, params, frame)
+        builder, self._replica = build_whole(builder, params, frame)
         require_portable(self._replica.module, builder)
         params.getStrategy().require_fits(self._replica)
         self.warm_start: WarmStart | None = None
@@ -113,7 +116,7 @@ class Preflight:
             # What follows losses changes nothing but the learning rate.
             steps = None if schedule.follows_epoch_losses else scheduler
             require_steady_state(params.getOptimizer(), steps)
-        fractions = _parameter_dtype(self._replica.module)
+        fractions = parameter_dtype(self._replica.module)
         self.head = head_of(loss)
         fed = fed_columns(params, frame, loss, self.head, fractions, params.getSeed())
         spark = frame.sparkSession
@@ -273,13 +276,13 @@ class Preflight:
         for column, found in zip(
             self.workers.columns[labels], statistics.columns[labels], strict=True
         ):
-            _check_label(column, self.job, found)
+            check_label(column, self.job.loss, found)
         if schema.weight is not None:
-            _check_weight(schema.weight.name, statistics.columns[labels.stop])
+            check_weight(schema.weight.name, statistics.columns[labels.stop])
         if not statistics.complete:
             return
         if schema.validation is not None:
-            _check_held_out(self._params.held_out_by(), statistics.held_out, statistics.rows)
+            check_held_out(self._params.held_out_by(), statistics.held_out, statistics.rows)
         feed, most = self.job.feed, max(statistics.shard_rows)
         if any(map(feed.reshuffles, range(1, self.job.epochs + 1))):
             most = math.ceil(statistics.rows / len(statistics.shard_rows))
@@ -301,7 +304,7 @@ class Preflight:
         read = self._task_rows(statistics)
         known = [rows for rank, rows in enumerate(read) if rank not in statistics.pending]
         # Of those that have more rows only one thing is sure: that they have no fewer.
-        if not known or _balanced(read if statistics.complete else [min(known), max(read)]):
+        if not known or balanced(read if statistics.complete else [min(known), max(read)]):
             return
         more = "" if statistics.complete else "more than "
         found = f"one task has {min(known)} rows, another {more}{max(read)}"
@@ -397,117 +400,6 @@ class Checked:
     features: tuple[ColumnSpec, ...]
     widths: Widths
     labels: tuple[ColumnSpec, ...]
-
-
-class UnbalancedError(DataError):
-    """What the tasks read is too unequal to train on as it is; never leaves ``fit``."""
-
-
-def _check_label(label: InputColumn, job: Job, statistics: ColumnStatistics) -> None:
-    if statistics.largest is not None and math.isnan(statistics.largest):
-        raise DataError(
-            f"label column '{label.name}' holds NaN (not a number), the first in "
-            f"{statistics.where('not_finite')}, which no loss can learn from. Drop those rows "
-            f"first: df.where(~F.isnan('{label.name}'))"
-        )
-    if statistics.fractions:
-        raise DataError(
-            f"label column '{label.name}' ({label.type_name}) holds {statistics.fractions} "
-            f"numbers that are not whole, the first in {statistics.where('fractions')}, but "
-            f"{_name(job.loss)} takes class indices 0, 1, .... "
-            "Index the classes with pyspark.ml.feature.StringIndexer, or use a regression loss"
-        )
-
-
-def _check_weight(name: str, statistics: ColumnStatistics) -> None:
-    low, high = statistics.smallest or 0.0, statistics.largest or 0.0
-    if statistics.not_finite or low < 0:
-        what = "not_finite" if statistics.not_finite else "smallest"
-        raise DataError(
-            f"weight column '{name}' holds {low:g} in {statistics.where(what)}; weights are "
-            "numbers >= 0"
-        )
-    if high == 0:
-        raise DataError(f"weight column '{name}' is 0 in every row: there is nothing to train on")
-
-
-def _check_held_out(by: str | float | None, held_out: int, trained: int) -> None:
-    """Check that there is something to validate with, and as much as was asked for."""
-    rows = trained + held_out
-    if isinstance(by, str) and not held_out:
-        raise DataError(
-            f"column '{by}' (validationIndicatorCol) is false in all {rows} rows: there is nothing "
-            "to validate with"
-        )
-    if not isinstance(by, float):
-        return
-    if not held_out:
-        raise DataError(
-            f"validationFraction={by:g} holds none of {rows} rows out: there is nothing to "
-            "validate with. Raise it, or choose another seed"
-        )
-    # Of rows that all differ so few, or so many, would be less than one in a million.
-    if abs(held_out - by * rows) > 5 * math.sqrt(rows * by * (1 - by)) + 1:
-        logger.warning(
-            "validationFraction=%g holds %d of %d rows out: rows of the same content are on the "
-            "same side, and there are few different ones. To choose among equal rows, mark them in "
-            "a column (validationIndicatorCol)",
-            by,
-            held_out,
-            rows,
-        )
-
-
-def _balanced(rows: Sequence[int]) -> bool:
-    """Whether no worker has more than a twentieth more than its share, for whom all would wait."""
-    return max(rows) <= 1.05 * sum(rows) / len(rows) + 1
-
-
-def _build_whole(
-    builder: ModelBuilder, params: EstimatorParams, frame: DataFrame
-) -> tuple[ModelBuilder, Replica]:
-    """Build the replica to try out; lazy layers learn their shapes from the first row.
-
-    Returns:
-        What builds the model with all of its parameters, and the replica.
-    """
-    loss, as_kwargs = params.loss_function(), params.getFeaturesAsKwargs()
-
-    def built(model: ModelBuilder) -> Replica:
-        return build(
-            model,
-            params.getOptimizer(),
-            loss,
-            params.getSeed(),
-            clip_norm=params.getClipNorm(),
-            features_as_kwargs=as_kwargs,
-        )
-
-    try:
-        return builder, built(builder)
-    except LazyModelError as lazy:
-        fractions = _parameter_dtype(lazy.module)
-        fed = fed_columns(params, frame, loss, head_of(loss), fractions, params.getSeed())
-    row = frame.select([column.expression() for column in fed.columns]).dropna().first()
-    values = [None] * len(fed.columns) if row is None else list(row)
-    lengths = [
-        len(value) if spec.row_shape == (UNKNOWN,) and value is not None else None
-        for spec, value in zip(fed.schema.columns, values, strict=True)
-    ]
-    items = (
-        len(value)
-        for spec, value in zip(fed.schema.columns, values, strict=True)
-        if spec.padding is not None and value is not None
-    )
-    schema = fed.schema.of_lengths(lengths)
-    whole = Initialized(builder, schema, as_kwargs, max(items, default=1) or 1)
-    return whole, built(whole)
-
-
-def _parameter_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype of the model's parameters: fractions are fed in the same."""
-    dtypes = (p.dtype for p in module.parameters() if p.is_floating_point())
-    return next(dtypes, torch.float32)
 
 
 def _describe(params: EstimatorParams, num_workers: int) -> str:

@@ -11,129 +11,27 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparkdl.driver import build_replica
 from sparkdl.errors import DataError, ModelError
-from sparkdl.estimator.checks.hints import (
-    SHOW_ZEROS,
-    how_called,
-    how_to_build,
-    what_padding_adds,
-    which_param_helps,
-)
+from sparkdl.estimator.checks.hints import fail, how_called, what_padding_adds, which_param_helps
 from sparkdl.estimator.head import Head
-from sparkdl.estimator.params.estimator import SEVERAL_OPTIMIZERS
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.ragged import Column, equal_rows, picked
 from sparkdl.feed.statistics import ColumnStatistics
 from sparkdl.metrics.metrics import Metrics, rehearse
 from sparkdl.outputs import Widths, described, pick, widths_of
 from sparkdl.process.randomness import borrowed_random_numbers
-from sparkdl.protocols import (
-    Batch,
-    ColumnSpec,
-    Features,
-    LossFunction,
-    ModelBuilder,
-    OptimizerBuilder,
-    Targets,
-)
+from sparkdl.protocols import Batch, ColumnSpec, Features, LossFunction, Targets
 from sparkdl.replica import Replica, align_targets
-from sparkdl.replica.initial import has_lazy_parameters
 from sparkdl.replica.losses import ModelLoss
-from sparkdl.replica.optimizers import NamedParameters, build_optimizer
 
 PREDICTED_ROWS = (0, 1, 0, 1, 0)
 """Rows of the made-up batch to predict for: as many as few models have layers or classes, so that a
 tensor that is not one value a row shows by its length."""
-
-
-def build(
-    model: ModelBuilder,
-    optimizer: OptimizerBuilder,
-    loss: LossFunction,
-    seed: int,
-    *,
-    clip_norm: float | None = None,
-    features_as_kwargs: bool = False,
-) -> Replica:
-    """Build the replica that will be probed.
-
-    Args:
-        model: builds its module.
-        optimizer: builds its optimizer.
-        loss: its loss.
-        seed: of its initial parameters.
-        clip_norm: as ``Replica`` takes it.
-        features_as_kwargs: as ``Replica`` takes it.
-
-    Raises:
-        LazyModelError: the model has to see a batch first.
-        ModelError: the model or its optimizer cannot be built.
-    """
-
-    def checked_model() -> nn.Module:
-        module = model()
-        if not isinstance(module, nn.Module):
-            raise ModelError(f"model builds a {type(module).__name__}; it must return an nn.Module")
-        if has_lazy_parameters(module):
-            raise LazyModelError(module)
-        return module
-
-    def checked_optimizer(named_parameters: NamedParameters) -> torch.optim.Optimizer:
-        built = build_optimizer(optimizer, named_parameters)
-        if not hasattr(built, "param_groups"):
-            raise ModelError(
-                f"optimizer builds a {type(built).__name__}; it must return one "
-                f"torch.optim.Optimizer. {SEVERAL_OPTIMIZERS}"
-            )
-        return built
-
-    _require_nothing_to_train(loss)
-    try:
-        replica = build_replica(
-            checked_model,
-            checked_optimizer,
-            loss,
-            seed,
-            clip_norm=clip_norm,
-            features_as_kwargs=features_as_kwargs,
-        )
-        replica.module.train()
-        return replica
-    except ModelError:
-        raise
-    except Exception as error:  # the user's constructors may raise anything
-        _fail("the model or its optimizer cannot be built", error, how_to_build(error))
-
-
-def _require_nothing_to_train(loss: LossFunction) -> None:
-    own = loss.named_parameters() if isinstance(loss, nn.Module) else ()
-    trained = [f"'{name}'" for name, each in own if each.requires_grad]
-    if trained:
-        raise ModelError(
-            f"the loss {type(loss).__name__} has parameters of its own, {', '.join(trained)}, and "
-            "only the model's are trained. Make the loss a part of the model (loss='model'), or "
-            "set requires_grad=False on them to have them stay as they are"
-        )
-
-
-class LazyModelError(ModelError):
-    """A model has lazy layers that have not seen a batch.
-
-    Attributes:
-        module: the model.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(
-            f"the model has lazy layers that no forward pass has initialized. {SHOW_ZEROS}"
-        )
-        self.module = module
 
 
 def probe(
@@ -182,7 +80,7 @@ def probe(
                 replica.optimizer.step()
             except Exception as error:  # a detached output, an optimizer that needs a closure, ...
                 both = _both(outputs, batch)
-                _fail(f"the backward pass or the optimizer's step fails after {both}", error)
+                fail(f"the backward pass or the optimizer's step fails after {both}", error)
     return predictions
 
 
@@ -244,7 +142,7 @@ def require_single_row(
         with borrowed_random_numbers(), torch.no_grad():
             replica.forward(batch)
     except Exception as error:  # the user's forward may raise anything
-        _fail(
+        fail(
             f"the model fails on a minibatch of one row, which a worker with {rows} rows has last",
             error,
             ". Set dropLast=True to leave such minibatches out, or another batchSize",
@@ -324,7 +222,7 @@ def _outputs(
         columns = schema.stored if labels else schema.features
         given = _shapes(batch.features) + _integers(columns, statistics[: len(columns)])
         mode = "" if replica.module.training else " in evaluation mode"
-        _fail(
+        fail(
             f"the model fails{mode} on a batch with features of {given}",
             error,
             (
@@ -352,7 +250,7 @@ def _loss(replica: Replica, outputs: Any, batch: Batch, labels: Sequence[ColumnS
             ". The loss is given all that the model returns; to use one output of several, give a "
             "function, for example loss=lambda outputs, targets: mse_loss(outputs[0], targets)"
         )
-        _fail(
+        fail(
             f"the loss fails{mode} on {both} (label column '{labels[0].name}')",
             error,
             advice if several else "",
@@ -435,8 +333,3 @@ def _shapes(tensors: Features | Targets) -> str:
     if isinstance(tensors, dict):
         return ", ".join(f"'{name}' {described(tensor)}" for name, tensor in tensors.items())
     return ", ".join(map(described, tensors if isinstance(tensors, tuple) else (tensors,)))
-
-
-def _fail(what: str, error: Exception, advice: str = "") -> NoReturn:
-    text = str(error).removesuffix(".") if advice else error
-    raise ModelError(f"{what}: {type(error).__name__}: {text}{advice}") from error

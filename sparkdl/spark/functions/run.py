@@ -2,63 +2,32 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import queue
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
-import torch
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl.errors import (
-    ConfigError,
-    DataError,
-    DeadlineError,
-    SparkDLError,
-    TrainingError,
-    WorkerLostError,
-)
-from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.feed import FeedOptions
-from sparkdl.feed.statistics_check import NO_ROWS
+from sparkdl.errors import ConfigError, SparkDLError, WorkerLostError
 from sparkdl.protocols import SequenceInput
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of
-from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.cluster.slot_queue import queued
 from sparkdl.spark.cluster.slots import (
     choose_num_workers,
     require_free_slots,
     require_static_allocation,
 )
-from sparkdl.spark.diagnostics.console import driver_hosts, echoes, show
-from sparkdl.spark.diagnostics.run_client import JOIN_S
-from sparkdl.spark.diagnostics.run_headers import Lines, Report, named
+from sparkdl.spark.diagnostics.console import driver_hosts, echoes
 from sparkdl.spark.diagnostics.run_service import RunService
-from sparkdl.spark.diagnostics.task_failures import end_of_a_rank, with_sparks_reason
 from sparkdl.spark.diagnostics.watchdog import stacks_on_signal
 from sparkdl.spark.functions.directory import Directory
-from sparkdl.spark.functions.script import Script
-from sparkdl.spark.functions.task import OUTPUT_DDL, Call, Feeding, Placement
-from sparkdl.spark.launch.launcher import (
-    JOB_END_S,
-    LEAVE_S,
-    as_training_error,
-    rank_task,
-)
-from sparkdl.spark.launch.worker_rows import (
-    Workers,
-    delivered,
-    names_others,
-    run_on_rows,
-    with_original_places,
-)
-from sparkdl.spark.modules.shipping import ship
+from sparkdl.spark.functions.job import Job
+from sparkdl.spark.functions.rows import Keeping, Rows, rows_of
+from sparkdl.spark.functions.script import function_of
+from sparkdl.spark.functions.task import Call, Placement
+from sparkdl.spark.functions.watch import OnReport, show_report, watch
+from sparkdl.spark.launch.launcher import LEAVE_S
 from sparkdl.spark.rows.column_overrides import (
     GROUPS_WITHOUT_PADDING,
     ColumnOverrides,
@@ -66,34 +35,15 @@ from sparkdl.spark.rows.column_overrides import (
     names,
     pad_inputs,
     paddings,
-    require_distinct,
     shapes,
 )
-from sparkdl.spark.rows.columns import input_column
-from sparkdl.spark.rows.converters import in_bytes, one_of, optional_whole, whole
-from sparkdl.spark.rows.delivery import SHUFFLES
-from sparkdl.spark.rows.scratch import STORE_PLACES
-from sparkdl.spark.session.encryption import (
-    encrypts_connections,
-    keeps_rows_in_memory,
-    require_trusted_network,
-)
+from sparkdl.spark.session.encryption import encrypts_connections, require_trusted_network
 from sparkdl.spark.session.session import current_session, require_classic_session
 from sparkdl.spark.storage.hadoop_files import open_hadoop
 from sparkdl.transport.service import Service
-from sparkdl.user_code.references import pickled
 
-logger = logging.getLogger(__name__)
-
-RESULTS_S = 120.0
-"""Seconds for Spark to bring what the workers have returned, once all of them have finished."""
 REASON_S = 10.0
 """Seconds for Spark to say how a worker's process has ended that is lost."""
-RETURNED_S = 10.0
-"""Seconds after which it is told that some workers have returned and others have not."""
-
-OnReport = Callable[[int, Mapping[str, float]], None]
-"""(rank, numbers by name)."""
 
 
 def run(
@@ -186,8 +136,8 @@ def run(
     )
     if groupByLength and not padCols:
         raise ConfigError(GROUPS_WITHOUT_PADDING)
-    keeping = _Keeping(shuffleRows, shuffleSeed, memoryBudget, storeIn, groupByLength)
-    rows = None if df is None else _rows_of(df, declared, num_workers, device, keeping)
+    keeping = Keeping(shuffleRows, shuffleSeed, memoryBudget, storeIn, groupByLength)
+    rows = None if df is None else rows_of(df, declared, num_workers, device, keeping)
     placement = Placement(
         network=network_of(spark),
         directory=Directory.of_driver(cwd),
@@ -243,10 +193,10 @@ def run_call(
         RunService(connections, num_workers, open_uri=open_hadoop) as service,
     ):
         require_free_slots(spark, num_workers // ranks, profile, ranks)
-        job = _Job(spark, service, call, placement, rows, ship_modules)
+        job = Job(spark, service, call, placement, rows, ship_modules)
         try:
             with stacks_on_signal(service.stacks):
-                _watch(service, job, on_report or _show_report)
+                watch(service, job, on_report or show_report)
         except SparkDLError as error:
             lost = isinstance(error, WorkerLostError)
             job.end(patience_s=REASON_S if lost else LEAVE_S)
@@ -258,264 +208,3 @@ def run_call(
             job.end(patience_s=0.0)
             raise
         return job.results()
-
-
-@dataclass(frozen=True)
-class _Keeping:
-    """How the workers get and keep their rows, as the user said it."""
-
-    shuffle: str
-    seed: int
-    memory_budget: int | None
-    store_in: str
-    group_by_length: bool
-
-    def __post_init__(self) -> None:
-        one_of("shuffleRows", SHUFFLES)(self.shuffle)
-        whole("shuffleSeed")(self.seed)
-        optional_whole("memoryBudget", 1)(self.memory_budget)
-        one_of("storeIn", STORE_PLACES)(self.store_in)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A DataFrame for the workers, and what they do with it."""
-
-    workers: Workers
-    feeding: Feeding
-
-
-def _rows_of(
-    df: DataFrame, declared: ColumnOverrides, num_workers: int, device: str, keeping: _Keeping
-) -> Rows:
-    columns = tuple(input_column(df, name, "df") for name in df.columns)
-    if not columns:
-        raise DataError("df has no columns: there is nothing to feed")
-    declared.require_known(df.columns)
-    specs = tuple(declared.spec(c, c.default_dtype(torch.float32)) for c in columns)
-    require_distinct(specs)
-    for column, spec in zip(columns, specs, strict=True):
-        logger.info("column '%s' (%s) becomes %s", column.name, column.type_name, spec.dtype)
-    ranks = ranks_a_task(df.sparkSession, device)
-    tasks = num_workers // ranks
-    delivery, replanned = delivered(df, tasks, ranks, keeping.shuffle, "sparkdl.run")
-    workers = Workers(
-        frame=df if replanned is None else replanned.frame,
-        columns=columns,
-        num_workers=num_workers,
-        delivery=delivery,
-        device=device,
-        description="",
-        network=network_of(df.sparkSession),
-        store_in=keeping.store_in,
-        ranks_a_task=ranks,
-        replanned=replanned,
-    )
-    feeding = Feeding(
-        schema=FeedSchema(specs, label=(), by_name=True),
-        seed=keeping.seed,
-        options=FeedOptions(
-            exchange_rows=delivery.exchanged,
-            resident_bytes=in_bytes(keeping.memory_budget),
-            group_by_length=keeping.group_by_length,
-        ),
-        in_memory=keeps_rows_in_memory(df.sparkSession, keeping.store_in),
-    )
-    return Rows(workers, feeding)
-
-
-class _Job:
-    """The Spark job that runs the workers, in a thread of its own."""
-
-    def __init__(
-        self,
-        spark: SparkSession,
-        service: RunService,
-        call: Call,
-        placement: Placement,
-        rows: Rows | None,
-        ship_modules: bool,
-    ) -> None:
-        self._spark = spark
-        self._profile = gpu_profile(spark, placement.device)
-        self._ranks_a_task = ranks = ranks_a_task(spark, placement.device)
-        self._tasks = service.world_size // ranks
-        self._input = rows
-        self._service = service
-        self._rows: list[Any] = []
-        self._error: SparkDLError | None = None
-        name = getattr(call.function, "__name__", getattr(call.function, "path", "a function"))
-        description = f"sparkdl: run {name} on {service.world_size} workers"
-        self._jobs = RunJobs(spark.sparkContext, description)
-        # The call is pickled by itself: what it imports may be missing on a worker, which is
-        # the user's to see.
-        feeding = None if rows is None else rows.feeding
-        names: set[str] = set()
-        payload = cloudpickle.dumps((placement, feeding, pickled(call, names)))
-        shipment = None
-        if ship_modules:
-            script = call.function if isinstance(call.function, Script) else None
-            names |= set() if script is None else script.imports()
-            first = [] if script is None else [str(Path(script.path).parent)]
-            shipment = ship(names, spark.sparkContext, first)
-        self._task = rank_task(
-            "sparkdl.spark.functions.task:run_function_task",
-            (payload, astuple(service.address)),
-            ranks,
-            shipment,
-            apart=True,
-        )
-        self._thread = self._jobs.start(self._run)
-
-    @property
-    def ended(self) -> bool:
-        """Whether Spark has ended it."""
-        return not self._thread.is_alive()
-
-    @property
-    def makes_rows(self) -> bool:
-        """Whether Spark plans or computes the rows, which may take any time."""
-        if self._input is None:
-            return False
-        tracker = self._spark.sparkContext.statusTracker()
-        jobs = self._jobs.infos()
-        stages = [tracker.getStageInfo(stage) for job in jobs for stage in job.stageIds]
-        return not jobs or any(stage.numActiveTasks for stage in stages if stage)
-
-    def end(self, *, patience_s: float) -> None:
-        """Let the workers leave by themselves, then kill them."""
-        self._thread.join(patience_s)
-        if self._thread.is_alive():
-            self._jobs.cancel()
-            self._thread.join(JOB_END_S)
-
-    def explained(self, error: SparkDLError) -> SparkDLError:
-        """An error that ended the run, with what Spark knows of lost workers and of rows."""
-        if isinstance(error, DataError) and self._input is not None:
-            workers, seed = self._input.workers, self._input.feeding.seed
-            if names_others(str(error), workers):
-                error.args = (with_original_places(str(error), workers, seed, self._jobs),)
-            return error
-        if not isinstance(error, WorkerLostError) or error is self._error:
-            return error
-        if end := end_of_a_rank(str(self._error)):
-            return WorkerLostError(f"{error}: {end}")
-        spark, group = self._spark, self._jobs.group
-        return with_sparks_reason(error, spark, group, self._ranks_a_task) or WorkerLostError(
-            f"{error}. The executor's log says why; a process killed for memory needs more "
-            "spark.executor.memoryOverhead"
-        )
-
-    def results(self) -> list[Any]:
-        """What the ranks have returned.
-
-        Raises:
-            TrainingError: it was lost on its way.
-        """
-        if self._error is not None:
-            raise self._error
-        return [cloudpickle.loads(row.result) for row in sorted(self._rows, key=lambda r: r.rank)]
-
-    def _run(self) -> None:
-        try:
-            if self._input is None:
-                tasks = self._spark.range(0, self._tasks, 1, self._tasks)
-                self._rows = tasks.mapInArrow(
-                    self._task, OUTPUT_DDL, barrier=True, profile=self._profile
-                ).collect()
-            else:
-                workers, seed = self._input.workers, self._input.feeding.seed
-                self._rows = run_on_rows(workers, seed, self._task, OUTPUT_DDL, barrier=True)
-                if not self._rows:
-                    # Spark starts no task for what it finds to be empty while it plans.
-                    self._service.fail(DataError(NO_ROWS))
-            self._service.fail(
-                TrainingError("the Spark job ended before its workers did: one left without a word")
-            )
-        except Exception as error:  # whatever ends the Spark job ends the run
-            self._error = as_training_error(error)
-            self._service.fail(self._error)
-
-
-def _watch(service: RunService, job: _Job, on_report: OnReport) -> None:
-    """Show what the workers print and report until all have finished, or one has failed."""
-    deadline = time.monotonic() + JOIN_S
-    results_due: float | None = None
-    tell_of_returned = True
-    while True:
-        try:
-            event = service.events.get(timeout=0.2)
-        except queue.Empty:
-            event = None
-        if isinstance(event, Lines):
-            show(event.rank, event.lines, event.left_out)
-        elif isinstance(event, Report):
-            on_report(event.rank, event.metrics)
-        elif tell_of_returned and (behind := _left_behind(service)):
-            logger.warning("%s", behind)
-            tell_of_returned = False
-        elif service.failure is not None:
-            raise service.failure
-        elif service.all_finished:
-            if job.ended:
-                return
-            results_due = results_due or time.monotonic() + RESULTS_S
-            if time.monotonic() > results_due:
-                raise DeadlineError(
-                    f"all {service.world_size} workers have finished, but Spark's job did not "
-                    f"bring what they returned within {RESULTS_S:g} s. Is it very large? Write it "
-                    "to a file and return its path. Spark's UI says which tasks are left"
-                )
-        elif service.missing and job.makes_rows:
-            deadline = time.monotonic() + JOIN_S
-        elif service.missing and time.monotonic() > deadline:
-            raise DeadlineError(
-                f"rank {', '.join(map(str, service.missing))} of {service.world_size} workers did "
-                f"not start within {JOIN_S:g} s; all have to run at once: are other jobs using the "
-                "cluster? An executor that cannot reach the driver says so in its log"
-            )
-
-
-def _left_behind(service: RunService) -> str:
-    """Who still runs though others have returned a while ago, and where; empty if nobody does."""
-    returned, running = service.left_behind(RETURNED_S)
-    tops = service.stacks.tops(running) if running else {}
-    if not tops:
-        return ""
-    where = "; ".join(f"{named([rank])} is still running, in {top}" for rank, top in tops.items())
-    return f"{named(returned)} has returned; {where}"
-
-
-def _show_report(rank: int, metrics: Mapping[str, float]) -> None:
-    show(rank, [", ".join(f"{name} {value:g}" for name, value in metrics.items())], 0)
-
-
-def function_of(
-    train: Callable[..., Any] | str, kwargs: Mapping[str, Any], name: str
-) -> Callable[..., Any] | Script:
-    """What the user has given to be run.
-
-    Args:
-        train: the function, or the path of a script.
-        kwargs: its arguments by name.
-        name: of the argument that it was given for.
-
-    Raises:
-        ConfigError: it is neither, or a script with arguments by name.
-    """
-    if callable(train):
-        return train
-    if not isinstance(train, (str, os.PathLike)):
-        raise ConfigError(f"{name} must be a function or the path of a script, got {train!r}")
-    path = Path(train)
-    if not path.is_file():
-        raise ConfigError(
-            f"{name} must be a function or the path of a script, and there is no file {path} "
-            f"(looked for in {Path.cwd()})"
-        )
-    if kwargs:
-        raise ConfigError(
-            f"a script takes no arguments by name, but was given {', '.join(sorted(kwargs))}. "
-            "Pass them as text, for example '--lr=0.1'"
-        )
-    return Script(str(path.resolve()), path.read_bytes())

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import runpy
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from sparkdl.errors import ConfigError
 from sparkdl.user_code.references import imported_names
 
 logger = logging.getLogger(__name__)
@@ -81,3 +84,34 @@ def _is_in_place(script: Script) -> bool:
         socket.gethostname(),
     )
     return False
+
+
+def function_of(
+    train: Callable[..., Any] | str, kwargs: Mapping[str, Any], name: str
+) -> Callable[..., Any] | Script:
+    """What the user has given to be run.
+
+    Args:
+        train: the function, or the path of a script.
+        kwargs: its arguments by name.
+        name: of the argument that it was given for.
+
+    Raises:
+        ConfigError: it is neither, or a script with arguments by name.
+    """
+    if callable(train):
+        return train
+    if not isinstance(train, (str, os.PathLike)):
+        raise ConfigError(f"{name} must be a function or the path of a script, got {train!r}")
+    path = Path(train)
+    if not path.is_file():
+        raise ConfigError(
+            f"{name} must be a function or the path of a script, and there is no file {path} "
+            f"(looked for in {Path.cwd()})"
+        )
+    if kwargs:
+        raise ConfigError(
+            f"a script takes no arguments by name, but was given {', '.join(sorted(kwargs))}. "
+            "Pass them as text, for example '--lr=0.1'"
+        )
+    return Script(str(path.resolve()), path.read_bytes())

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
-from sparkdl.estimator.checks.probe import build, probe
+from sparkdl.estimator.checks.building import build
+from sparkdl.estimator.checks.probe import probe
 from sparkdl.estimator.head import Head
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.statistics import ColumnStatistics

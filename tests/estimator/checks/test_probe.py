@@ -15,7 +15,8 @@ from torch.nn.utils import prune
 from toys import mlp
 
 from sparkdl.errors import ModelError
-from sparkdl.estimator.checks.probe import PREDICTED_ROWS, build, probe
+from sparkdl.estimator.checks.building import build
+from sparkdl.estimator.checks.probe import PREDICTED_ROWS, probe
 from sparkdl.estimator.head import head_of
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.statistics import ColumnStatistics

@@ -13,8 +13,9 @@ import pytest
 
 from sparkdl.errors import DeadlineError, TrainingError
 from sparkdl.spark.diagnostics.run_service import RunService
-from sparkdl.spark.functions import run as function_run
-from sparkdl.spark.functions.run import _Job, _watch
+from sparkdl.spark.functions import watch as function_watch
+from sparkdl.spark.functions.job import Job
+from sparkdl.spark.functions.watch import watch
 from sparkdl.transport.service import Service
 
 
@@ -26,9 +27,9 @@ def service() -> Iterator[RunService]:
         yield opened
 
 
-def job_that(rows: Callable[[], Any], service: RunService) -> _Job:
+def job_that(rows: Callable[[], Any], service: RunService) -> Job:
     """Spark's job of two tasks, of which ``rows`` gives what they have yielded."""
-    job = object.__new__(_Job)
+    job = object.__new__(Job)
     frame = SimpleNamespace(mapInArrow=lambda *_, **__: SimpleNamespace(collect=rows))
     job.__dict__.update(
         _spark=SimpleNamespace(range=lambda *_: frame),
@@ -48,12 +49,12 @@ def job_that(rows: Callable[[], Any], service: RunService) -> _Job:
 def test_a_spark_job_that_outlives_its_ranks_ends_the_run(
     service: RunService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(function_run, "RESULTS_S", 0.5)
+    monkeypatch.setattr(function_watch, "RESULTS_S", 0.5)
     ends = threading.Event()
     job = job_that(lambda: ends.wait(30), service)
     started = time.monotonic()
     with pytest.raises(DeadlineError, match=r"all 2 workers have finished, but .* within 0.5 s"):
-        _watch(service, job, lambda *_: None)
+        watch(service, job, lambda *_: None)
     assert time.monotonic() - started < 20
     ends.set()
 
@@ -65,7 +66,7 @@ def test_results_that_arrive_late_are_waited_for(service: RunService) -> None:
         return [SimpleNamespace(rank=r, result=cloudpickle.dumps(v)) for r, v in results]
 
     job = job_that(late, service)
-    _watch(service, job, lambda *_: None)
+    watch(service, job, lambda *_: None)
     assert job.results() == ["a", "b"]
 
 
@@ -74,6 +75,6 @@ def test_results_that_are_lost_after_all_have_finished_are_an_error(service: Run
         raise RuntimeError("Total size of serialized results is bigger than spark.driver.maxResult")
 
     job = job_that(too_large, service)
-    _watch(service, job, lambda *_: None)
+    watch(service, job, lambda *_: None)
     with pytest.raises(TrainingError, match="results is bigger than"):
         job.results()

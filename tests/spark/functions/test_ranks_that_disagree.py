@@ -16,7 +16,7 @@ from pyspark.sql import SparkSession
 
 import sparkdl
 from sparkdl.errors import TrainingError, WorkerError, WorkerLostError
-from sparkdl.spark.functions import run as function_run
+from sparkdl.spark.functions import watch as function_watch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -50,7 +50,7 @@ def test_a_rank_that_takes_fewer_steps_ends_the_exchanges_of_the_others(
 def test_a_rank_that_still_runs_after_the_others_have_returned_is_named_with_its_place(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(function_run, "RETURNED_S", 1.0)
+    monkeypatch.setattr(function_watch, "RETURNED_S", 1.0)
 
     def validate_slowly() -> int:
         time.sleep(6.0 * (sparkdl.current_worker().rank == 0))

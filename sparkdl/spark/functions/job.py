@@ -1,0 +1,137 @@
+"""The Spark job that runs a function on every worker."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+from pyspark.sql import SparkSession
+
+from sparkdl.errors import DataError, SparkDLError, TrainingError, WorkerLostError
+from sparkdl.feed.statistics_check import NO_ROWS
+from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
+from sparkdl.spark.cluster.run_jobs import RunJobs
+from sparkdl.spark.diagnostics.run_service import RunService
+from sparkdl.spark.diagnostics.task_failures import end_of_a_rank, with_sparks_reason
+from sparkdl.spark.functions.rows import Rows
+from sparkdl.spark.functions.script import Script
+from sparkdl.spark.functions.task import OUTPUT_DDL, Call, Placement
+from sparkdl.spark.launch.launcher import JOB_END_S, as_training_error, rank_task
+from sparkdl.spark.launch.worker_rows import names_others, run_on_rows, with_original_places
+from sparkdl.spark.modules.shipping import ship
+from sparkdl.user_code.references import pickled
+
+
+class Job:
+    """The Spark job that runs the workers, in a thread of its own."""
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        service: RunService,
+        call: Call,
+        placement: Placement,
+        rows: Rows | None,
+        ship_modules: bool,
+    ) -> None:
+        self._spark = spark
+        self._profile = gpu_profile(spark, placement.device)
+        self._ranks_a_task = ranks = ranks_a_task(spark, placement.device)
+        self._tasks = service.world_size // ranks
+        self._input = rows
+        self._service = service
+        self._rows: list[Any] = []
+        self._error: SparkDLError | None = None
+        name = getattr(call.function, "__name__", getattr(call.function, "path", "a function"))
+        description = f"sparkdl: run {name} on {service.world_size} workers"
+        self._jobs = RunJobs(spark.sparkContext, description)
+        # The call is pickled by itself: what it imports may be missing on a worker, which is
+        # the user's to see.
+        feeding = None if rows is None else rows.feeding
+        names: set[str] = set()
+        payload = cloudpickle.dumps((placement, feeding, pickled(call, names)))
+        shipment = None
+        if ship_modules:
+            script = call.function if isinstance(call.function, Script) else None
+            names |= set() if script is None else script.imports()
+            first = [] if script is None else [str(Path(script.path).parent)]
+            shipment = ship(names, spark.sparkContext, first)
+        self._task = rank_task(
+            "sparkdl.spark.functions.task:run_function_task",
+            (payload, astuple(service.address)),
+            ranks,
+            shipment,
+            apart=True,
+        )
+        self._thread = self._jobs.start(self._run)
+
+    @property
+    def ended(self) -> bool:
+        """Whether Spark has ended it."""
+        return not self._thread.is_alive()
+
+    @property
+    def makes_rows(self) -> bool:
+        """Whether Spark plans or computes the rows, which may take any time."""
+        if self._input is None:
+            return False
+        tracker = self._spark.sparkContext.statusTracker()
+        jobs = self._jobs.infos()
+        stages = [tracker.getStageInfo(stage) for job in jobs for stage in job.stageIds]
+        return not jobs or any(stage.numActiveTasks for stage in stages if stage)
+
+    def end(self, *, patience_s: float) -> None:
+        """Let the workers leave by themselves, then kill them."""
+        self._thread.join(patience_s)
+        if self._thread.is_alive():
+            self._jobs.cancel()
+            self._thread.join(JOB_END_S)
+
+    def explained(self, error: SparkDLError) -> SparkDLError:
+        """An error that ended the run, with what Spark knows of lost workers and of rows."""
+        if isinstance(error, DataError) and self._input is not None:
+            workers, seed = self._input.workers, self._input.feeding.seed
+            if names_others(str(error), workers):
+                error.args = (with_original_places(str(error), workers, seed, self._jobs),)
+            return error
+        if not isinstance(error, WorkerLostError) or error is self._error:
+            return error
+        if end := end_of_a_rank(str(self._error)):
+            return WorkerLostError(f"{error}: {end}")
+        spark, group = self._spark, self._jobs.group
+        return with_sparks_reason(error, spark, group, self._ranks_a_task) or WorkerLostError(
+            f"{error}. The executor's log says why; a process killed for memory needs more "
+            "spark.executor.memoryOverhead"
+        )
+
+    def results(self) -> list[Any]:
+        """What the ranks have returned.
+
+        Raises:
+            TrainingError: it was lost on its way.
+        """
+        if self._error is not None:
+            raise self._error
+        return [cloudpickle.loads(row.result) for row in sorted(self._rows, key=lambda r: r.rank)]
+
+    def _run(self) -> None:
+        try:
+            if self._input is None:
+                tasks = self._spark.range(0, self._tasks, 1, self._tasks)
+                self._rows = tasks.mapInArrow(
+                    self._task, OUTPUT_DDL, barrier=True, profile=self._profile
+                ).collect()
+            else:
+                workers, seed = self._input.workers, self._input.feeding.seed
+                self._rows = run_on_rows(workers, seed, self._task, OUTPUT_DDL, barrier=True)
+                if not self._rows:
+                    # Spark starts no task for what it finds to be empty while it plans.
+                    self._service.fail(DataError(NO_ROWS))
+            self._service.fail(
+                TrainingError("the Spark job ended before its workers did: one left without a word")
+            )
+        except Exception as error:  # whatever ends the Spark job ends the run
+            self._error = as_training_error(error)
+            self._service.fail(self._error)

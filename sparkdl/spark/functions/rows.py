@@ -1,0 +1,106 @@
+"""The rows of a DataFrame for the workers of a function."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from pyspark.sql import DataFrame
+
+from sparkdl.errors import DataError
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.feed import FeedOptions
+from sparkdl.spark.cluster.gpus import ranks_a_task
+from sparkdl.spark.cluster.network import network_of
+from sparkdl.spark.functions.task import Feeding
+from sparkdl.spark.launch.worker_rows import Workers, delivered
+from sparkdl.spark.rows.column_overrides import ColumnOverrides, require_distinct
+from sparkdl.spark.rows.columns import input_column
+from sparkdl.spark.rows.converters import in_bytes, one_of, optional_whole, whole
+from sparkdl.spark.rows.delivery import SHUFFLES
+from sparkdl.spark.rows.scratch import STORE_PLACES
+from sparkdl.spark.session.encryption import keeps_rows_in_memory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How the workers get and keep their rows, as the user said it."""
+
+    shuffle: str
+    seed: int
+    memory_budget: int | None
+    store_in: str
+    group_by_length: bool
+
+    def __post_init__(self) -> None:
+        one_of("shuffleRows", SHUFFLES)(self.shuffle)
+        whole("shuffleSeed")(self.seed)
+        optional_whole("memoryBudget", 1)(self.memory_budget)
+        one_of("storeIn", STORE_PLACES)(self.store_in)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A DataFrame for the workers, and what they do with it.
+
+    Attributes:
+        workers: where its rows are read.
+        feeding: how the workers feed them.
+    """
+
+    workers: Workers
+    feeding: Feeding
+
+
+def rows_of(
+    df: DataFrame, declared: ColumnOverrides, num_workers: int, device: str, keeping: Keeping
+) -> Rows:
+    """Look at the DataFrame that ``sparkdl.run`` was given.
+
+    Args:
+        df: the DataFrame.
+        declared: what the user said of its columns.
+        num_workers: how many workers share its rows.
+        device: as ``run`` takes it.
+        keeping: how they get and keep them.
+
+    Raises:
+        DataError: it has no columns, or one cannot become a tensor.
+    """
+    columns = tuple(input_column(df, name, "df") for name in df.columns)
+    if not columns:
+        raise DataError("df has no columns: there is nothing to feed")
+    declared.require_known(df.columns)
+    specs = tuple(declared.spec(c, c.default_dtype(torch.float32)) for c in columns)
+    require_distinct(specs)
+    for column, spec in zip(columns, specs, strict=True):
+        logger.info("column '%s' (%s) becomes %s", column.name, column.type_name, spec.dtype)
+    ranks = ranks_a_task(df.sparkSession, device)
+    tasks = num_workers // ranks
+    delivery, replanned = delivered(df, tasks, ranks, keeping.shuffle, "sparkdl.run")
+    workers = Workers(
+        frame=df if replanned is None else replanned.frame,
+        columns=columns,
+        num_workers=num_workers,
+        delivery=delivery,
+        device=device,
+        description="",
+        network=network_of(df.sparkSession),
+        store_in=keeping.store_in,
+        ranks_a_task=ranks,
+        replanned=replanned,
+    )
+    feeding = Feeding(
+        schema=FeedSchema(specs, label=(), by_name=True),
+        seed=keeping.seed,
+        options=FeedOptions(
+            exchange_rows=delivery.exchanged,
+            resident_bytes=in_bytes(keeping.memory_budget),
+            group_by_length=keeping.group_by_length,
+        ),
+        in_memory=keeps_rows_in_memory(df.sparkSession, keeping.store_in),
+    )
+    return Rows(workers, feeding)

@@ -1,0 +1,94 @@
+"""The driver's wait for the workers of a function, and what it shows meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Mapping
+
+from sparkdl.errors import DeadlineError
+from sparkdl.spark.diagnostics.console import show
+from sparkdl.spark.diagnostics.run_client import JOIN_S
+from sparkdl.spark.diagnostics.run_headers import Lines, Report, named
+from sparkdl.spark.diagnostics.run_service import RunService
+from sparkdl.spark.functions.job import Job
+
+logger = logging.getLogger(__name__)
+
+RESULTS_S = 120.0
+"""Seconds for Spark to bring what the workers have returned, once all of them have finished."""
+RETURNED_S = 10.0
+"""Seconds after which it is told that some workers have returned and others have not."""
+
+OnReport = Callable[[int, Mapping[str, float]], None]
+"""(rank, numbers by name)."""
+
+
+def watch(service: RunService, job: Job, on_report: OnReport) -> None:
+    """Show what the workers print and report until all have finished, or one has failed.
+
+    Args:
+        service: what the workers are connected to.
+        job: what runs them.
+        on_report: called with what they report.
+
+    Raises:
+        DeadlineError: workers did not start, or what they returned did not arrive.
+        SparkDLError: whatever ended the run.
+    """
+    deadline = time.monotonic() + JOIN_S
+    results_due: float | None = None
+    tell_of_returned = True
+    while True:
+        try:
+            event = service.events.get(timeout=0.2)
+        except queue.Empty:
+            event = None
+        if isinstance(event, Lines):
+            show(event.rank, event.lines, event.left_out)
+        elif isinstance(event, Report):
+            on_report(event.rank, event.metrics)
+        elif tell_of_returned and (behind := _left_behind(service)):
+            logger.warning("%s", behind)
+            tell_of_returned = False
+        elif service.failure is not None:
+            raise service.failure
+        elif service.all_finished:
+            if job.ended:
+                return
+            results_due = results_due or time.monotonic() + RESULTS_S
+            if time.monotonic() > results_due:
+                raise DeadlineError(
+                    f"all {service.world_size} workers have finished, but Spark's job did not "
+                    f"bring what they returned within {RESULTS_S:g} s. Is it very large? Write it "
+                    "to a file and return its path. Spark's UI says which tasks are left"
+                )
+        elif service.missing and job.makes_rows:
+            deadline = time.monotonic() + JOIN_S
+        elif service.missing and time.monotonic() > deadline:
+            raise DeadlineError(
+                f"rank {', '.join(map(str, service.missing))} of {service.world_size} workers did "
+                f"not start within {JOIN_S:g} s; all have to run at once: are other jobs using the "
+                "cluster? An executor that cannot reach the driver says so in its log"
+            )
+
+
+def _left_behind(service: RunService) -> str:
+    """Who still runs though others have returned a while ago, and where; empty if nobody does."""
+    returned, running = service.left_behind(RETURNED_S)
+    tops = service.stacks.tops(running) if running else {}
+    if not tops:
+        return ""
+    where = "; ".join(f"{named([rank])} is still running, in {top}" for rank, top in tops.items())
+    return f"{named(returned)} has returned; {where}"
+
+
+def show_report(rank: int, metrics: Mapping[str, float]) -> None:
+    """Print what a worker has reported.
+
+    Args:
+        rank: whose it is.
+        metrics: numbers by name.
+    """
+    show(rank, [", ".join(f"{name} {value:g}" for name, value in metrics.items())], 0)
