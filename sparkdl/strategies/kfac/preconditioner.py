@@ -166,12 +166,13 @@ class Preconditioning:
             total += moment
 
     @torch.no_grad()
-    def precondition(self, replica: Replica, rows: int) -> None:
+    def precondition(self, replica: Replica, rows: int, gain: float = 1.0) -> None:
         """Overwrite the gradients, which all workers have, by preconditioned ones.
 
         Args:
             replica: this worker's.
             rows: of all workers in the step.
+            gain: by what the learning rates are multiplied for this step.
         """
         if self._steps % self._settings.factors_every == 0:
             self._update_factors(rows)
@@ -193,7 +194,7 @@ class Preconditioning:
             for name, each in there.items()
         ]
         _share(found, self._column)
-        nu = self._scale(replica, there, found)
+        nu = self._scale(replica, there, found, gain)
         for name, values in zip(there, found, strict=True):
             self.layers[name].set_gradient(values * nu)
 
@@ -232,7 +233,11 @@ class Preconditioning:
         self._decomposed = {name: _Decomposed(*parts) for name, parts in found.items()}
 
     def _scale(
-        self, replica: Replica, gradients: Mapping[str, Tensor], found: Sequence[Tensor]
+        self,
+        replica: Replica,
+        gradients: Mapping[str, Tensor],
+        found: Sequence[Tensor],
+        gain: float,
     ) -> float:
         clip = self._settings.kl_clip
         if clip is None:
@@ -243,7 +248,7 @@ class Preconditioning:
             torch.sum(values * gradient) * rates.get(id(self.layers[name].module.weight), 0.0) ** 2
             for (name, gradient), values in zip(gradients.items(), found, strict=True)
         ]
-        length = abs(float(torch.stack(products).sum()))
+        length = abs(float(torch.stack(products).sum())) * gain**2
         return min(1.0, math.sqrt(clip / length)) if length else 1.0
 
     @property
