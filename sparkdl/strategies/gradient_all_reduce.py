@@ -149,7 +149,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
         )
 
     def require_fits(self, replica: Replica) -> None:
-        """Check the compression's optimizer, and that there is a BatchNorm layer to synchronize."""
+        """Check what compression and preconditioner need, and that there is a BatchNorm layer."""
         if isinstance(self.compression, Compression):
             if any(parameter.is_complex() for parameter in replica.trainable()):
                 raise ConfigError(
@@ -157,6 +157,8 @@ class GradientAllReduce(Strategy["_Reducer"]):
                     "this model has complex parameters: leave it out"
                 )
             self.compression.require_fits(replica)
+        if self.preconditioner is not None:
+            self.preconditioner.require_fits(replica)
         if self.sync_batch_norm:
             batch_norm_layers(replica.module)
 

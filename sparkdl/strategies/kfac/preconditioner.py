@@ -32,7 +32,7 @@ from sparkdl.errors import ConfigError, ModelError
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.kfac.grid import Grid, assign
-from sparkdl.strategies.kfac.layers import factored_layers
+from sparkdl.strategies.kfac.layers import FactoredLayer, factored_layers
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,22 @@ class KFACPreconditioner:
             if type(steps) is not int or steps < 1:
                 raise ConfigError(f"{name} must be a whole number >= 1 of steps, got {steps!r}")
 
+    def require_fits(self, replica: Replica) -> None:
+        """Check that there are layers for it, and learning rates to clip their steps by.
+
+        Raises:
+            ConfigError: the optimizer has no learning rates.
+            ModelError: the model has no layer for it.
+        """
+        _layers(replica)
+        if self.kl_clip is None:
+            return
+        if any("lr" not in group for group in replica.optimizer.param_groups):
+            raise ConfigError(
+                f"{type(replica.optimizer).__name__} has no learning rate by the name of 'lr', "
+                "from which K-FAC learns how far a step goes. Use SGD, or kl_clip=None"
+            )
+
     def start(self, run: Run) -> Preconditioning:
         """Begin to collect; every worker has to do so at the same time.
 
@@ -119,12 +135,7 @@ class Preconditioning:
     """
 
     def __init__(self, settings: KFACPreconditioner, run: Run, everyone: Collective) -> None:
-        self.layers = factored_layers(run.replica.module)
-        if not self.layers:
-            raise ModelError(
-                f"{type(run.replica.module).__name__} has no Linear and no Conv2d layer that "
-                "K-FAC could precondition: leave out the preconditioner"
-            )
+        self.layers = _layers(run.replica)
         self._settings = settings
         self._everyone = everyone
         grid = Grid.of(everyone.world_size, settings.fraction)
@@ -289,6 +300,16 @@ class Preconditioning:
                     empty = torch.zeros_like(like)
                     found[name].append(empty if mine is None else empty.copy_(mine))
         self._hold(found)
+
+
+def _layers(replica: Replica) -> dict[str, FactoredLayer]:
+    found = factored_layers(replica.module)
+    if not found:
+        raise ModelError(
+            f"{type(replica.module).__name__} has no Linear and no Conv2d layer that K-FAC could "
+            "precondition: leave out the preconditioner"
+        )
+    return found
 
 
 def _share(parts: Sequence[Tensor], group: Collective) -> None:
