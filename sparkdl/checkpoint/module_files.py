@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from sparkdl.checkpoint.json_file import read_json_object
 from sparkdl.checkpoint.local_files import whole_directory
@@ -33,6 +33,12 @@ DESCRIPTION = "module.json"
 WEIGHTS = "module.safetensors"
 FORMAT = 4
 """Version of the files' format; a reader refuses a newer one."""
+_CASTS = {
+    torch.float64: nn.Module.double,
+    torch.float32: nn.Module.float,
+    torch.float16: nn.Module.half,
+    torch.bfloat16: nn.Module.bfloat16,
+}
 _ENCODINGS = get_args(Encoding)
 _EPOCH_TYPES = get_type_hints(EpochSummary)
 
@@ -66,7 +72,7 @@ def write_module(saved: SavedModule, directory: Path) -> None:
     """Write the files into an existing directory."""
     # Tied parameters share memory, which safetensors refuses; each name gets a copy of its own.
     state = {
-        name: tensor.detach().clone().contiguous()
+        name: _as_saved(tensor.detach().clone().contiguous())
         for name, tensor in saved.module.state_dict().items()
     }
     save_file(state, directory / WEIGHTS)
@@ -139,16 +145,26 @@ def _put_weights(module: nn.Module, path: Path) -> None:
         state = load_file(path)
     except Exception as error:  # safetensors, torch and the file system, of any kind
         raise ConfigError(f"the weights in {path} are damaged: {error}") from error
-    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     try:
+        for name, tensor in module.state_dict().items():
+            if name in state and tensor.dtype.is_complex and not state[name].is_complex():
+                # A copy, for torch takes complex128 to begin at multiples of 16 bytes, and dies.
+                state[name] = torch.view_as_complex(state[name].clone())
+        dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
         if len(dtypes) == 1:
-            module.to(dtypes.pop())
+            # Not by Module.to, which makes complex numbers real ones.
+            _CASTS[dtypes.pop()](module)
         module.load_state_dict(state)
     except Exception as error:  # modules may load their state in ways of their own
         raise ConfigError(
             f"the weights in {path} are those of another architecture than the model builds now: "
             f"{error}"
         ) from error
+
+
+def _as_saved(tensor: Tensor) -> Tensor:
+    """Of complex128, for which safetensors has no name, real and imaginary parts in a last axis."""
+    return torch.view_as_real(tensor) if tensor.dtype == torch.complex128 else tensor
 
 
 def _read_description(path: Path) -> dict[str, Any]:

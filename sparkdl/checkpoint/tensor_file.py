@@ -35,6 +35,8 @@ _NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.complex128: "C128",  # ours: the library has no name for it, and reads no file with it
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 

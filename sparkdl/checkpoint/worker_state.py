@@ -2,8 +2,8 @@
 
 The center holds what the replicas agree on. Beside it a replica has random number generators, the
 optimizer's hyperparameters, the place of the schedule that has set them, what of the optimizer's
-state is no floating-point number, all of that state where the strategy does not exchange it, and
-what the strategy itself remembers.
+state is no floating-point number, real or complex, all of that state where the strategy does not
+exchange it, and what the strategy itself remembers.
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ def _optimizer_values(optimizer: torch.optim.Optimizer, *, with_floats: bool) ->
         values |= {f"group.{index}.{key}": group[key] for key in group if key != "params"}
     for number, parameter in enumerate(parameters):
         for key, value in optimizer.state.get(parameter, {}).items():
-            is_float = isinstance(value, Tensor) and value.is_floating_point()
+            is_float = isinstance(value, Tensor) and (
+                value.is_floating_point() or value.is_complex()
+            )
             if with_floats or not is_float:
                 values[f"state.{number}.{key}"] = value
     return values

@@ -23,7 +23,7 @@ from typing import Any
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Needs, Run
-from sparkdl.strategies.gradient_all_reduce import GradientAllReduce, _Reducer
+from sparkdl.strategies.gradient_all_reduce import GradientAllReduce, Paced, _Reducer
 from sparkdl.strategies.gradient_noise import NoiseMeter, gain
 from sparkdl.strategies.worker_group import WorkerGroup
 
@@ -84,7 +84,7 @@ class AdaScale(GradientAllReduce):
         """As ``GradientAllReduce``, with steps that are worth more."""
         state = super().start(run)
         assert state.meter is not None
-        state.update = _Scaled(state.meter, state.group.rows_a_step)
+        state.paced = _Scaled(state.meter, state.group.rows_a_step)
         return state
 
     def _meter(self, run: Run, group: WorkerGroup) -> NoiseMeter:
@@ -94,22 +94,22 @@ class AdaScale(GradientAllReduce):
 
     def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
         """What the noise was, and what the steps were worth."""
-        assert isinstance(state.update, _Scaled)
-        return {**super().saved_state(state), "steps": state.update.steps}
+        assert isinstance(state.paced, _Scaled)
+        return {**super().saved_state(state), "steps": state.paced.steps}
 
     def restore_state(self, state: _Reducer, saved: Mapping[str, Any]) -> None:
         """Go on from there."""
         super().restore_state(state, saved)
-        assert isinstance(state.update, _Scaled)
-        state.update.steps = saved["steps"]
+        assert isinstance(state.paced, _Scaled)
+        state.paced.steps = saved["steps"]
 
     def _measured(self, state: _Reducer, meter: NoiseMeter) -> dict[str, float]:
-        assert isinstance(state.update, _Scaled)
-        return {**super()._measured(state, meter), STEPS: state.update.steps}
+        assert isinstance(state.paced, _Scaled)
+        return {**super()._measured(state, meter), STEPS: state.paced.steps}
 
 
-class _Scaled:
-    """Takes the optimizer's steps.
+class _Scaled(Paced):
+    """Steps at the rate of one worker's, times what they gain.
 
     Args:
         meter: measures the noise.
@@ -124,17 +124,14 @@ class _Scaled:
         self._noise = meter.noise
         self._base_rows = base_rows
 
-    def __call__(self, replica: Replica, rows: int) -> None:
-        """Take one.
-
-        Args:
-            replica: this worker's, which has the gradients of all.
-            rows: that these are of; fewer than all workers have at the end of an epoch.
-        """
+    def gain(self, rows: int) -> float:
+        """What the noise says; 1 for those of one worker, which are left at an epoch's end."""
         means = self._noise.means
-        worth = 1.0
-        if means is not None and rows > self._base_rows:
-            worth = gain(*means, rows, self._base_rows)
-        replica.update(worth)
+        if means is None or rows <= self._base_rows:
+            return 1.0
+        return gain(*means, rows, self._base_rows)
+
+    def taken(self, replica: Replica, worth: float) -> None:
+        """Take the schedule along."""
         self.steps += worth
         replica.schedule.lead_to(int(self.steps))

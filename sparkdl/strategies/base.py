@@ -245,6 +245,16 @@ class Strategy(ABC, Generic[State]):
             ConfigError: it cannot; the message says what to change.
         """
 
+    def require_workers(self, num_workers: int) -> None:
+        """Called before any worker is started: check that so many can train like this.
+
+        Args:
+            num_workers: how many there will be.
+
+        Raises:
+            ConfigError: they cannot; the message says what to change.
+        """
+
     def start(self, run: Run) -> State:
         """Called on every worker when its replica holds the center, before its first minibatch.
 

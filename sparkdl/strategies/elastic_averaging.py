@@ -147,20 +147,24 @@ class ElasticAveraging(Strategy[Spring]):
         """Everyone, or nobody."""
         return All() if self._in_step else Nobody()
 
+    def require_workers(self, num_workers: int) -> None:
+        """Check that together they do not move the center further than to their mean and back."""
+        rate, limit = rate_of(self.moving_rate, num_workers), 2 / (1 + num_workers)
+        if self._in_step and rate > limit:
+            raise ConfigError(
+                f"moving_rate={rate:g} is too much for {num_workers} workers, which move the "
+                f"center together: it has to be at most 2 / (1 + workers) = {limit:g}; "
+                f"{CENTER_RATE} / workers = {CENTER_RATE / num_workers:g} is usual"
+            )
+
     def start(self, run: Run) -> Spring:
         """Begin at the center.
 
         Raises:
             ConfigError: the center would overshoot whatever the learning rate.
         """
+        self.require_workers(run.world_size)
         rate = rate_of(self.moving_rate, run.world_size)
-        limit = 2 / (1 + run.world_size)
-        if self._in_step and rate > limit:
-            raise ConfigError(
-                f"moving_rate={rate:g} is too much for {run.world_size} workers, which move the "
-                f"center together: it has to be at most 2 / (1 + workers) = {limit:g}; "
-                f"{CENTER_RATE} / workers = {CENTER_RATE / run.world_size:g} is usual"
-            )
         if self._together:
             return SpringAmongWorkers(run, rate, self.period)
         return Spring(run.replica, rate, in_step=self._in_step)

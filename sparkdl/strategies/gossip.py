@@ -102,8 +102,9 @@ class Shown:
         """Have the worker go on from what it shows."""
         with self._lock:
             for shown, before, values in zip(self.values, self._before, mine, strict=True):
-                before.copy_(shown)
                 values.copy_(shown)
+                # What half precision has rounded away was not learned; it stays in what is shown.
+                before.copy_(values)
 
     # The two ends of a visit.
 

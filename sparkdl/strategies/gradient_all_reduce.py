@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -149,7 +149,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
         )
 
     def require_fits(self, replica: Replica) -> None:
-        """Check the compression's optimizer, and that there is a BatchNorm layer to synchronize."""
+        """Check what compression and preconditioner need, and that there is a BatchNorm layer."""
         if isinstance(self.compression, Compression):
             if any(parameter.is_complex() for parameter in replica.trainable()):
                 raise ConfigError(
@@ -157,6 +157,8 @@ class GradientAllReduce(Strategy["_Reducer"]):
                     "this model has complex parameters: leave it out"
                 )
             self.compression.require_fits(replica)
+        if self.preconditioner is not None:
+            self.preconditioner.require_fits(replica)
         if self.sync_batch_norm:
             batch_norm_layers(replica.module)
 
@@ -252,6 +254,26 @@ class GradientAllReduce(Strategy["_Reducer"]):
         return segments
 
 
+class Paced:
+    """Steps at the optimizer's own learning rates."""
+
+    def gain(self, rows: int) -> float:
+        """By what the rates of the next step are multiplied.
+
+        Args:
+            rows: of all workers in it; fewer than most have at the end of an epoch.
+        """
+        return 1.0
+
+    def taken(self, replica: Replica, worth: float) -> None:
+        """Called after each step.
+
+        Args:
+            replica: this worker's.
+            worth: the step's gain.
+        """
+
+
 class _Reducer:
     """What one worker needs to take part in every step.
 
@@ -265,7 +287,7 @@ class _Reducer:
         preconditioning: what is done to them; None for nothing.
 
     Attributes:
-        update: takes the optimizer's step, given the replica and the rows of all workers in it.
+        paced: says at which rate the optimizer takes its steps.
     """
 
     def __init__(
@@ -284,7 +306,7 @@ class _Reducer:
         self.compressor = compressor
         self.meter = meter
         self.preconditioning = preconditioning
-        self.update: Callable[[Replica, int], None] = lambda replica, rows: replica.update()
+        self.paced = Paced()
         self._batch_size = batch_size
         self._loss: ModelAndLoss = model.module
 
@@ -329,10 +351,12 @@ class _Reducer:
             self.compressor.before_update()
         if self.meter is not None:
             self.meter.end_step(total)
+        gain = self.paced.gain(total)
         if self.preconditioning is not None:
-            self.preconditioning.precondition(replica, total)
+            self.preconditioning.precondition(replica, total, gain)
         with collective.guarded("the exchange of parameter shards"):
-            self.update(replica, total)
+            replica.update(gain)
+        self.paced.taken(replica, gain)
 
     def _measured(self, weight: float, examples: int) -> AbstractContextManager[None]:
         return nullcontext() if self.meter is None else self.meter.backward(weight, examples)

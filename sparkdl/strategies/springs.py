@@ -147,7 +147,11 @@ class SpringAmongWorkers(Spring):
         super().__init__(run.replica, rate, in_step=True)
         self._group = WorkerGroup(run, run.batch_size)
         self._period = period
-        self._sums = [_wide(values) for values in self._parameters(self._other)]
+        centers = self._parameters(self._other)
+        self._sums = [_wide(values) for values in centers]
+        # The center in float32, as the driver's would be, where rounding each round to half
+        # precision would lose small pulls; else the center itself.
+        self._exact = [values.float() if values.dtype in HALVES else values for values in centers]
         # Waits for the sums that are under way, and moves the center.
         self._arrive: Callable[[], None] | None = None
 
@@ -164,6 +168,21 @@ class SpringAmongWorkers(Spring):
             self._begin_round(run)
         self._settle()
         self._group.commit(run, self._other, last=True)
+
+    def saved(self) -> dict[str, Any]:
+        """For ``restore``, while the replica trains; the center only if nobody else has it so."""
+        return super().saved() | {f"center.{i}": exact for i, exact in self._apart().items()}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what was ``saved``, while the replica holds the center of that commit."""
+        super().restore(saved)
+        for index, exact in self._apart().items():
+            exact.copy_(saved[f"center.{index}"])
+
+    def _apart(self) -> dict[int, Tensor]:
+        """The centers that are kept in float32 beside those that the replica can hold."""
+        ends = zip(self._exact, self._parameters(self._other), strict=True)
+        return {i: exact for i, (exact, center) in enumerate(ends) if exact is not center}
 
     def _begin_round(self, run: Run) -> None:
         """Send the replica, if it has trained in the window, and do not wait for the others'."""
@@ -205,10 +224,12 @@ class SpringAmongWorkers(Spring):
             arrive()
 
     def _move_center(self, arrivals: list[Callable[[], None]], replicas: int) -> None:
-        centers = self._parameters(self._other)
-        for center, total, arrive in zip(centers, self._sums, arrivals, strict=True):
+        ends = zip(self._exact, self._parameters(self._other), self._sums, arrivals, strict=True)
+        for exact, center, total, arrive in ends:
             arrive()
-            center.copy_(total.mul_(self._rate).add_(center, alpha=1 - replicas * self._rate))
+            exact.copy_(total.mul_(self._rate).add_(exact, alpha=1 - replicas * self._rate))
+            if exact is not center:
+                center.copy_(exact)
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from sparkdl.averager.values.finite import require_finite
 from sparkdl.averager.values.sparse import Sparse
-from sparkdl.averager.values.wire_format import FullPrecision, SparseChanges, WireFormat
+from sparkdl.averager.values.wire_format import FullPrecision, SparseChanges, WireFormat, as_held
 from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
 from sparkdl.protocols import Batch
@@ -138,11 +138,11 @@ class ThresholdGradientSharing(Strategy["_Sharing"]):
 
     def saved_state(self, state: _Sharing) -> Mapping[str, Any]:
         """The residual, and the threshold of the next message."""
-        return state.encoder.saved()
+        return state.saved()
 
     def restore_state(self, state: _Sharing, saved: Mapping[str, Any]) -> None:
         """Go on with both."""
-        state.encoder.restore(saved)
+        state.restore(saved)
 
     def rows_changed(self, run: Run, state: _Sharing) -> None:
         """Learn how many windows all workers have now."""
@@ -181,6 +181,14 @@ class _Sharing(ABC):
         )
         self.encoder = ThresholdEncoder(encoding, self._encoded(self._center))
 
+    def saved(self) -> dict[str, Any]:
+        """For ``restore``."""
+        return self.encoder.saved()
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what was ``saved``, while the replica holds the center of that commit."""
+        self.encoder.restore(saved)
+
     def rows_changed(self, run: Run) -> None:  # noqa: B027 - not all have to know
         """Take note that the workers have other rows."""
 
@@ -198,8 +206,9 @@ class _Sharing(ABC):
         for values in mine:
             # What is not a number is not above the threshold either, and would stay for ever.
             require_finite(values, window)
-        encoded = map(self._encoded, (mine, self._center, out))
-        self.encoder.encode(*encoded)
+        learned, known, shares = map(self._encoded, (mine, self._center, out))
+        held = [as_held(c, v.dtype) for c, v in zip(known, learned, strict=True)]
+        self.encoder.encode(learned, held, shares)
         parts = zip(mine, self._center, out, self._is_encoded, strict=True)
         for values, center, share, is_encoded in parts:
             if not is_encoded:
@@ -248,6 +257,25 @@ class _AmongWorkers(_Sharing):
         self._period = strategy.period
         self._commit_every = strategy.commit_every
         self._shares = [torch.zeros_like(values) for values in self._center]
+        # The driver is handed the center as replicas hold it.
+        self._rounded = [
+            index
+            for index, (values, center) in enumerate(
+                zip(self._mine(run), self._center, strict=True)
+            )
+            if values.dtype != center.dtype
+        ]
+
+    def saved(self) -> dict[str, Any]:
+        """For ``restore``; the center too where nobody else has it without rounding."""
+        centers = {f"center.{index}": self._center[index] for index in self._rounded}
+        return super().saved() | centers
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what was ``saved``."""
+        super().restore(saved)
+        for index in self._rounded:
+            self._center[index].copy_(saved[f"center.{index}"])
 
     def rows_changed(self, run: Run) -> None:
         """Learn how many windows all workers have now."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import Net
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sparkdl import EpochSummary, load_module
@@ -207,3 +207,24 @@ def test_a_model_built_with_lazy_layers_comes_back_with_its_values(tmp_path: Pat
     assert same_state(found, module)
     features = torch.randn(2, 4)
     assert torch.equal(found(features), module(features))
+
+
+def spectral(dtype: torch.dtype) -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2, dtype=dtype), nn.BatchNorm1d(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_parameters_beside_real_ones_come_back_whole(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    module = spectral(dtype)
+    write(module, partial(spectral, dtype), tmp_path)
+    assert same_state(read_module(tmp_path, trust=True).module, module)
+
+
+def test_complex_parameters_of_another_shape_are_refused(tmp_path: Path) -> None:
+    write(spectral(torch.complex128), partial(spectral, torch.complex64), tmp_path)
+    state = {k: v.clone() for k, v in load_file(tmp_path / "module.safetensors").items()}
+    save_file({**state, "1.bias": torch.zeros(2)}, tmp_path / "module.safetensors")
+    with pytest.raises(ConfigError, match="another architecture"):
+        read_module(tmp_path, trust=True)

@@ -74,6 +74,39 @@ def test_training_goes_on_with_the_same_bits(build: Any) -> None:
     assert torch.equal(bits(other), bits(module))
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_parameters_go_on_with_the_same_bits(dtype: torch.dtype) -> None:
+    weights = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j], dtype=dtype))
+    optimizer = torch.optim.Adam([weights])
+
+    def take_steps(trained: nn.Parameter, by: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            by.zero_grad()
+            trained.abs().square().sum().backward()
+            by.step()
+
+    take_steps(weights, optimizer)
+    octets = pack_worker_state(optimizer, CPU, center_has_optimizer=False)
+    other = nn.Parameter(weights.detach().clone())
+    take_steps(weights, optimizer)
+
+    resumed = torch.optim.Adam([other])
+    unpack_worker_state(octets, resumed, CPU)
+    take_steps(other, resumed)
+    assert torch.equal(other, weights)
+
+
+def test_complex_state_that_the_center_holds_is_left_out() -> None:
+    weights = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer = torch.optim.Adam([weights])
+    weights.abs().sum().backward()
+    optimizer.step()
+    tensors, _ = read_tensors(
+        io.BytesIO(pack_worker_state(optimizer, CPU, center_has_optimizer=True))
+    )
+    assert not [name for name in tensors if name.startswith("state.0.exp_avg")]
+
+
 def test_state_that_the_center_holds_is_left_out() -> None:
     module = network()
     optimizer = torch.optim.Adam(module.parameters())

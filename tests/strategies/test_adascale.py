@@ -17,7 +17,7 @@ from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import WindowReport
-from sparkdl.strategies import AdaScale, GradientAllReduce
+from sparkdl.strategies import AdaScale, GradientAllReduce, KFACPreconditioner
 from sparkdl.testing import run_world
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -106,6 +106,23 @@ def test_one_worker_trains_as_without_it() -> None:
         {"adascale_steps": 6.0},
         {"adascale_steps": 12.0},
     ]
+
+
+def test_a_step_that_kfac_clips_is_as_long_at_any_gain() -> None:
+    # So short that all are clipped: to a length in which there is no rate.
+    clipped = KFACPreconditioner(0.05, 0.9, 1, 1, kl_clip=1e-6)
+    plain_sgd = partial(torch.optim.SGD, lr=0.1)
+    shards = classification([16, 16]).shards()
+    modules = [
+        run_world(
+            make_job(mlp(), strategy=strategy, optimizer=plain_sgd), shards, ranks_as="processes"
+        ).module
+        for strategy in (
+            AdaScale(preconditioner=clipped),
+            GradientAllReduce(preconditioner=clipped),
+        )
+    ]
+    assert relative_error(*modules) < 1e-9
 
 
 class Interrupted(Exception):

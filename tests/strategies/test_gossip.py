@@ -249,3 +249,16 @@ def say(host: Shown, header: dict[str, Any], *values: torch.Tensor) -> None:
             connection.send_values(each)
         with pytest.raises(ConnectionLostError):
             connection.receive_header()
+
+
+def test_half_precision_loses_nothing_of_many_small_pushes() -> None:
+    mine = [torch.ones(4, dtype=torch.bfloat16)]
+    shown = Shown([torch.ones(4)])
+    shown.open(1, mine)
+    for _ in range(16):
+        shown.publish(mine)
+        shown.adopt(mine)
+        shown.values[0] += 2.0**-10  # what a visitor does, an eighth of what the replica can hold
+    shown.publish(mine)
+    shown.adopt(mine)
+    assert mine[0].float().tolist() == [1 + 2.0**-6] * 4

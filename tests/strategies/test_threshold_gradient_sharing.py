@@ -19,7 +19,7 @@ from members import same_bits
 from misbehaving import KillsOnce, die_after
 from recorded import recorded_decisions
 from replayed import Replay
-from torch import nn
+from torch import Tensor, nn
 from toys import (
     Data,
     average_by_hand,
@@ -34,7 +34,8 @@ from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, NonFiniteError
 from sparkdl.events import WindowReport
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.strategies import ParameterAveraging, ThresholdGradientSharing
+from sparkdl.replica import Replica
+from sparkdl.strategies import ParameterAveraging, Run, ThresholdGradientSharing
 from sparkdl.testing import run_world
 from sparkdl.worker import Job
 
@@ -265,6 +266,75 @@ def test_a_killed_worker_comes_back_without_its_residual_and_nothing_else_is_los
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
     oracle = ByHand(DATA).follow(decisions)
     assert relative_error(outcome.module.get_submodule("net"), oracle) < 1e-9
+
+
+class Alone:
+    """A driver, and a group, of one worker, by what shares of which the center moves."""
+
+    index, members, deadline_s, device = 0, (0,), 30.0, torch.device("cpu")
+
+    def __init__(self, center: Tensor) -> None:
+        self.center = center
+
+    def exchange(self, segments: list[Tensor], window: WindowReport) -> None:
+        self.center += segments[0]
+        segments[0].copy_(self.center)
+
+    def gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
+        return [value]
+
+    def all_gather(self, values: Tensor) -> list[Tensor]:
+        return [values]
+
+
+def half_precision_run() -> Run:
+    """Of a replica of ones, which takes no steps."""
+    module = nn.Linear(2, 1, bias=False).bfloat16()
+    nn.init.ones_(module.weight)
+    replica = Replica(module, partial(torch.optim.SGD, lr=0.0), nn.MSELoss())
+    alone: Any = Alone(torch.ones(2))
+    return Run(0, replica, alone, rows=100, collective=alone)
+
+
+def learn_once(run: Run) -> None:
+    """More than the replica can hold; each message has less."""
+    for values in run.replica.segments(with_optimizer=False):
+        values += 2.0**-6
+
+
+def share(run: Run, state: Any, times: int) -> None:
+    for _ in range(times):
+        run.examples = 1
+        state.exchange(run)
+
+
+@pytest.mark.parametrize("aggregation", ["driver", "executors"])
+def test_thresholds_below_half_precision_add_up_in_the_center(aggregation: Any) -> None:
+    strategy = ThresholdGradientSharing(2.0**-10, None, None, aggregation=aggregation)
+    run = half_precision_run()
+    state = strategy.start(run)
+    learn_once(run)
+    share(run, state, 20)
+    (held,) = run.replica.segments(with_optimizer=False)
+    assert held.tolist() == [1 + 2.0**-6] * 2
+
+
+def test_a_center_of_half_precision_goes_on_among_executors() -> None:
+    strategy = ThresholdGradientSharing(2.0**-10, None, None, aggregation="executors")
+    run = half_precision_run()
+    state = strategy.start(run)
+    learn_once(run)
+    for _ in range(4):  # none of which reaches the replica if it starts from there
+        share(run, state, 2)
+        saved = {key: copy.deepcopy(value) for key, value in strategy.saved_state(state).items()}
+        (held,) = run.replica.segments(with_optimizer=False)
+        run = half_precision_run()
+        run.replica.segments(with_optimizer=False)[0].copy_(held)
+        state = strategy.start(run)
+        strategy.restore_state(state, saved)
+    share(run, state, 12)
+    (held,) = run.replica.segments(with_optimizer=False)
+    assert held.tolist() == [1 + 2.0**-6] * 2
 
 
 class TurnsBad(nn.Module):

@@ -48,6 +48,19 @@ class WireFormat(Protocol):
         """Worker: write the new center into ``values`` (and ``base``)."""
 
 
+def as_held(center: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a replica has been given of a center, still in the center's dtype.
+
+    A replica of half precision holds less than there is. What it lacks it has not unlearned: each
+    round would take from the center again what the last has moved it by.
+
+    Args:
+        center: never narrower than the replica.
+        dtype: the replica's.
+    """
+    return center.to(dtype).to(center.dtype)
+
+
 class FullPrecision:
     """Every value travels in the replica's own dtype."""
 
@@ -95,7 +108,9 @@ class Changes:
 
     def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
         """The change."""
-        return values - base if segment.averaged and base is not None else values
+        if not segment.averaged or base is None:
+            return values
+        return values.to(base.dtype) - as_held(base, values.dtype)
 
     def decode(self, reply: Tensor, values: Tensor, base: Tensor | None, segment: Segment) -> None:
         """Overwrite both."""
@@ -151,7 +166,9 @@ class RoundedChanges:
 
     def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
         """The change."""
-        return values - base if segment.averaged and base is not None else values
+        if not segment.averaged or base is None:
+            return values
+        return values.to(base.dtype) - as_held(base, values.dtype)
 
     def decode(self, reply: Tensor, values: Tensor, base: Tensor | None, segment: Segment) -> None:
         """Move the base by the mean change, exactly as the averager moved the center."""

@@ -74,7 +74,7 @@ class Preflight:
 
     Raises:
         ConfigError: more workers than slots, or the strategy does not go with the model, the
-            optimizer or ``clipNorm``.
+            optimizer, ``clipNorm`` or the number of workers.
         DataError: a column is missing, doubled or of a type that is no number.
         ModelError: the model, loss or optimizer cannot be built or shipped.
 
@@ -164,6 +164,7 @@ class Preflight:
                 f"it to at most {num_workers}"
             )
         strategy = self.job.strategy
+        strategy.require_workers(num_workers)
         at_once = _name(strategy) if strategy.needs.gang_start else None
         delivery, replanned = delivered(
             frame, num_workers // ranks, ranks, params.getShuffleRows(), at_once

@@ -17,7 +17,7 @@ ranks, on each worker alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,7 +92,8 @@ class _Largest(Compressor):
             self.errors[place] = whole
 
         means = [torch.zeros_like(self.errors[place]) for place in gradients]
-        every_place = self.collective.all_gather(torch.cat(places).int())
+        wide_enough = place_dtype([len(mean) for mean in means])
+        every_place = self.collective.all_gather(torch.cat(places).to(wide_enough))
         every_value = self.collective.all_gather(torch.cat(values))
         for of_one, sent in zip(every_place, every_value, strict=True):
             parts = zip(means, torch.split(of_one, counts), torch.split(sent, counts), strict=True)
@@ -102,3 +103,13 @@ class _Largest(Compressor):
         for mean, gradient in zip(means, gradients.values(), strict=True):
             mean.div_(self.collective.world_size)
             gradient.copy_(mean.view(gradient.shape))
+
+
+def place_dtype(entries: Sequence[int]) -> torch.dtype:
+    """In which whole numbers places are sent: 4 bytes, unless a parameter ends beyond these.
+
+    Args:
+        entries: of each parameter; the same on all workers, and so is the answer.
+    """
+    last = max(entries, default=0) - 1
+    return torch.int32 if last <= torch.iinfo(torch.int32).max else torch.int64

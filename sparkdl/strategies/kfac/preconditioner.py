@@ -32,7 +32,7 @@ from sparkdl.errors import ConfigError, ModelError
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.kfac.grid import Grid, assign
-from sparkdl.strategies.kfac.layers import factored_layers
+from sparkdl.strategies.kfac.layers import FactoredLayer, factored_layers
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,22 @@ class KFACPreconditioner:
             if type(steps) is not int or steps < 1:
                 raise ConfigError(f"{name} must be a whole number >= 1 of steps, got {steps!r}")
 
+    def require_fits(self, replica: Replica) -> None:
+        """Check that there are layers for it, and learning rates to clip their steps by.
+
+        Raises:
+            ConfigError: the optimizer has no learning rates.
+            ModelError: the model has no layer for it.
+        """
+        _layers(replica)
+        if self.kl_clip is None:
+            return
+        if any("lr" not in group for group in replica.optimizer.param_groups):
+            raise ConfigError(
+                f"{type(replica.optimizer).__name__} has no learning rate by the name of 'lr', "
+                "from which K-FAC learns how far a step goes. Use SGD, or kl_clip=None"
+            )
+
     def start(self, run: Run) -> Preconditioning:
         """Begin to collect; every worker has to do so at the same time.
 
@@ -119,12 +135,7 @@ class Preconditioning:
     """
 
     def __init__(self, settings: KFACPreconditioner, run: Run, everyone: Collective) -> None:
-        self.layers = factored_layers(run.replica.module)
-        if not self.layers:
-            raise ModelError(
-                f"{type(run.replica.module).__name__} has no Linear and no Conv2d layer that "
-                "K-FAC could precondition: leave out the preconditioner"
-            )
+        self.layers = _layers(run.replica)
         self._settings = settings
         self._everyone = everyone
         grid = Grid.of(everyone.world_size, settings.fraction)
@@ -166,12 +177,13 @@ class Preconditioning:
             total += moment
 
     @torch.no_grad()
-    def precondition(self, replica: Replica, rows: int) -> None:
+    def precondition(self, replica: Replica, rows: int, gain: float = 1.0) -> None:
         """Overwrite the gradients, which all workers have, by preconditioned ones.
 
         Args:
             replica: this worker's.
             rows: of all workers in the step.
+            gain: by what the learning rates are multiplied for this step.
         """
         if self._steps % self._settings.factors_every == 0:
             self._update_factors(rows)
@@ -193,7 +205,7 @@ class Preconditioning:
             for name, each in there.items()
         ]
         _share(found, self._column)
-        nu = self._scale(replica, there, found)
+        nu = self._scale(replica, there, found, gain)
         for name, values in zip(there, found, strict=True):
             self.layers[name].set_gradient(values * nu)
 
@@ -232,7 +244,11 @@ class Preconditioning:
         self._decomposed = {name: _Decomposed(*parts) for name, parts in found.items()}
 
     def _scale(
-        self, replica: Replica, gradients: Mapping[str, Tensor], found: Sequence[Tensor]
+        self,
+        replica: Replica,
+        gradients: Mapping[str, Tensor],
+        found: Sequence[Tensor],
+        gain: float,
     ) -> float:
         clip = self._settings.kl_clip
         if clip is None:
@@ -243,7 +259,7 @@ class Preconditioning:
             torch.sum(values * gradient) * rates.get(id(self.layers[name].module.weight), 0.0) ** 2
             for (name, gradient), values in zip(gradients.items(), found, strict=True)
         ]
-        length = abs(float(torch.stack(products).sum()))
+        length = abs(float(torch.stack(products).sum())) * gain**2
         return min(1.0, math.sqrt(clip / length)) if length else 1.0
 
     @property
@@ -284,6 +300,16 @@ class Preconditioning:
                     empty = torch.zeros_like(like)
                     found[name].append(empty if mine is None else empty.copy_(mine))
         self._hold(found)
+
+
+def _layers(replica: Replica) -> dict[str, FactoredLayer]:
+    found = factored_layers(replica.module)
+    if not found:
+        raise ModelError(
+            f"{type(replica.module).__name__} has no Linear and no Conv2d layer that K-FAC could "
+            "precondition: leave out the preconditioner"
+        )
+    return found
 
 
 def _share(parts: Sequence[Tensor], group: Collective) -> None:

@@ -15,6 +15,7 @@ from sparkdl.averager.values.wire_format import (
     WIRE_FORMATS,
     BFloat16Changes,
     Changes,
+    Float8Changes,
     FullPrecision,
     WireFormat,
 )
@@ -102,3 +103,18 @@ def test_replies_arrive_on_the_cpu_also_for_replicas_on_a_gpu(wire_format: WireF
     reply = torch.full((4,), 2.0).to(wire_format.wire_dtype(FLOATS))
     wire_format.decode(reply, values, base if wire_format.sends_changes(FLOATS) else None, FLOATS)
     assert values.tolist() == [3.0 if wire_format.replies_changes else 2.0] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "wire_format", [Changes(), BFloat16Changes(), Float8Changes()], ids=lambda each: each.name
+)
+def test_what_a_replica_cannot_hold_of_the_center_is_no_change(
+    wire_format: WireFormat, dtype: torch.dtype
+) -> None:
+    segment = Segment("parameters", dtype, 4)
+    base = torch.full((4,), 1 + 2.0**-13)
+    values = base.to(dtype)
+    values[0] += 2.0**-3
+    change = wire_format.encode(values, base, segment)
+    assert (change.dtype, change.tolist()) == (torch.float32, [2.0**-3, 0, 0, 0])

@@ -14,10 +14,16 @@ from frames import CLASSES, WIDTH, estimator, frame
 from pyspark.sql import SparkSession
 from torch import nn
 
-from sparkdl.errors import ConfigError, DataError
+from sparkdl.errors import ConfigError, DataError, ModelError
 from sparkdl.estimator.checks.preflight import Preflight
 from sparkdl.feed.statistics import ColumnStatistics, DataStatistics
-from sparkdl.strategies import AdaScale, GradientAllReduce, OneBitAdam
+from sparkdl.strategies import (
+    AdaScale,
+    ElasticAveraging,
+    GradientAllReduce,
+    KFACPreconditioner,
+    OneBitAdam,
+)
 
 
 def test_the_replica_that_was_tried_out_is_gone_before_training(spark: SparkSession) -> None:
@@ -73,6 +79,7 @@ class Rateless(torch.optim.Optimizer):
 
 
 SIGNS = GradientAllReduce(compression=OneBitAdam(10))
+KFAC = GradientAllReduce(preconditioner=KFACPreconditioner())
 ADAM = partial(torch.optim.Adam, lr=0.1)
 
 
@@ -83,11 +90,26 @@ ADAM = partial(torch.optim.Adam, lr=0.1)
         ({"strategy": SIGNS, "optimizer": ADAM, "clipNorm": 1.0}, "leave out clipNorm"),
         ({"strategy": GradientAllReduce(sync_batch_norm=True)}, "has no BatchNorm layer"),
         ({"strategy": AdaScale(), "optimizer": Rateless}, "Rateless has no learning rate"),
+        ({"strategy": KFAC, "optimizer": Rateless}, "Rateless has no learning rate.*kl_clip=None"),
+        ({"strategy": ElasticAveraging(moving_rate=0.9)}, "is too much for 2 workers"),
     ],
-    ids=["sgd", "clipped", "nothing-to-synchronize", "no-rate"],
+    ids=["sgd", "clipped", "nothing-to-synchronize", "no-rate", "no-rate-to-clip", "overshoots"],
 )
 def test_a_strategy_that_does_not_go_with_the_rest_is_refused_before_workers_start(
     spark: SparkSession, settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         Preflight(estimator(**settings), frame(spark))
+
+
+def test_kfac_is_refused_before_workers_start_if_no_layer_is_for_it(spark: SparkSession) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(CLASSES))
+
+        def forward(self, features: torch.Tensor) -> torch.Tensor:
+            return features[:, :1] * self.scale
+
+    with pytest.raises(ModelError, match="Scaled has no Linear and no Conv2d layer"):
+        Preflight(estimator(model=Scaled(), strategy=KFAC), frame(spark))

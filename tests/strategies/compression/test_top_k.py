@@ -22,6 +22,8 @@ from toys import classification, make_job, mlp, relative_error, schema
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
 from sparkdl.strategies import GradientAllReduce, TopK
+from sparkdl.strategies.compression import top_k
+from sparkdl.strategies.compression.top_k import place_dtype
 from sparkdl.testing import run_world
 from sparkdl.worker import Job
 
@@ -124,6 +126,30 @@ def test_all_entries_are_the_mean_of_all_gradients_and_nothing_is_left() -> None
                 mean = (gradients(0, number)[place] + gradients(1, number)[place]) / 2
                 assert torch.equal(values, mean)
                 assert not errors[place].any()
+
+
+@pytest.mark.parametrize(
+    ("entries", "dtype"),
+    [
+        ([], torch.int32),
+        ([3, 2**31], torch.int32),
+        ([3, 2**31 + 1], torch.int64),
+        ([2**31 + 1, 3], torch.int64),
+    ],
+)
+def test_places_are_sent_in_numbers_that_reach_the_largest_parameters_end(
+    entries: list[int], dtype: torch.dtype
+) -> None:
+    assert place_dtype(entries) is dtype
+
+
+def test_places_of_64_bits_stand_for_the_same_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top_k, "place_dtype", lambda entries: torch.int64)
+    ranks = of_all(2, lambda member: steps_of(member, TopK(0.1), 2))
+    for number, expected in enumerate(by_hand(0.1, 2, 2)):
+        for steps in ranks:
+            for place, agreed in steps[number][1].items():
+                np.testing.assert_array_equal(agreed.numpy(), expected[place])
 
 
 def test_half_precision_keeps_its_errors_in_float32() -> None:
