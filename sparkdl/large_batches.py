@@ -141,11 +141,15 @@ class LAMB(_Layerwise):
             state["exp_avg_sq"] = torch.zeros_like(weights)
         state["step"] += 1
         steps, (first, second) = float(state["step"]), group["betas"]
-        mean = state["exp_avg"].lerp_(gradient, 1 - first)
-        square = state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        is_layer, means, squares = weights.dim() > 1, state["exp_avg"], state["exp_avg_sq"]
+        if weights.is_complex():  # the real and the imaginary part each have a variance, as in Adam
+            weights, gradient = torch.view_as_real(weights), torch.view_as_real(gradient)
+            means, squares = torch.view_as_real(means), torch.view_as_real(squares)
+        mean = means.lerp_(gradient, 1 - first)
+        square = squares.mul_(second).addcmul_(gradient, gradient, value=1 - second)
         root = square.div(1 - second**steps).sqrt_().add_(group["eps"])
         update = mean.div(root).div_(1 - first**steps)
-        if weights.dim() > 1:
+        if is_layer:
             update.add_(weights, alpha=group["weight_decay"])
             update.mul_(_ratio(weights.norm(), update.norm()))
         weights.add_(update, alpha=-group["lr"])

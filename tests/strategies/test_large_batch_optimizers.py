@@ -65,6 +65,20 @@ def test_a_step_is_the_papers(build: Any, rule: Any, shape: Any, scale: float) -
         np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-9)
 
 
+@pytest.mark.parametrize("build", [FAST, ADAPTIVE], ids=["lars", "lamb"])
+def test_a_complex_layer_takes_the_steps_of_its_real_and_imaginary_parts(build: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.nn.Parameter(torch.randn(4, 3, dtype=torch.complex64, generator=generator))
+    parts = torch.nn.Parameter(torch.view_as_real(whole.detach()).clone())
+    optimizers = build([whole]), build([parts])
+    for _ in range(3):
+        parts.grad = torch.randn(4, 3, 2, generator=generator)
+        whole.grad = torch.view_as_complex(parts.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(torch.view_as_real(whole.detach()), parts.detach())
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
