@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import posixpath
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ LOGGED = "sparkdl.model"
 """The tag that says which model of the run is of its end."""
 PARAMS_A_CALL = 100
 """MLflow's own limit."""
+MAX_NAME = 250
+"""Characters of a name, MLflow's own limit too."""
 _NOT_IN_NAMES = re.compile(r"[^\w\-. /:]")
 
 
@@ -135,7 +138,8 @@ class _Run:
             **setup.settings,
         }
         param = self._mlflow.entities.Param
-        named = {_name(name): str(value) for name, value in told.items()}
+        names = names_of(told)
+        named = {names[name]: str(value) for name, value in told.items()}
         new = [param(name, value) for name, value in named.items() if name not in self._params]
         for start in range(0, len(new), PARAMS_A_CALL):
             self._client.log_batch(self._id, params=new[start : start + PARAMS_A_CALL])
@@ -146,11 +150,11 @@ class _Run:
             return
         values = {**metrics_of(summary), "examples_per_second": summary.examples_per_second}
         now = int(time.time() * 1000)
-        metric = self._mlflow.entities.Metric
+        metric, names = self._mlflow.entities.Metric, names_of(values)
         self._client.log_batch(
             self._id,
             metrics=[
-                metric(_name(name), value, now, summary.epoch)
+                metric(names[name], value, now, summary.epoch)
                 for name, value in values.items()
                 if math.isfinite(value)
             ],
@@ -243,6 +247,28 @@ class _Run:
             self._mlflow.set_tracking_uri(before)
 
 
+def names_of(given: Iterable[str]) -> dict[str, str]:
+    """Names as MLflow takes them, which stay apart: what clashes is numbered in its order.
+
+    Args:
+        given: names that differ.
+    """
+    names = {name: _name(name) for name in given}
+    taken = {name for name, cleaned in names.items() if name == cleaned}
+    for name, cleaned in names.items():
+        if name == cleaned:
+            continue
+        number, one = 1, cleaned
+        while one in taken:
+            number += 1
+            one = f"{cleaned[: MAX_NAME - len(str(number)) - 1]}_{number}"
+        taken.add(one)
+        names[name] = one
+    return names
+
+
 def _name(name: str) -> str:
-    """A name as MLflow takes it."""
-    return _NOT_IN_NAMES.sub("_", name)[:250]
+    cleaned = _NOT_IN_NAMES.sub("_", name)
+    if posixpath.normpath(cleaned) != cleaned or cleaned.startswith((".", "/")):
+        cleaned = "_" + cleaned.replace("/", "_")  # MLflow takes names for paths in a store
+    return cleaned[:MAX_NAME]

@@ -62,7 +62,7 @@ class TensorBoard(Callback):
         """Write what the epoch came to."""
         curves: _Curves = training.kept[self]
         values = {
-            f"{name.removeprefix(VALIDATION)}/{_kind(name, summary)}": value
+            f"{_curve(name, summary)}/{_kind(name, summary)}": value
             for name, value in metrics_of(summary).items()
         }
         values["speed/rows_per_second"] = summary.examples_per_second
@@ -101,6 +101,13 @@ class _Curves:
         gone, self._seconds = seconds - self._seconds, seconds
         whole = float(gone.sum()) or 1.0
         return {f"time/{name}": float(gone[k]) / whole for k, name in enumerate(PHASES)}
+
+
+def _curve(name: str, summary: EpochSummary) -> str:
+    """The number that a curve is of; two metrics are two, whatever their names."""
+    base = name.removeprefix(VALIDATION)
+    both = name in summary.metrics and base in summary.metrics
+    return name if both else base
 
 
 def _kind(name: str, summary: EpochSummary) -> str:

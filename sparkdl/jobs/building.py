@@ -12,6 +12,10 @@ from functools import partial
 from typing import Any
 
 from jsonargparse import Namespace
+from pyspark.errors import IllegalArgumentException
+from pyspark.ml.wrapper import JavaParams
+
+from sparkdl.errors import ConfigError
 
 
 def built(spec: Any) -> Any:
@@ -31,6 +35,27 @@ def built(spec: Any) -> Any:
     if isinstance(spec, (list, tuple)):
         return type(spec)(built(each) for each in spec)
     return spec
+
+
+def checked_stage(place: str, spec: Any) -> Any:
+    """One of pyspark.ml's stages or evaluators, whose values its Java class has taken.
+
+    Python hands them over when the stage is used, which for an evaluator is after a training.
+
+    Args:
+        place: where in the configuration it stands.
+        spec: as for ``built``.
+
+    Raises:
+        ConfigError: an argument is not what it takes.
+    """
+    try:
+        stage = built(spec)
+        if isinstance(stage, JavaParams):
+            stage._transfer_params_to_java()
+    except (IllegalArgumentException, TypeError, ValueError) as error:
+        raise ConfigError(f"{place}: {error}") from error
+    return stage
 
 
 def builder(spec: Any) -> Any:

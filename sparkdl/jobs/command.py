@@ -19,6 +19,7 @@ from sparkdl.jobs.exits import Exit, exit_of
 from sparkdl.jobs.grammar import JobName, Settings, read_settings
 from sparkdl.jobs.locations import locate, spark_path
 from sparkdl.jobs.output import Output, Run
+from sparkdl.jobs.refusal import Refused, result_file_of
 from sparkdl.jobs.result import circumstances, clear_result, failure, finite, write_result
 from sparkdl.spark.session.session import create_session
 
@@ -62,8 +63,12 @@ def run_command(job: JobName, work: Callable[[Work], Found], arguments: list[str
     began = datetime.now(UTC)
     try:
         settings = read_settings(job, arguments)
+    except Refused as error:
+        _leave_refusal(job, result_file_of(arguments), began, Exit.CONFIGURATION, error)
+        raise
     except SparkDLError as error:
         print(f"{job}.py: {error}", file=sys.stderr)
+        _leave_refusal(job, result_file_of(arguments), began, exit_of(error), error)
         return int(exit_of(error))
     context = {"job": job} | ({"run_id": settings.run_id} if settings.run_id else {})
     logs.configure(settings.log_format, settings.log_level, context)
@@ -90,6 +95,18 @@ def run_command(job: JobName, work: Callable[[Work], Found], arguments: list[str
     elif words:
         print(words, flush=True)
     return int(code)
+
+
+def _leave_refusal(
+    job: JobName, path: str | None, began: datetime, code: Exit, error: BaseException
+) -> None:
+    """Have no earlier attempt's result file be taken for that of one which has not begun."""
+    if path is None:
+        return
+    try:
+        write_result(path, failure(job, None, code, error) | circumstances(began, None))
+    except CheckpointError as unwritten:
+        print(f"{job}.py: {unwritten}", file=sys.stderr)
 
 
 def _run(

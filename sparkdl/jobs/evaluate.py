@@ -6,7 +6,7 @@ import time
 
 from sparkdl.jobs import logs
 from sparkdl.jobs.command import Found, Work, run_command
-from sparkdl.jobs.metrics import measure
+from sparkdl.jobs.metrics import measure, require_rows
 from sparkdl.jobs.models import load_model
 
 
@@ -20,6 +20,9 @@ def evaluate(work: Work) -> Found:
 
     Args:
         work: what was asked for.
+
+    Raises:
+        DataError: there are no rows to measure on.
     """
     settings, sections = work.settings, work.settings.sections
     model = load_model(sections.model, sections.trust, work.spark)
@@ -27,7 +30,9 @@ def evaluate(work: Work) -> Found:
     started = time.perf_counter()
     try:
         test = settings.rows.where(rows, settings.rows.test)
-        score = measure("model", model.transform(test), settings.named("evaluators"), started)
+        evaluators = settings.named("evaluators")
+        require_rows(test, settings.rows.test)
+        score = measure("model", model.transform(test), evaluators, started)
     finally:
         rows.unpersist()
     logs.say(f"evaluated {sections.model}", started, **score.metrics)

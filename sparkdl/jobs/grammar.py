@@ -32,8 +32,9 @@ except ImportError as error:
         'jobs need jsonargparse: pip install "sparkdl-torch[jobs]" in the driver\'s Python'
     ) from error
 
-from sparkdl.jobs.building import builder, built
+from sparkdl.jobs.building import builder, built, checked_stage
 from sparkdl.jobs.help import HelpFormatter, describe, exit_codes
+from sparkdl.jobs.refusal import JobParser, fill_sections, require_mappings, require_one_path
 
 JobName = Literal["train", "evaluate", "predict"]
 
@@ -84,6 +85,12 @@ class TableFormat:
     options: dict[str, str] | None = None
     files: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.files is not None and self.files < 1:
+            raise ConfigError(f"write.files must be at least 1, got {self.files}")
+        if self.columns is not None and not self.columns:
+            raise ConfigError("write.columns names no column; leave it out for all of them")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -128,12 +135,22 @@ class Settings:
         return TorchEstimator(**given)
 
     def stages(self) -> list[Any]:
-        """The stages before it; needs a session."""
-        return list(built(self.sections.stages or []))
+        """The stages before it; needs a session.
+
+        Raises:
+            ConfigError: an argument is not what pyspark.ml takes.
+        """
+        given = self.sections.stages or []
+        return [checked_stage(f"stages[{index}]", each) for index, each in enumerate(given)]
 
     def named(self, section: str) -> dict[str, Any]:
-        """Evaluators or baselines by name; needs a session."""
-        return dict(built(self.sections[section] or {}))
+        """Evaluators or baselines by name; needs a session.
+
+        Raises:
+            ConfigError: an argument is not what pyspark.ml takes.
+        """
+        given = self.sections[section] or {}
+        return {name: checked_stage(f"{section}.{name}", each) for name, each in given.items()}
 
 
 def build_parser(job: JobName) -> ArgumentParser:
@@ -143,7 +160,7 @@ def build_parser(job: JobName) -> ArgumentParser:
         job: which.
     """
     used = SECTIONS[job]
-    parser = ArgumentParser(
+    parser = JobParser(
         prog=f"{job}.py",
         usage=f"{job}.py --config FILE [--KEY VALUE] ...",
         description=describe(job),
@@ -205,12 +222,17 @@ def read_settings(job: JobName, arguments: list[str] | None = None) -> Settings:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     parser = build_parser(job)
+    require_mappings(parser, arguments)
     config = parser.parse_args(arguments)
+    fill_sections(parser, config)
     output = config.get(OUTPUTS[job])
     if not output:
         parser.error(f"say with --{OUTPUTS[job]} where the {OUTPUTS[job]} is to be written")
     if job != "train" and not config.model:
         parser.error("say with --model which model")
+    require_one_path(parser, config, {"model", "predictions"} & set(SECTIONS[job]))
+    if config.run_id is not None and not config.run_id.strip():
+        parser.error("--run_id is empty, and so the same for all runs: give it, or leave it out")
     if job == "evaluate" and not config.evaluators:
         parser.error("say with --evaluators what to measure")
     if job == "train" and config.evaluators and config.rows.test is None:
@@ -233,6 +255,8 @@ def read_settings(job: JobName, arguments: list[str] | None = None) -> Settings:
         )
         if job == "train":
             settings.estimator()
+        if job == "predict":
+            TableFormat(**vars(config.write))
     except (SparkDLError, ValueError, TypeError) as error:
         if isinstance(error, SparkDLError) and not isinstance(error, ConfigError):
             raise

@@ -9,6 +9,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
+from sparkdl.errors import DataError
 from sparkdl.events import EpochSummary
 
 
@@ -21,6 +22,23 @@ class Score:
     """By the evaluators' names."""
     seconds: float
     """Spent fitting, predicting and evaluating."""
+
+
+def require_rows(rows: DataFrame, condition: str | None) -> None:
+    """Refuse to measure on nothing: pyspark.ml's evaluators say 0 of it, or fail on a Java stack.
+
+    Args:
+        rows: to measure on.
+        condition: ``rows.test``, by which they were chosen.
+
+    Raises:
+        DataError: there are none.
+    """
+    if rows.isEmpty():
+        which = "the source has 0 rows" if condition is None else f"rows.test is '{condition}'"
+        raise DataError(
+            f"there are 0 rows to evaluate on: {which}. Change rows.test, or the source"
+        )
 
 
 def measure(

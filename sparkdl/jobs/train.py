@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame
 from sparkdl.estimator import TorchEstimator
 from sparkdl.jobs import logs
 from sparkdl.jobs.command import Found, Work, run_command
-from sparkdl.jobs.metrics import Score, format_history, format_scores, measure
+from sparkdl.jobs.metrics import Score, format_history, format_scores, measure, require_rows
 from sparkdl.jobs.models import torch_model
 
 NETWORK = "network"
@@ -29,6 +29,9 @@ def train(work: Work) -> Found:
 
     Args:
         work: what was asked for.
+
+    Raises:
+        DataError: there are no rows to measure on.
     """
     settings = work.settings
     rows = settings.rows.read(settings.source, work.spark)
@@ -36,6 +39,8 @@ def train(work: Work) -> Found:
         learn = settings.rows.where(rows, settings.rows.train)
         test = settings.rows.where(rows, settings.rows.test)
         evaluators = settings.named("evaluators")
+        if evaluators:  # told now, not after a training
+            require_rows(test, settings.rows.test)
         scores = [
             _score(name, baseline, learn, test, evaluators)[1]
             for name, baseline in settings.named("baselines").items()

@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,9 +19,12 @@ from torch import Tensor
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.events import EpochSummary, MetricValue
 from sparkdl.metrics.states import merge_states, pack_states, parts_of, read_states
+from sparkdl.metrics.undeclared import Undeclared
 from sparkdl.outputs import described
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import Targets
+
+logger = logging.getLogger(__name__)
 
 Inputs = Callable[[Any, Targets], tuple[Any, Any]]
 """From a model's outputs and the targets to what a metric's ``update`` is called with."""
@@ -258,6 +262,8 @@ def rehearse(
 ) -> None:
     """Check on a few rows that metrics take what the model returns, and that their states travel.
 
+    Counts that a metric keeps beside its states are warned of.
+
     Args:
         metrics: that will be measured.
         outputs: of the model in evaluation mode.
@@ -273,3 +279,14 @@ def rehearse(
         counted = metrics.begin()
         counted.update(outputs, targets, weights)
         read_states(counted.states(), list(counted._metrics.values()))
+        watched = {name: Undeclared(metric) for name, metric in counted._metrics.items()}
+        counted.update(outputs, targets, weights)
+    for name, each in watched.items():
+        if found := each.names():
+            logger.warning(
+                "metric '%s' counts in %s, which add_state has not declared: only declared states "
+                "are sent by the workers, so the driver computes the metric without. Declare it "
+                "with add_state if compute() needs it",
+                name,
+                " and ".join(f"'{one}'" for one in found),
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-import tempfile
+import uuid
 from datetime import datetime
 from pathlib import Path
 
@@ -48,16 +48,15 @@ def save_report(recording: Recording, path: str | os.PathLike[str]) -> None:
     target = Path(where).expanduser().absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
     # Aside, then renamed: whoever looks while a training goes on sees one report or the next.
-    descriptor, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:100]}-")
+    # Made anew by its name, with the rights that the umask leaves: to ask for the umask is to
+    # change it, for the files of all other threads too.
+    aside = target.with_name(f".{target.name[:100]}-{uuid.uuid4().hex[:8]}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with open(aside, "xb") as file:
             file.write(page)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(aside, 0o666 & ~umask)
         os.replace(aside, target)
     except BaseException:
-        Path(aside).unlink(missing_ok=True)
+        aside.unlink(missing_ok=True)
         raise
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
 
-from sparkdl.callbacks import Callback, MLflow, TensorBoard
+from sparkdl.callbacks import Callback, MLflow, TensorBoard, mlflow_run
+from sparkdl.callbacks.mlflow_run import names_of
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
 from sparkdl.errors import CallbackError, ConfigError, SetupError
+from sparkdl.events import EpochSummary
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
@@ -198,6 +201,56 @@ def test_inside_of_a_run_of_the_users_it_is_that_one(store: Any) -> None:
         assert run.data.params["mine"] == "1"
         assert len(history(store, run, "loss")) == 1
         mlflow.set_experiment(experiment_id="0")
+
+
+def test_names_that_mlflow_takes_are_left_as_they_are() -> None:
+    assert names_of(["a b", "top/1", "x-1.5:_"]) == {n: n for n in ("a b", "top/1", "x-1.5:_")}
+
+
+def test_names_that_clash_once_they_are_cleaned_stay_apart() -> None:
+    long = "x" * 260
+    given = ["acc@1", "acc#1", "acc_1", "acc_1_2", long + "a", long + "b"]
+    names = names_of(given)
+    assert names["acc_1"] == "acc_1"
+    assert len(set(names.values())) == len(given)
+    assert max(map(len, names.values())) == 250
+    assert names == names_of(given)
+
+
+def test_mlflow_takes_every_name(store: Any) -> None:
+    given = ["a//b", "../a", "/a", ".", "..", "..a", "a/../b", "b/", "ü@", "'; --", "x" * 300, "\n"]
+    names = names_of(given)
+    run = store.create_run("0")
+    for name in names.values():
+        store.log_metric(run.info.run_id, name, 1.0)
+        store.log_param(run.info.run_id, name, 1)
+    assert sorted(store.get_run(run.info.run_id).data.metrics) == sorted(names.values())
+
+
+def test_metrics_whose_names_clash_have_histories_of_their_own(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"acc@1": 1.0, "acc#1": 2.0, "acc_1": 3.0}
+    monkeypatch.setattr(mlflow_run, "metrics_of", lambda summary: values)
+    train([MLflow("x", tracking_uri=store.uri, log_model=False)], epochs=2)
+    (run,) = runs(store)
+    found = {name: history(store, run, names_of(values)[name]) for name in values}
+    assert found == {name: [(1, value), (2, value)] for name, value in values.items()}
+
+
+def test_metrics_of_which_one_is_called_the_validations_are_two_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Measured(Callback):
+        def on_epoch(self, training: Any, summary: EpochSummary) -> None:
+            metrics = {"f1": 1.0, "validation_f1": 2.0}
+            board.on_epoch(training, replace(summary, metrics=metrics))
+
+    board = TensorBoard(str(tmp_path))
+    train([board, Measured()], epochs=1)
+    read = scalars(tmp_path)
+    assert [value for _, value in read["f1/validation"]] == [1.0]
+    assert [value for _, value in read["validation_f1/validation"]] == [2.0]
 
 
 class TwoHeads(nn.Module):

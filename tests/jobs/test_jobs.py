@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +23,6 @@ from sparkdl.jobs.output import Location, Output, Run
 from sparkdl.jobs.predict import main as predict
 from sparkdl.jobs.train import main as train
 from sparkdl.spark.storage.hadoop_files import open_hadoop
-
-
-@pytest.fixture
-def shared_session(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Jobs use the session of all tests, and leave it and the logging as they were."""
-    root, steps = logging.getLogger(), logging.getLogger("sparkdl.jobs.steps")
-    before = (root.handlers, root.level, steps.handlers, steps.propagate)
-    monkeypatch.setattr(command, "_session", lambda settings: contextlib.nullcontext(spark))
-    yield
-    root.handlers, root.level, steps.handlers, steps.propagate = before
-    logging.captureWarnings(False)
 
 
 @pytest.fixture

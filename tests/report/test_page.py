@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -177,6 +179,20 @@ def test_a_report_is_written_whole_over_the_one_before(play: Play, tmp_path: Pat
     assert target.stat().st_mode & 0o444 == 0o444
     save_report(played.recording, f"file://{tmp_path}/uri.html")
     assert (tmp_path / "uri.html").read_text() == target.read_text()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_a_report_has_the_rights_that_the_umask_leaves_and_nobody_elses_files_change(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int, mode: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "umask", lambda mask: pytest.fail("of the whole process"))
+            save_report(play(1).recording, tmp_path / "report.html")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "report.html").stat().st_mode) == mode
 
 
 @given(st.floats(-1e12, 1e12), st.floats(1e-9, 1e12), st.integers(2, 8))

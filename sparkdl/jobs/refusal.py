@@ -1,0 +1,119 @@
+"""A command line or configuration that is refused, and what of it counts even so."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml  # type: ignore[import-untyped]
+from jsonargparse import ArgumentParser, Namespace
+
+PLAIN_SECTIONS = ("session", "rows", "write")
+"""Sections that are keys with defaults."""
+_GLOB = re.compile(r"[{[*?\\]")
+"""What Hadoop takes for a pattern of paths; pyspark.ml's loaders know no escape for it."""
+
+
+class Refused(SystemExit):
+    """The parser has said what is wrong, and ends the process.
+
+    Args:
+        message: what it has said.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(2)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class JobParser(ArgumentParser):  # type: ignore[misc]
+    """A parser whose refusals keep what they say, for the result file."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Say what is wrong, and how the job is used.
+
+        Raises:
+            Refused: always.
+        """
+        try:
+            super().error(message, ex)
+        except SystemExit as end:
+            raise Refused(message) from end
+        raise Refused(message)  # jsonargparse's own ends the process; were it to return one day
+
+
+def require_mappings(parser: ArgumentParser, arguments: list[str] | None) -> None:
+    """Refuse configuration files that hold no keys, in words that a person understands.
+
+    Files that are missing, and YAML that is none, are left to the parser, which says where.
+    """
+    for name, value in _given(arguments, "config"):
+        try:
+            found = _read(value)
+        except UnicodeDecodeError as error:
+            parser.error(f"{value} is no text in UTF-8: {error}")
+        except (OSError, ValueError, yaml.YAMLError):
+            continue
+        if not isinstance(found, dict):
+            what = "is empty" if found is None else f"is a {type(found).__name__}"
+            parser.error(f"{value} {what}: --{name} takes a file of keys, as conf/flights.yaml is")
+
+
+def fill_sections(parser: ArgumentParser, config: Namespace) -> None:
+    """Have a section be its defaults whose keys are all left out, or commented out, in the file."""
+    for name, default in vars(parser.get_defaults()).items():
+        found = config.get(name)
+        if name not in PLAIN_SECTIONS or isinstance(found, Namespace):
+            continue
+        if isinstance(default, Namespace) and found is not None:
+            parser.error(f"{name} must be a section of keys with values, got {found!r:.200}")
+        config[name] = default
+
+
+def require_one_path(parser: ArgumentParser, config: Namespace, names: Collection[str]) -> None:
+    """Refuse outputs that could be written, but would not be read, or another in their place."""
+    for name in sorted(names):
+        if found := _GLOB.search(config[name]):
+            parser.error(
+                f"--{name} '{config[name]}' has a '{found[0]}', with which Spark takes it for a "
+                "pattern of paths as soon as it is to be read. Give a path without; or is it a "
+                "template that nobody has filled in?"
+            )
+
+
+def result_file_of(arguments: list[str] | None) -> str | None:
+    """The result file that a refused command line names, itself or in a file that can be read."""
+    named = None
+    for name, value in _given(arguments, "config", "result_file"):
+        if name == "result_file":
+            named = value
+            continue
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+            found = _read(value)
+            if isinstance(found, dict) and isinstance(found.get("result_file"), str):
+                named = found["result_file"]
+    return named or None
+
+
+def _given(arguments: list[str] | None, *names: str) -> Iterator[tuple[str, str]]:
+    """Options and their values in the order of the command line, in which the last one counts."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    for position, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        name = option.removeprefix("--")
+        if option == f"--{name}" and name in names:
+            if equals:
+                yield name, value
+            elif position + 1 < len(words) and not words[position + 1].startswith("--"):
+                yield name, words[position + 1]
+
+
+def _read(path: str) -> Any:
+    return yaml.safe_load(Path(path).read_text(encoding="utf-8"))

@@ -1,0 +1,100 @@
+"""Jobs whose rows or evaluators do not fit end in words, and before anything is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_case import configuration, make_table, write_configuration
+
+from sparkdl.jobs import evaluate, train
+from sparkdl.jobs.evaluate import main as evaluate_main
+from sparkdl.jobs.train import main as train_main
+
+pytestmark = pytest.mark.usefixtures("shared_session")
+
+
+@pytest.fixture
+def said(tmp_path: Path) -> dict[str, Any]:
+    make_table(tmp_path / "table")
+    return {**configuration(tmp_path), "baselines": {}}
+
+
+class Unchanged:
+    """Stands for a saved model."""
+
+    @staticmethod
+    def transform(rows: Any) -> Any:
+        return rows.selectExpr("*", "double(label) as prediction")
+
+
+def failed(job: Any, folder: Path, said: dict[str, Any], *more: str) -> tuple[int, str]:
+    config = write_configuration(folder, said)
+    file = folder / "result.json"
+    code = job(["--config", config, "--result_file", str(file), *more])
+    return code, json.loads(file.read_text()).get("error", {}).get("message", "")
+
+
+@pytest.fixture
+def nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "_score", lambda *_: pytest.fail("a training has begun"))
+
+
+def test_evaluate_on_no_rows_is_an_error_of_the_data(
+    tmp_path: Path, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "load_model", lambda *_: Unchanged)
+    code, why = failed(evaluate_main, tmp_path, said, "--rows.test", "part = 'nothing'")
+    assert code == 3
+    assert "there are 0 rows to evaluate on: rows.test is 'part = 'nothing''" in why
+    assert not (tmp_path / "evaluation").exists()
+
+
+def test_evaluate_on_rows_says_their_metrics(
+    tmp_path: Path, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "load_model", lambda *_: Unchanged)
+    assert failed(evaluate_main, tmp_path, said) == (0, "")
+    found = json.loads((tmp_path / "evaluation" / "_result.json").read_text())
+    assert found["metrics"] == {"accuracy": 1.0}
+
+
+@pytest.mark.usefixtures("nothing_is_trained")
+def test_train_without_rows_to_evaluate_on_ends_before_the_training(
+    tmp_path: Path, said: dict[str, Any]
+) -> None:
+    code, why = failed(train_main, tmp_path, said, "--rows.test", "part = 'nothing'")
+    assert (code, "there are 0 rows to evaluate on" in why) == (3, True)
+
+
+@pytest.mark.usefixtures("nothing_is_trained")
+def test_an_unknown_metric_ends_before_the_training(tmp_path: Path, said: dict[str, Any]) -> None:
+    said["evaluators"]["accuracy"]["init_args"]["metricName"] = "accurracy"
+    code, why = failed(train_main, tmp_path, said)
+    assert code == 2
+    assert "evaluators.accuracy: " in why
+    assert "accurracy" in why
+
+
+@pytest.mark.usefixtures("nothing_is_trained")
+def test_a_baseline_of_a_wrong_value_ends_before_the_training(
+    tmp_path: Path, said: dict[str, Any]
+) -> None:
+    said["baselines"] = {
+        "linear": {
+            "class_path": "pyspark.ml.classification.LogisticRegression",
+            "init_args": {"maxIter": -1},
+        }
+    }
+    code, why = failed(train_main, tmp_path, said)
+    assert (code, "baselines.linear: " in why, "maxIter" in why) == (2, True, True)
+
+
+def test_a_stage_of_a_wrong_value_ends_before_the_training(
+    tmp_path: Path, said: dict[str, Any]
+) -> None:
+    said["stages"][0]["init_args"]["handleInvalid"] = "never"
+    code, why = failed(train_main, tmp_path, said)
+    assert (code, "stages[0]: " in why, "never" in why) == (2, True, True)
