@@ -134,6 +134,12 @@ def output_function(
     Raises:
         ConfigError: outputs of this meaning and width have no such predictions.
     """
+    if width == 0:
+        raise ConfigError(
+            "the model returns tensors without any number a row, of which no column can be made: "
+            "one of their dimensions is 0. Return one number a row or more, or choose another "
+            "output with outputCols"
+        )
     if output_type == "auto":
         output_type = "class" if head.is_classification else "raw"
     if output_type == "raw":

@@ -16,6 +16,8 @@ from sparkdl.outputs import Widths, described, widths_of
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.replica import forward
+from sparkdl.replica.initial import has_lazy_parameters
+from sparkdl.replica.module_state import ModuleState
 from sparkdl.spark.rows.column_overrides import ColumnOverrides
 
 _ROWS = 5
@@ -133,6 +135,9 @@ def output_widths(
     rows = torch.arange(_ROWS)
     columns = {name: tensor[rows % len(tensor)] for name, tensor in features.items()}
     modes = {each: each.training for each in module.modules()}
+    # Lazy layers stay what the example has made of them.
+    state = None if has_lazy_parameters(module) else ModuleState(module)
+    held = [] if state is None else [_kept(tensor) for tensor in state.tensors]
     try:
         _to_evaluation(module)
         widths = _widths(module, columns, specs, 0, by_name, as_kwargs)
@@ -142,7 +147,14 @@ def output_widths(
     finally:
         for each, training in modes.items():
             each.training = training
+        if state is not None:
+            state.put_back(lambda: held)
     return widths
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """A copy, but of a parameter, which may be large and is nothing that forward writes to."""
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
 def _to_evaluation(module: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.head import Head, head_of
+from sparkdl.estimator.head import Head, head_of, output_function
 
 
 class MyCrossEntropy(nn.CrossEntropyLoss):
@@ -137,3 +137,9 @@ def test_what_targets_a_head_takes() -> None:
         Head.SCORES,
     }
     assert {head for head in Head if not head.is_classification} == {Head.UNKNOWN}
+
+
+@pytest.mark.parametrize("output_type", ["auto", "class", "probability", "raw"])
+def test_outputs_without_any_number_a_row_are_refused(output_type: str) -> None:
+    with pytest.raises(ConfigError, match="without any number a row"):
+        output_function(output_type, Head.LOGITS, 0)

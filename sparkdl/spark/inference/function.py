@@ -63,13 +63,14 @@ def predict_function(predictor: Predictor, features: Sequence[ColumnSpec]) -> An
 
 
 def _as_it_comes(spec: ColumnSpec, rows: pa.Array) -> ColumnSpec:
-    return spec if spec.encoding == "image" else replace(spec, encoding=_encoding(rows.type))
+    return spec if spec.encoding == "image" else replace(spec, encoding=_encoding(spec, rows.type))
 
 
-def _encoding(kind: pa.DataType) -> Encoding:
+def _encoding(spec: ColumnSpec, kind: pa.DataType) -> Encoding:
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return "bytes"
     if not pa.types.is_struct(kind):
+        _require_numbers(spec, kind)
         return "numbers"
     names = tuple(kind.field(index).name for index in range(kind.num_fields))
     if names not in _STRUCTS:
@@ -78,3 +79,23 @@ def _encoding(kind: pa.DataType) -> Encoding:
             "become a tensor. Call it with their numeric fields"
         )
     return _STRUCTS[names]
+
+
+def _require_numbers(spec: ColumnSpec, kind: pa.DataType) -> None:
+    """Refuse columns that are no numbers, or not as many a row as the model takes."""
+    value, arrays = kind, False
+    while pa.types.is_list(value) or pa.types.is_large_list(value):
+        value, arrays = value.value_type, True
+    if pa.types.is_null(value):  # its rows are refused as nulls
+        return
+    taken = "one number a row"
+    if spec.is_array:
+        taken = f"arrays of {spec.elements or ''} numbers".replace("  ", " ")
+    called = f"the model was called with a column of {kind}, but '{spec.name}' takes {taken}"
+    if not (
+        pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)
+    ):
+        wanted = "ARRAY<DOUBLE>" if arrays else "DOUBLE"
+        raise DataError(f"{called}. Cast it if it holds numbers: CAST(x AS {wanted})")
+    if arrays != spec.is_array:
+        raise DataError(f"{called}. Call it with {'array(x, ...)' if spec.is_array else 'x[0]'}")

@@ -17,6 +17,7 @@ from torch import nn
 
 from sparkdl.checkpoint.portable import pickled_module
 from sparkdl.process.torch_settings import TorchSettings
+from sparkdl.replica.module_state import ModuleState, tensors_of
 from sparkdl.spark.modules.arrival import arrive, importable
 from sparkdl.spark.modules.shipment import Shipment
 from sparkdl.spark.modules.shipping import ship
@@ -86,6 +87,7 @@ class _Loaded(NamedTuple):
 
     key: tuple[str, str, torch.dtype | None, bool]
     module: nn.Module
+    state: ModuleState
     imported: dict[str, types.ModuleType]
 
 
@@ -104,6 +106,9 @@ def loaded(
 ) -> Iterator[nn.Module]:
     """The module, unpickled once in this process for all of its tasks; in evaluation mode.
 
+    Each task finds it as it was sent, whatever forward has counted or kept in the tasks before:
+    which of them ran in this process is chance.
+
     Args:
         model: as it was shared.
         device: where it is to be.
@@ -121,12 +126,12 @@ def loaded(
             if _last is None or not known:
                 gc.unfreeze()
                 _last = None  # never two of them
-                with settings.hold():
-                    module: nn.Module = cloudpickle.loads(model.pickled.value)
-                    module = module.to(device=device, dtype=dtype).eval()
-                    if compiled:
-                        module.compile(dynamic=True)
-                    _last = _Loaded(key, module, imported)
+                module = _unpickled(model, settings).to(device=device, dtype=dtype).eval()
+                if compiled:
+                    module.compile(dynamic=True)
+                _last = _Loaded(key, module, ModuleState(module), imported)
+            else:
+                _last.state.put_back(lambda: tensors_of(_unpickled(model, settings)))
             yield _last.module
         except ModuleNotFoundError as error:
             error.add_note(advice(error))
@@ -134,6 +139,12 @@ def loaded(
         finally:
             if not known:
                 _spare_collections()
+
+
+def _unpickled(model: SharedModel, settings: TorchSettings) -> nn.Module:
+    with settings.hold():
+        module: nn.Module = cloudpickle.loads(model.pickled.value)
+    return module
 
 
 def _spare_collections() -> None:

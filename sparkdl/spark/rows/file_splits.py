@@ -93,12 +93,16 @@ def replanned(frame: DataFrame, partitions: int) -> Replanned:
     """
     if not has_stable_order(frame):
         raise NotSplitError("they do not come from files row by row")
-    plan = frame._jdf.queryExecution().analyzed()
+    execution, jvm = frame._jdf.queryExecution(), cast(Any, frame.sparkSession._jvm)
+    plan = execution.analyzed()
     if not plan.deterministic():
         raise NotSplitError("some of their values depend on the partitions (rand() and the like)")
     if not plan.subqueriesAll().isEmpty():
         raise NotSplitError("a subquery is one of their steps, which each try would run")
     try:
+        # The optimizer writes what WITH has named to where it is used.
+        if plan.containsPattern(jvm.org.apache.spark.sql.catalyst.trees.TreePattern.CTE()):
+            plan = execution.optimizedPlan()
         return _replanned(frame, plan, partitions)
     except (Py4JError, PySparkException) as error:
         # What is wrong with the files themselves is said by who reads them next.

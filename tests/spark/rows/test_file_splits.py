@@ -179,3 +179,18 @@ def test_files_that_cannot_be_split_are_shuffled_and_the_reason_says_so(
     assert (delivery.way, delivery.exchanged, again) == (Way.SHUFFLED, False, None)
     assert "X needs all workers at once" in delivery.reason
     assert delivery.reason.endswith("the files make 2 partitions")
+
+
+def test_a_query_with_a_common_table_expression_is_planned_again(
+    spark: SparkSession, files: DataFrame
+) -> None:
+    files.createOrReplaceTempView("all_of_them")
+    try:
+        rows = spark.sql(
+            "WITH odd AS (SELECT id FROM all_of_them WHERE id % 2 = 1) SELECT id FROM odd"
+        )
+        parts = parts_of(replanned(rows, 2).frame)
+    finally:
+        spark.catalog.dropTempView("all_of_them")
+    assert [len(part) for part in parts] == [100, 100]
+    assert sorted(chain(*parts)) == list(range(1, 400, 2))

@@ -1,0 +1,51 @@
+"""What a model as a function says of columns that it does not take."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pyarrow as pa
+import pytest
+import torch
+
+from sparkdl.errors import DataError
+from sparkdl.feed.decode import tensors_of
+from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
+from sparkdl.spark.inference.function import _as_it_comes
+
+ONE, THREE = (ColumnSpec("x", torch.float32, shape) for shape in ((), (3,)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "rows", "message"),
+    [
+        (THREE, pa.array([1.0]), r"of double, but 'x' takes arrays of 3 numbers.*array\(x, ...\)"),
+        (ONE, pa.array([[1.0]]), r"list.*, but 'x' takes one number a row.*x\[0\]"),
+        (ONE, pa.array(["1"]), r"of string, but 'x' takes one number a row.*CAST\(x AS DOUBLE\)"),
+        (THREE, pa.array([[Decimal(1)] * 3]), r"decimal.*CAST\(x AS ARRAY<DOUBLE>\)"),
+        (ONE, pa.array([[("a", 1.0)]], pa.map_(pa.string(), pa.float64())), "of map<string"),
+    ],
+)
+def test_columns_of_other_types_are_refused(spec: ColumnSpec, rows: pa.Array, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        _as_it_comes(spec, rows)
+
+
+def test_padded_columns_take_arrays_of_any_length() -> None:
+    padded = ColumnSpec("x", torch.float32, (UNKNOWN,), padding=Padding(0.0))
+    with pytest.raises(DataError, match="'x' takes arrays of numbers"):
+        _as_it_comes(padded, pa.array([1.0]))
+    assert _as_it_comes(padded, pa.array([[1.0], [1.0, 2.0]])).encoding == "numbers"
+
+
+@pytest.mark.parametrize("rows", [pa.array([1, 2]), pa.array([True, False]), pa.array([1.0, 2.0])])
+def test_numbers_of_any_kind_are_taken(rows: pa.Array) -> None:
+    (found,) = tensors_of([rows], [_as_it_comes(ONE, rows)])
+    assert isinstance(found, torch.Tensor)
+    assert found.tolist() == [float(row) for row in rows.to_pylist()]
+
+
+def test_a_column_of_nulls_is_refused_as_nulls() -> None:
+    rows = pa.nulls(2)
+    with pytest.raises(DataError, match="2 null values"):
+        tensors_of([rows], [_as_it_comes(ONE, rows)])
