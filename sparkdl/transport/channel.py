@@ -228,9 +228,11 @@ class Channel:
 
     def close(self) -> None:
         """Close at once."""
-        self.end_conversation()
-        self._outgoing.clear()
-        self.stream.close()
+        try:
+            self.end_conversation()
+        finally:  # whatever it does at its end
+            self._outgoing.clear()
+            self.stream.close()
 
     def _room(self) -> list[memoryview]:
         """Where to receive what comes next: values where they belong, all else into the staging."""

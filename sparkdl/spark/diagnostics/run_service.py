@@ -93,6 +93,7 @@ class RunService(Console):
         self._done: set[int] = set()
         self._returned: dict[int, tuple[float, Attendee]] = {}
         self._giving: dict[int, tuple[Any, Attendee]] = {}
+        service.on_break(self.fail)
 
     def __exit__(
         self,

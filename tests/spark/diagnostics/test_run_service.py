@@ -435,3 +435,12 @@ def test_a_file_that_cannot_be_closed_for_a_worker_that_has_left_keeps_no_other_
             first.send_lines(["still there"], 0)
             seen.append(run.events.get(timeout=10))
         assert {each.lines for each in seen if each is not None} == {("there",), ("still there",)}
+
+
+def test_a_mistake_in_the_services_thread_ends_the_run_with_its_name(run: RunService) -> None:
+    def mistaken() -> None:
+        raise KeyError("a mistake")
+
+    with RunClient(run.address, 0):
+        run._service.post(mistaken)
+        assert "KeyError('a mistake')" in str(failure_of(run))
