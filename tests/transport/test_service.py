@@ -217,3 +217,16 @@ def test_what_is_posted_after_a_mistake_in_closing_is_still_done() -> None:
             told.get(timeout=WAIT_S)
         service.post(done.set)
         assert done.wait(WAIT_S)
+
+
+def test_one_that_reads_late_gets_every_answer(service: Service) -> None:
+    asked = 5_000
+    with closing(connected(service)) as connection:
+        sender = threading.Thread(
+            target=lambda: [connection.send_header({"first": each}) for each in range(asked)]
+        )
+        sender.start()
+        sender.join(0.2)
+        for each in range(asked):
+            assert connection.receive_header() == {"first": {"first": each}}
+        sender.join(WAIT_S)
