@@ -56,6 +56,7 @@ class Loop(Service):
         lock: held while the coordinator decides; whoever reads what it knows takes it.
         saving: the checkpoint that is being put together.
         kept_model: what is kept of the center; part of each checkpoint that begins from then on.
+        cut_short: the mistake by which this thread has ended before the run could.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Loop(Service):
         self.saving: Saving | None = None
         self.resumed = resumed
         self.kept_model = kept_model
+        self.cut_short: TrainingError | None = None
         self.reports: queue.SimpleQueue[RunEvent | None] = queue.SimpleQueue()
         self.lock = threading.RLock()
         self._plan = plan
@@ -84,6 +86,7 @@ class Loop(Service):
         self._events: deque[Event] = deque()
         self._wakes: deque[Worker] = deque()
         self._writer: threading.Thread | None = None
+        self._told_end = False
         super().__init__(
             host,
             {"join": lambda channel: Worker(channel, self)},
@@ -195,10 +198,14 @@ class Loop(Service):
         self.tell(on.Tick())
         return self.coordinator.members.tick_s
 
-    def broke(self, error: Exception) -> None:
-        """End the run."""
-        failure = TrainingError(f"the averager's thread ended with {error!r}")
-        self._decide(on.Failed(failure))
+    def broke(self, failure: TrainingError) -> None:
+        """End the run, also if it is the decisions in which the mistake is."""
+        try:
+            self._decide(on.Failed(failure))
+        finally:
+            if not self._told_end:
+                self.cut_short = failure
+                self.reports.put(None)
 
     # Decisions.
 
@@ -312,4 +319,5 @@ class Loop(Service):
             farewell = {"stopped": self.coordinator.farewell}
             for worker in list(self._workers):
                 self.part(worker.channel, farewell)
+        self._told_end = True
         self.reports.put(None)

@@ -287,6 +287,7 @@ class Averager:
             WorkerLostError: a worker's connection broke.
             CollectiveError: the exchange among the workers broke.
             DeadlineError: a worker that was waited for was silent for ``deadline_s``.
+            TrainingError: the averager's own thread has ended by a mistake.
         """
         while True:
             try:
@@ -295,7 +296,7 @@ class Averager:
                 continue
             if event is not None:
                 yield event
-            elif self._coordinator.failure is not None:
-                raise self._coordinator.failure
+            elif failure := self._coordinator.failure or self._loop.cut_short:
+                raise failure
             else:
                 return

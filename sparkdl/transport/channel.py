@@ -34,6 +34,10 @@ IN_PLACE_BYTES = RECORD_BYTES
 BUDGET_BYTES = 4 << 20
 """What one worker's messages may amount to before it is the others' turn."""
 FRAMES_AT_ONCE = 64
+UNREAD_HEADERS = 64
+"""Headers that may wait for the other end to take them; with more, it is not listened to."""
+UNREAD_BYTES = 1 << 20
+"""The same of their bytes."""
 
 
 class _Need(Enum):
@@ -100,6 +104,8 @@ class Channel:
         # What of the message's body has yet to come.
         self._rest = memoryview(b"")
         self._outgoing: deque[_Outgoing] = deque()
+        # Of headers among those; values are not copied for anyone.
+        self._unread = self._unread_bytes = 0
 
     def begin(self, conversation: Conversation) -> None:
         """Run a conversation; it is the channel's only one."""
@@ -133,8 +139,14 @@ class Channel:
 
     @property
     def listens(self) -> bool:
-        """Whether what arrives is wanted now."""
-        return self._conversation is None or self._need is not PAUSE
+        """Whether what arrives is wanted now.
+
+        One that asks without taking the answers waits: they would fill the driver's memory.
+        """
+        if self._conversation is None:
+            return True
+        full = self._unread >= UNREAD_HEADERS or self._unread_bytes > UNREAD_BYTES
+        return self._need is not PAUSE and not full
 
     @property
     def has_left(self) -> bool:
@@ -182,7 +194,9 @@ class Channel:
             frames: their bytes; they must not change before they are sent.
             then: called when they are.
         """
-        self._outgoing.append(_Outgoing(frames, then))
+        outgoing = _Outgoing(frames, then)
+        self._outgoing.append(outgoing)
+        self._count(outgoing, 1)
         self._touched(self)
 
     def flush(self) -> bool:
@@ -212,6 +226,7 @@ class Channel:
                     return moved
             if not first.left:
                 self._outgoing.popleft()
+                self._count(first, -1)
                 if first.then is not None:
                     first.then()
         return moved
@@ -228,9 +243,15 @@ class Channel:
 
     def close(self) -> None:
         """Close at once."""
-        self.end_conversation()
-        self._outgoing.clear()
-        self.stream.close()
+        try:
+            self.end_conversation()
+        finally:  # whatever it does at its end
+            self._outgoing.clear()
+            self.stream.close()
+
+    def _count(self, outgoing: _Outgoing, sign: int) -> None:
+        self._unread += sign * bool(outgoing.header_bytes)
+        self._unread_bytes += sign * outgoing.header_bytes
 
     def _room(self) -> list[memoryview]:
         """Where to receive what comes next: values where they belong, all else into the staging."""
@@ -365,6 +386,11 @@ class _Outgoing:
     def has_values(self) -> bool:
         """Whether these are not the one frame of a header."""
         return len(self._frames) > 1
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of the header that these are; 0 of values."""
+        return len(self._frames[0]) if len(self._frames) == 1 else 0
 
     def next(self) -> Frames:
         frames = self._frames[self._at : self._at + FRAMES_AT_ONCE]

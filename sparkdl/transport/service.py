@@ -19,14 +19,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-from sparkdl.errors import SparkDLError
+from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.transport.address import ServiceAddress
 from sparkdl.transport.channel import HEADER, Channel, Conversation, LeftError
 from sparkdl.transport.connection import set_up
+from sparkdl.transport.daemon_pool import DaemonPool
 from sparkdl.transport.framing import header_message
 from sparkdl.transport.port import Listener
 from sparkdl.transport.streams import stream_over
@@ -91,6 +92,7 @@ class Service:
     Attributes:
         address: for those who connect.
         handlers: as given.
+        failure: with what the thread has ended by a mistake of ours; None if it has not.
     """
 
     def __init__(
@@ -103,6 +105,8 @@ class Service:
         name: str = "sparkdl-service",
     ) -> None:
         self.handlers: dict[str, Handler] = dict(handlers or {})
+        self.failure: TrainingError | None = None
+        self._on_break: list[Callable[[TrainingError], None]] = []
         # None until it has said who it is.
         self._peers: dict[Channel, Peer | None] = {}
         self._touched: set[Channel] = set()
@@ -113,7 +117,7 @@ class Service:
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ringing = threading.RLock()
         self._closing = self._closed = False
-        self._files = ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="sparkdl-files")
+        self._files = DaemonPool(FILE_THREADS, "sparkdl-files")
         self._tick_at = time.monotonic()
         # It lets nobody in before this has returned: nobody else knows the token.
         token, known_as = secrets.token_urlsafe(32), advertised_host or host
@@ -154,6 +158,15 @@ class Service:
             elif threading.current_thread() is not self._thread:
                 self._refuse_late()
 
+    def on_break(self, call: Callable[[TrainingError], None]) -> None:
+        """Call with ``failure`` when the thread ends by a mistake, perhaps twice; if it has, now.
+
+        Whoever waits for what the service is told would wait for ever.
+        """
+        self._on_break.append(call)
+        if self.failure is not None:
+            call(self.failure)
+
     def close(self) -> None:
         """Stop listening, and end every connection."""
         self._port.close()
@@ -162,7 +175,7 @@ class Service:
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             logger.warning("%s did not end in %.0f s", self._thread.name, CLOSE_S)
-        self._files.shutdown(wait=False, cancel_futures=True)
+        self._files.close(cancel=True)
 
     def _admit(self, connected: socket.socket | Encrypted, proof: bytes) -> None:
         """Serve a connection whose other end has proved that it knows the token."""
@@ -217,9 +230,11 @@ class Service:
         if self._registered.pop(channel, 0):
             self._selector.unregister(channel.stream)
         self._leaving.pop(channel, None)
-        channel.close()
-        if peer is not None:
-            peer.closed()
+        try:
+            channel.close()
+        finally:
+            if peer is not None:
+                peer.closed()
 
     def guard(self, channel: Channel, call: Callable[[], T]) -> T | None:
         """Do something at a connection, whose errors are its peer's to take note of."""
@@ -235,7 +250,10 @@ class Service:
         return None
 
     def elsewhere(
-        self, job: Callable[[], T], then: Callable[[Future[T]], None], pool: Executor | None = None
+        self,
+        job: Callable[[], T],
+        then: Callable[[Future[T]], None],
+        pool: DaemonPool | None = None,
     ) -> None:
         """Do what may take long beside this thread.
 
@@ -261,8 +279,8 @@ class Service:
         """Look at the clock; returns the seconds until the next look."""
         return TICK_S
 
-    def broke(self, error: Exception) -> None:
-        """Take note that a mistake of ours has ended the thread."""
+    def broke(self, failure: TrainingError) -> None:
+        """Take note that a mistake of ours has ended the thread; farewells still go out."""
 
     # The thread.
 
@@ -286,18 +304,44 @@ class Service:
                 self._turn()
             self._do_posted()
             self._settle()  # farewells go as far as they go at once
-        except Exception as error:  # a mistake of ours must not leave others waiting
+        except BaseException as error:  # a mistake of ours must not leave others waiting
             logger.exception("%s ended", self._thread.name)
-            self.broke(error)
+            self._break(error)
         finally:
-            for channel in list(self._peers):
-                self.close_channel(channel)
+            self._close_all()
             self._selector.close()
             with self._ringing:
                 self._closed = True
                 self._bell.close()
                 self._rung.close()
-                self._refuse_late()  # one thread at a time
+                while not self._in_spite(self._refuse_late):  # one thread at a time
+                    pass
+
+    def _break(self, error: BaseException) -> None:
+        """Tell everyone who may wait for this thread, whatever else is wrong."""
+        failure = TrainingError(
+            f"the driver's thread {self._thread.name} ended with {error!r}, which is a mistake of "
+            "sparkdl's; the driver's log has its traceback"
+        )
+        self.failure = failure
+        for call in (self.broke, *self._on_break):
+            self._in_spite(lambda call=call: call(failure))  # type: ignore[misc]
+        for channel in list(self._leaving):  # farewells go as far as they go at once
+            with contextlib.suppress(Exception):
+                channel.flush()
+
+    def _close_all(self) -> None:
+        for channel in list(self._peers):
+            self._in_spite(lambda channel=channel: self.close_channel(channel))  # type: ignore[misc]
+
+    def _in_spite(self, call: Callable[[], None]) -> bool:
+        """Call at the thread's end, of which a mistake must not keep the rest; whether it went."""
+        try:
+            call()
+        except Exception:
+            logger.exception("%s: another mistake at its end", self._thread.name)
+            return False
+        return True
 
     def _turn(self) -> None:
         timeout_s = 0.0 if self._touched else max(0.0, self._tick_at - time.monotonic())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from typing import Any
@@ -155,3 +157,76 @@ def test_a_signal_handler_may_post_in_the_middle_of_a_post_to_a_service_that_has
         signal.signal(signal.SIGALRM, before)
     assert done.count("main") == 100_000
     assert done.count("signal") == interrupted > 0
+
+
+def broken_by(handler: Callable[[Channel], Any], said: dict[str, Any]) -> list[SparkDLError]:
+    """What those who follow a service are told when a handler has made a mistake."""
+    told: queue.SimpleQueue[SparkDLError] = queue.SimpleQueue()
+    with Service("127.0.0.1", {"first": handler}) as service:
+        service.on_break(told.put)
+        with closing(connected(service, said)):
+            heard = [told.get(timeout=WAIT_S)]
+        service.on_break(heard.append)  # whoever comes too late is told too
+    return heard
+
+
+def until_closed(connection: Connection) -> None:
+    with contextlib.suppress(ConnectionLostError):
+        while True:
+            connection.receive_header()
+
+
+class Mistaken(Echo):
+    """Makes a mistake that no handler expects, also when it is closed."""
+
+    def heard(self) -> None:
+        raise KeyError("a mistake")
+
+    def closed(self) -> None:
+        raise KeyError("another one")
+
+
+def test_whoever_follows_a_service_is_told_of_the_mistake_that_has_ended_it() -> None:
+    def mistaken(channel: Channel) -> Any:
+        raise KeyError("a mistake")
+
+    for error in broken_by(mistaken, {"first": 1}):
+        assert isinstance(error, TrainingError)
+        assert "KeyError('a mistake')" in str(error)
+
+
+def test_a_mistake_in_closing_one_connection_leaves_no_other_open() -> None:
+    with Service("127.0.0.1") as service:
+        service.handlers["mistaken"] = lambda channel: Mistaken("x", service, channel, [])
+        service.handlers["good"] = lambda channel: Echo("good", service, channel, [])
+        good = connected(service, {"good": 1})
+        with closing(good):
+            assert good.receive_header() == {"good": {"good": 1}}
+            with closing(connected(service, {"mistaken": 1})) as bad:
+                for each in (bad, good):
+                    until_closed(each)
+
+
+def test_what_is_posted_after_a_mistake_in_closing_is_still_done() -> None:
+    done = threading.Event()
+    with Service("127.0.0.1") as service:
+        service.handlers["mistaken"] = lambda channel: Mistaken("x", service, channel, [])
+        told: queue.SimpleQueue[SparkDLError] = queue.SimpleQueue()
+        service.on_break(told.put)
+        with closing(connected(service, {"mistaken": 1})):
+            told.get(timeout=WAIT_S)
+        service.post(done.set)
+        assert done.wait(WAIT_S)
+
+
+def test_one_that_reads_late_gets_every_answer(service: Service) -> None:
+    asked = 5_000
+    with closing(connected(service)) as connection:
+        sender = threading.Thread(
+            target=lambda: [connection.send_header({"first": each}) for each in range(asked)]
+        )
+        sender.start()
+        sender.join(0.2)
+        for each in range(asked):
+            assert connection.receive_header() == {"first": {"first": each}}
+        sender.join(WAIT_S)

@@ -18,7 +18,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -35,6 +35,7 @@ from sparkdl.spark.diagnostics.run_headers import (
 from sparkdl.spark.diagnostics.stacks import Stacks
 from sparkdl.transport.address import ServiceAddress
 from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError, Need
+from sparkdl.transport.daemon_pool import DaemonPool
 from sparkdl.transport.service import Service
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class Console:
         }
         self._service = service
         self._on_lines = on_lines
-        self._showing = ThreadPoolExecutor(1, thread_name_prefix="sparkdl-console")
+        self._showing = DaemonPool(1, "sparkdl-console")
         self._attendees: set[Attendee] = set()
         service.handlers["attend"] = partial(Attendee, self, service)
 
@@ -112,7 +113,7 @@ class Console:
         traceback: TracebackType | None,
     ) -> None:
         self._service.post(lambda: self._end(list(self._attendees)))
-        self._showing.shutdown(wait=False)
+        self._showing.close()
 
     def _end(self, attendees: Sequence[Attendee]) -> None:
         for attendee in attendees:
@@ -196,7 +197,7 @@ class Attendee:
         self._service.part(self.channel)
 
     def elsewhere(
-        self, job: Callable[[], T], pool: Executor | None = None
+        self, job: Callable[[], T], pool: DaemonPool | None = None
     ) -> Generator[Need, Future[T], T]:
         """Do what may take long beside the service's thread, and go on with what it returns."""
         guard = self._service.guard

@@ -25,7 +25,6 @@ breaks its connection.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -39,8 +38,6 @@ from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerLost
 from sparkdl.feed.statistics import DataStatistics, ShardStatistics
 from sparkdl.spark.diagnostics.console import Attendee, Console
 from sparkdl.spark.diagnostics.run_headers import (
-    Lines,
-    Report,
     named,
     read_failure,
     read_lines,
@@ -48,8 +45,9 @@ from sparkdl.spark.diagnostics.run_headers import (
     read_stacks,
     unreadable,
 )
+from sparkdl.spark.diagnostics.unread import Told, Unread
 from sparkdl.spark.storage.driver_files import DriverFiles
-from sparkdl.transport.channel import Conversation, LeftError
+from sparkdl.transport.channel import PAUSE, Conversation, LeftError
 from sparkdl.transport.framing import header_message
 from sparkdl.transport.service import Service
 
@@ -74,7 +72,7 @@ class RunService(Console):
     ) -> None:
         super().__init__(service)
         self.world_size = world_size
-        self.events: queue.SimpleQueue[Lines | Report | None] = queue.SimpleQueue()
+        self.events = Unread()
         self.failure: SparkDLError | None = None
         self.handlers = {
             "gather": self._gather,
@@ -93,6 +91,7 @@ class RunService(Console):
         self._done: set[int] = set()
         self._returned: dict[int, tuple[float, Attendee]] = {}
         self._giving: dict[int, tuple[Any, Attendee]] = {}
+        service.on_break(self.fail)
 
     def __exit__(
         self,
@@ -130,10 +129,11 @@ class RunService(Console):
     def fail(self, error: SparkDLError) -> None:
         """End the run; later failures are consequences of the first and are dropped."""
         with self._lock:
-            if self.failure is None and not self.all_finished:
+            if first := self.failure is None and not self.all_finished:
                 self.failure = error
-                self.events.put(None)
             waiting = [each for _, each in [*self._giving.values(), *self._returned.values()]]
+        if first:
+            self.events.end()
         self._service.post(lambda: self._end(waiting))
 
     # Called by the service's thread.
@@ -187,18 +187,28 @@ class RunService(Console):
             raise unreadable(attendee.rank, header) from error
         attendee.channel.send_header(answer)
 
-    def _show(self, attendee: Attendee, header: Mapping[str, Any]) -> None:
+    def _show(self, attendee: Attendee, header: Mapping[str, Any]) -> Conversation:
         """Take what is only to be seen: the run can do without it."""
         rank = attendee.rank
+        told: Told
         try:
             if "lines" in header:
-                self.events.put(read_lines(rank, header))
+                told = read_lines(rank, header)
             elif "report" in header:
-                self.events.put(read_report(rank, header))
+                told = read_report(rank, header)
             else:
                 self.stacks.note(rank, read_stacks(rank, header))
+                return
         except TrainingError as error:
             logger.warning("%s; it is left out", error)
+            return
+        service, channel = self._service, attendee.channel
+
+        def wake() -> None:
+            service.post(lambda: service.guard(channel, channel.wake))
+
+        if self.events.put(told, wake):
+            yield PAUSE
 
     def _return(self, attendee: Attendee, header: Mapping[str, Any]) -> None:
         """Note that a rank's function has; the last one has everybody told."""

@@ -20,6 +20,7 @@ from sparkdl.spark.diagnostics.console import Attendee
 from sparkdl.spark.diagnostics.run_client import RunClient
 from sparkdl.spark.diagnostics.run_headers import Lines
 from sparkdl.spark.diagnostics.run_service import RunService
+from sparkdl.spark.diagnostics.unread import MOST_UNREAD
 from sparkdl.transport import framing
 from sparkdl.transport.connection import Connection
 
@@ -435,3 +436,43 @@ def test_a_file_that_cannot_be_closed_for_a_worker_that_has_left_keeps_no_other_
             first.send_lines(["still there"], 0)
             seen.append(run.events.get(timeout=10))
         assert {each.lines for each in seen if each is not None} == {("there",), ("still there",)}
+
+
+def test_a_mistake_in_the_services_thread_ends_the_run_with_its_name(run: RunService) -> None:
+    def mistaken() -> None:
+        raise KeyError("a mistake")
+
+    with RunClient(run.address, 0):
+        run._service.post(mistaken)
+        assert "KeyError('a mistake')" in str(failure_of(run))
+
+
+def test_what_a_worker_prints_waits_at_the_worker_while_nobody_shows_it(run: RunService) -> None:
+    sent = 10 * MOST_UNREAD
+
+    def say_all() -> None:
+        for number in range(sent):
+            client.send_report({"number": float(number)})
+        client.gather({})
+
+    with ThreadPoolExecutor(2) as pool, RunClient(run.address, 0) as client:
+        told = pool.submit(say_all)
+        with RunClient(run.address, 1) as other:
+            wait_until(lambda: len(run.events) >= MOST_UNREAD)
+            seen = []
+            while len(seen) < sent:
+                assert len(run.events) <= MOST_UNREAD
+                seen.append(run.events.get(timeout=10))
+            other.gather({})
+            told.result(10)
+    assert [each.metrics["number"] for each in seen] == [*range(sent)]
+
+
+def test_a_worker_that_waits_to_be_shown_is_heard_again_when_the_run_fails(run: RunService) -> None:
+    with ThreadPoolExecutor(1) as pool, RunClient(run.address, 0) as client:
+        for number in range(10 * MOST_UNREAD):
+            client.send_report({"number": float(number)})
+        wait_until(lambda: len(run.events) >= MOST_UNREAD)
+        gathered = pool.submit(client.gather, {})
+        run.fail(TrainingError("the end"))
+        assert isinstance(gathered.exception(10), StoppedError)

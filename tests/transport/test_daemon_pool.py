@@ -1,0 +1,118 @@
+"""What blocks beside a service costs neither the other jobs nor the end of the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+from toys import sparkdl_threads
+
+from sparkdl.transport.daemon_pool import DaemonPool
+
+WAIT_S = 20.0
+
+HANGING = """
+import threading
+from sparkdl.transport.service import Service
+started = threading.Event()
+def hang():
+    started.set()
+    threading.Event().wait()
+with Service("127.0.0.1") as service:
+    service.elsewhere(hang, lambda done: None)
+    assert started.wait(20)
+print("ended")
+"""
+FINISHING = """
+import threading, time
+from sparkdl.transport.daemon_pool import DaemonPool
+started = threading.Event()
+def finish():
+    started.set()
+    time.sleep(0.3)
+    print("finished", flush=True)
+pool = DaemonPool(1, "sparkdl-test")
+pool.submit(finish)
+assert started.wait(20)
+"""
+
+
+def printed_by(program: str) -> str:
+    """What a process of its own prints until it has ended by itself."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout
+
+
+def test_a_job_that_hangs_does_not_keep_the_process_from_ending() -> None:
+    assert printed_by(HANGING) == "ended\n"
+
+
+def test_a_job_that_is_about_to_end_may_do_so_before_the_process() -> None:
+    assert printed_by(FINISHING) == "finished\n"
+
+
+def test_what_a_job_returns_or_raises_is_the_futures() -> None:
+    pool = DaemonPool(1, "sparkdl-test")
+    wrong = KeyError("wrong")
+
+    def fail() -> None:
+        raise wrong
+
+    failed, returned = pool.submit(fail), pool.submit(lambda: 7)
+    assert failed.exception(WAIT_S) is wrong
+    assert returned.result(WAIT_S) == 7
+    pool.close()
+
+
+def test_a_job_that_hangs_keeps_no_other_waiting_while_there_are_threads() -> None:
+    pool, release = DaemonPool(2, "sparkdl-test"), threading.Event()
+    hanging = pool.submit(lambda: release.wait(WAIT_S))
+    assert [pool.submit(lambda turn=turn: turn).result(WAIT_S) for turn in range(9)] == [*range(9)]
+    release.set()
+    assert hanging.result(WAIT_S)
+    pool.close()
+
+
+def test_it_has_no_more_threads_than_it_may_and_none_once_closed() -> None:
+    pool, together = DaemonPool(3, "sparkdl-three"), threading.Barrier(3)
+    jobs = [pool.submit(lambda: together.wait(WAIT_S)) for _ in range(9)]
+    assert {job.result(WAIT_S) for job in jobs} == {0, 1, 2}
+    threads = [each for each in sparkdl_threads() if each.name.startswith("sparkdl-three")]
+    assert len(threads) == 3
+    pool.close()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+def test_what_was_not_begun_is_still_done_after_the_close_unless_cancelled(cancels: bool) -> None:
+    pool, release = DaemonPool(1, "sparkdl-test"), threading.Event()
+    begun = threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        release.wait(WAIT_S)
+
+    hanging = pool.submit(hang)
+    waiting = pool.submit(lambda: "done")
+    assert begun.wait(WAIT_S)
+    pool.close(cancel=cancels)
+    release.set()
+    hanging.result(WAIT_S)
+    if cancels:
+        with pytest.raises(CancelledError):
+            waiting.result(WAIT_S)
+    else:
+        assert waiting.result(WAIT_S) == "done"
+
+
+def test_what_comes_after_the_close_is_cancelled() -> None:
+    pool = DaemonPool(1, "sparkdl-test")
+    pool.close()
+    assert pool.submit(lambda: None).cancelled()
