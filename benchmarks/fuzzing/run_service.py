@@ -83,7 +83,7 @@ def _show(run: RunService) -> None:
     with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")):
         while True:
             try:
-                event = run.events.get_nowait()
+                event = run.events.get(timeout=0.0)
             except queue.Empty:
                 return
             if isinstance(event, Lines):

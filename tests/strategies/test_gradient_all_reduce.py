@@ -98,9 +98,9 @@ def events_of_a_step(bucket_mb: float, monkeypatch: pytest.MonkeyPatch) -> list[
     events: list[str] = []
     scan, update = FiniteGradients.scan, Replica.update
 
-    def updating(self: Replica) -> None:
+    def updating(self: Replica, gain: float) -> None:
         events.append("update")
-        update(self)
+        update(self, gain)
 
     def noting(self: FiniteGradients, values: Tensor) -> None:
         events.append("sent")
