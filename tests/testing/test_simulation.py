@@ -213,6 +213,29 @@ def test_a_fault_that_is_put_back_is_found(fault: str) -> None:
     simulate(smallest)
 
 
+def test_a_worker_may_leave_while_the_averager_pauses() -> None:
+    """Of what was decided about it before its loss is known nothing is asked."""
+    killed, paused = Fault(Kind.KILL, 25, 0, 2.0), Fault(Kind.PAUSE, 29, 0, 0.1)
+    plan = Plan(
+        seed=169791,
+        windows=(3, 3, 0),
+        epochs=1,
+        chunks=1,
+        every_rounds=2,
+        saves=True,
+        max_failures=100,
+        min_workers=3,
+        gathers=False,
+        validates=True,
+        exchanges_rows=True,
+        resubmissions=0,
+        window_s=0.1,
+        delay_s=0.5,
+        faults=(killed, paused),
+    )
+    assert simulate(plan).failure is None
+
+
 def test_a_violation_says_what_was_wrong() -> None:
     kill = Fault(Kind.KILL, after=12, rank=1, seconds=1.0)
     plan = Plan(seed=1, windows=(1, 1), faults=(kill,))

@@ -315,7 +315,7 @@ class Averager:
                 self._send(member, welcome, taken=True)
             case do.Reply(member, final, _, worker_state):
                 if worker_state:
-                    self._conversations[member].owes_worker_state = True
+                    self._await_worker_state(member)
                 reply = ("reply", self._sent_to(member), final, worker_state)
                 self._send(member, reply, taken=True)
             case do.Tell(members, gathered):
@@ -324,7 +324,7 @@ class Averager:
             case do.TellEpochLosses(member, losses):
                 self._send(member, ("losses", losses))
             case do.AskWorkerState(member):
-                self._conversations[member].owes_worker_state = True
+                self._await_worker_state(member)
                 self._send(member, ("ask worker state",))
             case do.Receive(member, weight, staleness):
                 self._receive(member, weight, staleness)
@@ -359,6 +359,13 @@ class Averager:
             case do.End(failure):
                 self.ended, self.failure = True, failure
 
+    # Who has left may be decided about until its loss is.
+
+    def _await_worker_state(self, member: Member) -> None:
+        conversation = self._conversations.get(member)
+        if conversation is not None:
+            conversation.owes_worker_state = True
+
     def _send(self, member: Member, message: Message, *, taken: bool = False) -> None:
         conversation = self._conversations.get(member)
         if conversation is None:
@@ -374,7 +381,9 @@ class Averager:
             self.tell(on.Taken(member))
 
     def _receive(self, member: Member, weight: int, staleness: int) -> None:
-        conversation = self._conversations[member]
+        conversation = self._conversations.get(member)
+        if conversation is None:
+            return
         assert self.center.sum is not None
         assert staleness == self._updates - self._begun[member.rank][1]
         self.center.sum.declare(member.rank, weight, staleness)
@@ -386,9 +395,9 @@ class Averager:
         self.center.sum = None
         self._waiting = {}
         for member in members:
-            conversation = self._conversations[member]
+            conversation = self._conversations.get(member)
             self._send(member, ("again",))
-            if conversation.sum is not None:
+            if conversation is not None and conversation.sum is not None:
                 conversation.sum = None
                 conversation.to_discard = self._chunks - conversation.received
                 conversation.waiting_chunk = None
