@@ -31,20 +31,17 @@ SCHEDULES = 10_000
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-@pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))]
-)
-def test_every_schedule_ends_as_its_faults_allow(part: int) -> None:
+def test_every_schedule_ends_as_its_faults_allow() -> None:
     counted: Counter[str] = Counter()
-    for seed in range(part, SCHEDULES, 4):
+    for seed in range(SCHEDULES):
         outcome = simulate(random_plan(seed))
         counted["ends"] += outcome.failure is None
         counted["losses"] += outcome.losses
         counted["checkpoints"] += outcome.checkpoints
     # The schedules are worth something only if much of each happens in them.
-    assert counted["ends"] > SCHEDULES / 8
-    assert counted["losses"] > SCHEDULES / 20
-    assert counted["checkpoints"] > SCHEDULES / 8
+    assert counted["ends"] > SCHEDULES / 2
+    assert counted["losses"] > SCHEDULES / 5
+    assert counted["checkpoints"] > SCHEDULES / 2
 
 
 def test_a_seed_gives_the_same_run_every_time() -> None:
