@@ -28,6 +28,7 @@ from strategy_tasks import TASKS, Task
 from torch import nn
 
 from sparkdl.driver import as_builder
+from sparkdl.errors import NonFiniteError
 from sparkdl.strategies import (
     PBSP,
     SSP,
@@ -219,7 +220,13 @@ def _run(
                 TASKS[task].held_out(),
                 0.0 if quick else BUDGET_S,
             )
-            run = strategy_report.Run(key, _points(hosts.train(trial).points))
+            try:
+                run = strategy_report.Run(key, _points(hosts.train(trial).points))
+            except RuntimeError as error:
+                if NonFiniteError.__name__ not in str(error):
+                    raise
+                print(f"{key}: diverged", flush=True)
+                continue
             kept[key] = run
             if results is not None:
                 strategy_report.write(results, kept.values())
