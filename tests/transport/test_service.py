@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from toys import sparkdl_threads
@@ -22,12 +22,13 @@ from sparkdl.transport.connection import Connection, ConnectionLostError
 from sparkdl.transport.service import Service
 
 WAIT_S = 20.0
+Seen: TypeAlias = "queue.SimpleQueue[tuple[str, str]]"
 
 
 class Echo:
     """Sends back what it hears, with its own name; see ``service.Peer``."""
 
-    def __init__(self, name: str, service: Service, channel: Channel, seen: list[Any]) -> None:
+    def __init__(self, name: str, service: Service, channel: Channel, seen: Seen) -> None:
         self.name = name
         self.service = service
         self.channel = channel
@@ -51,14 +52,14 @@ class Echo:
         pass
 
     def left(self, error: LeftError) -> None:
-        self.seen.append((self.name, "left"))
+        self.seen.put((self.name, "left"))
 
     def failed(self, error: SparkDLError) -> None:
-        self.seen.append((self.name, str(error)))
+        self.seen.put((self.name, str(error)))
         self.service.close_channel(self.channel)
 
     def closed(self) -> None:
-        self.seen.append((self.name, "closed"))
+        self.seen.put((self.name, "closed"))
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
@@ -66,13 +67,14 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     with Service("127.0.0.1", encrypted=request.param) as opened:
         for name in ("first", "second"):
             opened.handlers[name] = lambda channel, name=name: Echo(name, opened, channel, SEEN)
-        SEEN.clear()
+        while not SEEN.empty():
+            SEEN.get()
         Echo.release.clear()
         yield opened
         Echo.release.set()
 
 
-SEEN: list[Any] = []
+SEEN: Seen = queue.SimpleQueue()
 
 
 def connected(service: Service, *headers: dict[str, Any]) -> Connection:
@@ -115,7 +117,8 @@ def test_one_that_cannot_be_understood_ends_alone(service: Service) -> None:
         bad = connected(service, {"first": 1, "wrong": True})
         with closing(bad), pytest.raises(ConnectionLostError):
             bad.receive_header()
-        assert SEEN == [("first", "that was wrong"), ("first", "closed")]
+        assert SEEN.get(timeout=WAIT_S) == ("first", "that was wrong")
+        assert SEEN.get(timeout=WAIT_S) == ("first", "closed")
         good.send_header({"still": "there"})
         assert good.receive_header() == {"second": {"still": "there"}}
 
