@@ -106,7 +106,9 @@ class Interrupted(Exception):
     """The driver dies."""
 
 
-def die_after(windows: int, job: Job, shards: Any, policy: CheckpointPolicy) -> None:
+def die_after(
+    windows: int, job: Job, shards: Any, policy: CheckpointPolicy, ranks_as: Any = "threads"
+) -> None:
     """Run until so many windows were committed, and no further."""
     seen = 0
 
@@ -117,7 +119,7 @@ def die_after(windows: int, job: Job, shards: Any, policy: CheckpointPolicy) -> 
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        run_world(job, shards, checkpoints=policy, on_event=on_event)
+        run_world(job, shards, ranks_as=ranks_as, checkpoints=policy, on_event=on_event)
 
 
 class Overflows(Marked):

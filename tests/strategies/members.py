@@ -40,12 +40,17 @@ class Member:
     def all_to_all(self, tensor: Tensor) -> Tensor:
         return torch.stack([each[self.index] for each in self._exchange(tensor.clone())])
 
-    def _exchange(self, mine: Tensor) -> list[Tensor]:
-        self.octets += mine.nbytes
-        self.shown[self.index] = mine
+    def tell(self, value: Any) -> list[Any]:
+        """What everyone tells, by index."""
+        self.shown[self.index] = value
         self.barrier.wait(PATIENCE_S)
         everyones = list(self.shown)
         self.barrier.wait(PATIENCE_S)
+        return everyones
+
+    def _exchange(self, mine: Tensor) -> list[Tensor]:
+        self.octets += mine.nbytes
+        everyones = self.tell(mine)
         assert len({(each.shape, each.dtype) for each in everyones}) == 1
         return everyones
 

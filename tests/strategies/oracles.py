@@ -199,6 +199,10 @@ ORACLES = {
     "OuterOptimizer, cutoff=1": Simulated(
         OuterOptimizer(1, HEAVY_BALL, cutoff=1), partial(momentum, mean_change, nesterov=False)
     ),
+    "OuterOptimizer, cutoff='predicted'": Simulated(
+        OuterOptimizer(1, NESTEROV, cutoff="predicted"),
+        partial(momentum, mean_change, nesterov=True),
+    ),
     "OuterOptimizer": Simulated(
         OuterOptimizer(1, NESTEROV), partial(momentum, mean, nesterov=True)
     ),

@@ -75,6 +75,7 @@ class ByHand(Replay):
         self._rate = rate
         self._scale_by_staleness = scale_by_staleness
         self._updates = 0
+        self._rounds = 0
         self._sent: dict[int, tuple[list[Tensor], int]] = {}
 
     def send_center(self, rank: int, *, joins: bool) -> None:
@@ -91,6 +92,59 @@ class ByHand(Replay):
             for move, start, mine in zip(moves, began, self.module.parameters(), strict=True):
                 share = window.examples / total if total else 0
                 move += (mine.detach() - start) * (share * self._rate / stale)
-        for values, move in zip(self.center, moves, strict=True):
+        if windows:
+            self._rounds += 1
+        for values, move in zip(self.center, self.moved(moves) if total else moves, strict=True):
             values += move
         self._updates += bool(total)
+
+    def moved(self, change: list[Tensor]) -> list[Tensor]:
+        """How the center moves in a round of a mean change."""
+        return change
+
+
+class HeavyBall(ByHand):
+    """With slow momentum, and a rate for that."""
+
+    def __init__(self, data: Data, rate: float, momentum: float) -> None:
+        super().__init__(data)
+        self._outer_rate, self._momentum = rate, momentum
+        self._velocity = [torch.zeros_like(values) for values in self.center]
+
+    def moved(self, change: list[Tensor]) -> list[Tensor]:
+        """Further in the direction of earlier rounds."""
+        self._velocity = [
+            self._momentum * v + c for v, c in zip(self._velocity, change, strict=True)
+        ]
+        return [self._outer_rate * v for v in self._velocity]
+
+
+class Delayed(ByHand):
+    """Liu et al.'s delayed Nesterov momentum: a step of it in every N-th round.
+
+    Args:
+        data: of the run.
+        buffer: N.
+        rate: of the outer optimizer.
+        momentum: of the outer optimizer.
+    """
+
+    def __init__(self, data: Data, buffer: int, rate: float, momentum: float) -> None:
+        super().__init__(data, 1 / buffer)
+        self._buffer, self._outer_rate, self._momentum = buffer, rate, momentum
+        self._velocity = [torch.zeros_like(values) for values in self.center]
+        self._gathered = [torch.zeros_like(values) for values in self.center]
+
+    def moved(self, change: list[Tensor]) -> list[Tensor]:
+        """A part of the change at once, and momentum when it is its turn."""
+        for total, values in zip(self._gathered, change, strict=True):
+            total += values
+        if self._rounds % self._buffer:
+            return [self._outer_rate * values for values in change]
+        for velocity, total in zip(self._velocity, self._gathered, strict=True):
+            velocity.mul_(self._momentum).add_(total)
+            total.zero_()
+        return [
+            self._outer_rate * (values + self._momentum * velocity)
+            for values, velocity in zip(change, self._velocity, strict=True)
+        ]

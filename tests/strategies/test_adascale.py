@@ -6,9 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+import misbehaving
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from misbehaving import KillsOnce
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
@@ -19,6 +23,8 @@ from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.strategies import AdaScale, GradientAllReduce, KFACPreconditioner
 from sparkdl.testing import run_world
+
+cloudpickle.register_pickle_by_value(misbehaving)
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 RATE = [0.1 * 0.8 ** (step // 3) for step in range(100)]
@@ -125,6 +131,24 @@ def test_a_step_that_kfac_clips_is_as_long_at_any_gain() -> None:
     assert relative_error(*modules) < 1e-9
 
 
+def test_three_numbers_travel_beside_the_gradients_of_each_step_and_at_each_epochs_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DistributedDataParallel's own sums, the gradients, are not torch.distributed's to Python."""
+    sent: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def counting(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **options)
+
+    monkeypatch.setattr(dist, "all_reduce", counting)
+    job = make_job(mlp(), strategy=AdaScale(), optimizer=SGD, epochs=2)
+    run_world(job, classification([22]).shards())
+    steps = 6
+    assert sent == [3 * 8] * (steps + 1) * 2
+
+
 class Interrupted(Exception):
     """The driver dies."""
 
@@ -155,6 +179,28 @@ def test_resumed_in_the_middle_of_an_epoch_it_ends_in_the_same_bits(tmp_path: Pa
     resumed = run_world(job, data.shards(), ranks_as="processes", checkpoints=policy)
     assert bits(resumed) == bits(whole)
     assert [e.measured for e in resumed.history] == [e.measured for e in whole.history]
+
+
+@pytest.mark.slow
+def test_a_killed_worker_costs_no_bits(tmp_path: Path) -> None:
+    """Neither of the model nor of the means by which steps are scaled, nor of the schedule."""
+    settings: dict[str, Any] = {
+        "strategy": AdaScale(commit_every=3),
+        "optimizer": SGD,
+        "scheduler": partial(ExponentialLR, gamma=0.9),
+        "scheduler_every": "step",
+        "epochs": 3,
+        "max_failures": 1,
+        "deadline_s": 90.0,
+    }
+    shards = classification([22, 14]).shards()
+    whole = run_world(make_job(mlp(), **settings), shards, ranks_as="processes")
+    killed = make_job(KillsOnce(tmp_path, after=7), **settings)
+    outcome = run_world(killed, shards, ranks_as="processes")
+    assert len(list(tmp_path.iterdir())) > 12
+    assert bits(outcome) == bits(whole)
+    assert [row.examples for row in outcome.history] == [36] * 3
+    assert [row.measured for row in outcome.history] == [row.measured for row in whole.history]
 
 
 @pytest.mark.parametrize("decay", [1, -0.1, True, "0.9", float("nan")])

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from members import same_bits
 from misbehaving import KillsOnce, die_after
 from outer import DATA, MOMENTUM, SIZES, job
+from recorded import recorded_decisions
+from replayed import Delayed
 from toys import classification, relative_error
 
 from sparkdl.averager.values.center_update import new_memory
@@ -101,12 +103,22 @@ def test_alone_and_resumed_it_ends_in_the_same_bits(tmp_path: Path, windows: int
     assert same_bits(run_world(given, ALONE.shards(), checkpoints=policy), whole)
 
 
-def test_a_killed_worker_comes_back_and_no_row_is_lost_or_counted_twice(tmp_path: Path) -> None:
+def test_the_center_is_what_the_decisions_say() -> None:
+    with recorded_decisions() as decisions:
+        outcome = run_world(job(strategy=STRATEGY), DATA.shards())
+    oracle = Delayed(DATA, 3, 0.7, 0.5).follow(decisions)
+    assert relative_error(outcome.module, oracle) < 1e-9
+    assert outcome.history[-1].max_staleness > 0
+
+
+def test_a_killed_worker_comes_back_to_the_center_that_the_commits_give(tmp_path: Path) -> None:
     killed = job(KillsOnce(tmp_path, after=12), strategy=STRATEGY)
-    outcome = run_world(killed, DATA.shards(), ranks_as="processes")
+    with recorded_decisions() as decisions:
+        outcome = run_world(killed, DATA.shards(), ranks_as="processes")
     assert len(os.listdir(tmp_path)) > 12
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-    assert outcome.history[-1].loss < outcome.history[0].loss
+    oracle = Delayed(DATA, 3, 0.7, 0.5).follow(decisions)
+    assert relative_error(outcome.module.get_submodule("net"), oracle) < 1e-9
 
 
 @pytest.mark.parametrize(

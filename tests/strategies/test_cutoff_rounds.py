@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from misbehaving import KillsOnce, die_after
 from recorded import recorded_decisions
-from replayed import ByHand
+from replayed import ByHand, HeavyBall
 from torch import nn
 from toys import classification, make_job, mlp, relative_error, sgd_on_union
 
@@ -23,6 +24,7 @@ from sparkdl.checkpoint.object_spec import load_object, save_object
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.persistence import EXPECTED
+from sparkdl.events import WindowReport
 from sparkdl.protocols import Segment
 from sparkdl.strategies import (
     FullPrecision,
@@ -110,19 +112,33 @@ def test_late_parameters_count_as_changes_and_all_else_as_values() -> None:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", [STRATEGY, OUTER], ids=["averaging", "outer"])
-def test_a_killed_worker_comes_back_and_no_row_is_lost_or_counted_twice(
-    strategy: Strategy[Any], tmp_path: Path
+@pytest.mark.slow_variants
+@pytest.mark.parametrize(
+    ("strategy", "by_hand"),
+    [
+        (PREDICTED, ByHand),
+        (STRATEGY, ByHand),
+        (OUTER, partial(HeavyBall, rate=0.7, momentum=0.5)),
+        (replace(OUTER, cutoff="predicted"), partial(HeavyBall, rate=0.7, momentum=0.5)),
+    ],
+    ids=["averaging predicted", "averaging", "outer", "outer predicted"],
+)
+def test_a_killed_worker_comes_back_to_the_center_that_the_commits_give(
+    strategy: Strategy[Any], by_hand: Any, tmp_path: Path
 ) -> None:
     killed = job(KillsOnce(tmp_path, 12), strategy=strategy)
-    outcome = run_world(killed, DATA.shards(), ranks_as="processes")
+    with recorded_decisions() as decisions:
+        outcome = run_world(killed, DATA.shards(), ranks_as="processes")
     assert len(list(tmp_path.iterdir())) > 12
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    trained = outcome.module.get_submodule("net")
+    assert relative_error(trained, by_hand(DATA).follow(decisions)) < 1e-9
 
 
 @pytest.mark.parametrize(
-    ("strategy", "windows"), [(STRATEGY, 14), (OUTER, 4)], ids=["averaging", "outer"]
+    ("strategy", "windows"),
+    [(STRATEGY, 14), (OUTER, 4), (PREDICTED, 14), (replace(OUTER, cutoff="predicted"), 20)],
+    ids=["averaging", "outer", "averaging predicted", "outer predicted"],
 )
 def test_a_resumed_training_goes_on_where_each_worker_was(
     strategy: Strategy[Any], windows: int, tmp_path: Path
@@ -130,9 +146,12 @@ def test_a_resumed_training_goes_on_where_each_worker_was(
     policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
     going = job(strategy=strategy)
     die_after(windows, going, DATA.shards(), policy)
-    outcome = run_world(going, DATA.shards(), checkpoints=policy)
+    resumed: list[object] = []
+    outcome = run_world(going, DATA.shards(), checkpoints=policy, on_event=resumed.append)
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
     assert outcome.history[-1].loss < outcome.history[0].loss
+    again = sum(event.examples for event in resumed if isinstance(event, WindowReport))
+    assert 0 < again < 3 * sum(SIZES)
 
 
 def test_without_a_cutoff_everyone_is_in_every_round_and_values_travel() -> None:

@@ -8,9 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
+import misbehaving
 import numpy as np
 import pytest
 import torch
+from members import same_bits
+from misbehaving import KillsOnce
 from torch import Tensor, nn
 from toys import Data, batches_by_hand, classification, cnn, make_job, mlp, relative_error, schema
 
@@ -22,6 +26,8 @@ from sparkdl.strategies import GradientAllReduce, KFACPreconditioner, TopK
 from sparkdl.strategies.kfac.grid import Grid, assign
 from sparkdl.strategies.kfac.layers import factored_layers
 from sparkdl.testing import run_world
+
+cloudpickle.register_pickle_by_value(misbehaving)
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 OFTEN = KFACPreconditioner(damping=0.05, factors_every=2, decompositions_every=3, kl_clip=0.02)
@@ -123,7 +129,15 @@ def trained(build: Any, data: Data, settings: KFACPreconditioner, **changes: Any
     ranks = "threads" if len(data.sizes) == 1 else "processes"
     strategy = GradientAllReduce(preconditioner=settings, commit_every=2)
     width = data.features.shape[1]
-    job = make_job(build(), strategy=strategy, optimizer=SGD, schema=schema(width), epochs=2)
+    job = make_job(
+        build(),
+        strategy=strategy,
+        optimizer=SGD,
+        schema=schema(width),
+        epochs=2,
+        max_failures=1,
+        deadline_s=90.0,
+    )
     return run_world(job, data.shards(), ranks_as=ranks, **changes)  # type: ignore[arg-type]
 
 
@@ -142,21 +156,23 @@ def test_gradients_are_multiplied_by_the_inverse_of_the_kronecker_product(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "fraction"),
+    ("build", "sizes", "fraction"),
     [
-        ((14, 9), 1.0),
-        ((14, 9), 0.5),
-        pytest.param((14, 9, 9, 5), 0.5, marks=pytest.mark.slow),
+        (mlp, (14, 9), 1.0),
+        (mlp, (14, 9), 0.5),
+        pytest.param(mlp, (14, 9, 9, 5), 0.5, marks=pytest.mark.slow),
+        pytest.param(cnn, (14, 9), 1.0, marks=pytest.mark.slow),
+        pytest.param(cnn, (14, 9), 0.5, marks=pytest.mark.slow),
     ],
-    ids=["COMM-OPT", "MEM-OPT", "HYBRID"],
+    ids=["COMM-OPT", "MEM-OPT", "HYBRID", "COMM-OPT of a cnn", "MEM-OPT of a cnn"],
 )
 def test_workers_together_take_the_steps_of_one_and_resume_to_the_bit(
-    sizes: tuple[int, ...], fraction: float, tmp_path: Path
+    build: Any, sizes: tuple[int, ...], fraction: float, tmp_path: Path
 ) -> None:
-    data = classification(sizes)
+    data = classification(sizes, width=6 if build is mlp else 36)
     settings = KFACPreconditioner(0.05, 0.95, 2, 3, 0.02, fraction)
-    whole = trained(mlp, data, settings)
-    assert relative_error(whole.module, by_hand(mlp(), data, 2, settings)) < 1e-9
+    whole = trained(build, data, settings)
+    assert relative_error(whole.module, by_hand(build(), data, 2, settings)) < 1e-9
     policy, left = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1), 2 * len(sizes)
 
     def on_event(event: object) -> None:
@@ -166,13 +182,26 @@ def test_workers_together_take_the_steps_of_one_and_resume_to_the_bit(
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        trained(mlp, data, settings, checkpoints=policy, on_event=on_event)
-    resumed = trained(mlp, data, settings, checkpoints=policy)
+        trained(build, data, settings, checkpoints=policy, on_event=on_event)
+    resumed = trained(build, data, settings, checkpoints=policy)
     if len(sizes) > 2:  # what the first step after a start adds up in another order
         assert relative_error(resumed.module, whole.module) < 1e-12
         return
     pairs = zip(resumed.module.parameters(), whole.module.parameters(), strict=True)
     assert all(torch.equal(mine, other) for mine, other in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fraction", [1.0, 0.5], ids=["COMM-OPT", "MEM-OPT"])
+def test_a_killed_worker_costs_no_bits(fraction: float, tmp_path: Path) -> None:
+    """Whose second worker has 3 steps an epoch; the last copy that the driver has is of step 4."""
+    data, settings = classification((14, 9)), KFACPreconditioner(0.05, 0.95, 2, 3, 0.02, fraction)
+    whole = trained(mlp, data, settings)
+    outcome = trained(partial(KillsOnce, tmp_path, 4), data, settings)
+    assert len(list(tmp_path.iterdir())) > 6
+    assert same_bits(outcome, whole)
+    assert [row.examples for row in outcome.history] == [23] * 2
+    assert [row.loss for row in outcome.history] == [row.loss for row in whole.history]
 
 
 def test_it_does_not_go_with_gradients_that_are_compressed() -> None:

@@ -18,12 +18,14 @@ import numpy as np
 import pytest
 import torch
 from members import same_bits
-from misbehaving import KillsOnce
+from misbehaving import KillsOnce, die_after
 from torch import nn
 from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
 from visits import connected
 
+from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import TrainingError
+from sparkdl.events import WindowReport
 from sparkdl.strategies import GossipAveraging, lockstep
 from sparkdl.strategies.gossip_averaging import TOPOLOGIES
 from sparkdl.strategies.lockstep import Snapshots, lead_of, neighbors_of
@@ -309,3 +311,18 @@ def test_a_killed_worker_is_skipped_and_comes_back(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) > 12
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
     assert outcome.history[-1].loss < outcome.history[0].loss
+
+
+@pytest.mark.parametrize("topology", ["ring", "random"])
+def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, topology: Any) -> None:
+    """From the end of the second of four epochs, with each worker's momentum."""
+    momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    strategy = GossipAveraging(1, "symmetric", topology)
+    given = job(strategy=strategy, optimizer=momentum, epochs=4)
+    whole = run_world(given, DATA.shards())
+    policy = CheckpointPolicy(path=str(tmp_path / "c"))
+    die_after(2 * len(SIZES), given, DATA.shards(), policy)
+    resumed: list[object] = []
+    again = run_world(given, DATA.shards(), checkpoints=policy, on_event=resumed.append)
+    assert {event.epoch for event in resumed if isinstance(event, WindowReport)} <= {2, 3, 4}
+    assert same_bits(again, whole)

@@ -20,6 +20,7 @@ import torch
 from members import same_bits
 from misbehaving import KillsOnce, die_after
 from outer import ADAM, DATA, MOMENTUM, SGD, SIZES, job, named
+from recorded import recorded_decisions
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from toys import (
@@ -31,9 +32,10 @@ from toys import (
     sgd_on_union,
 )
 
+from sparkdl.averager import decisions as do
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, WorkerError
-from sparkdl.events import WindowReport
+from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.strategies import OuterOptimizer, OuterSGD
 from sparkdl.testing import run_world
@@ -82,6 +84,8 @@ class ByHand:
         count, size = strategy.fragments, len(self.center)
         cuts = [size * number // count for number in range(count + 1)]
         self.parts = [Part(first, stop) for first, stop in pairwise(cuts)]
+        self.number = 0
+        """Rounds of the epoch until now: says whose turn it is of the fragments."""
 
     def train(self, epochs: int) -> nn.Module:
         for epoch in range(1, epochs + 1):
@@ -91,19 +95,24 @@ class ByHand:
         return self.replicas[0]
 
     def run_epoch(self, workers: dict[int, Generator[Sent, Tensor, None]]) -> None:
+        self.number = 0
         sent = {rank: next(worker) for rank, worker in workers.items()}
-        number = 0
         while sent:
-            part = self.parts[number % len(self.parts)]
-            answer = self.step_center(part, list(sent.values()))
-            number += 1
+            answer = self.end_round(list(sent.values()))
             going_on = {}
             for rank in sent:
                 with suppress(StopIteration):
                     going_on[rank] = workers[rank].send(answer)
             sent = going_on
 
-    def step_center(self, part: Part, sent: list[Sent]) -> Tensor:
+    @property
+    def turn(self) -> int:
+        """Which fragment the next round is of."""
+        return self.number % len(self.parts)
+
+    def end_round(self, sent: list[Sent]) -> Tensor:
+        part = self.parts[self.turn]
+        self.number += 1
         weights = [self.due_rows(rows, part) for rows, _ in sent]
         if sum(weights):
             mean = np.average([values[part].numpy() for _, values in sent], 0, weights)
@@ -118,11 +127,11 @@ class ByHand:
     def due_rows(self, rows: Any, part: Part) -> int:
         return int(rows[self.parts.index(part)])
 
-    def worker(self, rank: int, epoch: int) -> Generator[Any, Tensor, None]:
+    def worker(self, rank: int, epoch: int, first: int = 0) -> Generator[Any, Tensor, None]:
         strategy, replica, count = self.strategy, self.replicas[rank], len(self.parts)
         period = strategy.period_in(epoch)
         plan = batches_by_hand(DATA, rank, epoch, 4)
-        rows, number = [0] * count, 0
+        rows = [0] * count
         under_way: tuple[int, Part, Tensor] | None = None
 
         def take(part: Part, answer: Tensor, local: float) -> None:
@@ -130,7 +139,7 @@ class ByHand:
             mine[part] = local * mine[part] + (1 - local) * answer
             vector_to_parameters(mine, replica.parameters())
 
-        for step, batch in enumerate(plan, 1):
+        for step, batch in enumerate(plan[first:], first + 1):
             _train_by_hand(replica, self.optimizers[rank], [batch])
             rows = [each + len(batch[1]) for each in rows]
             if under_way is not None and step == under_way[0]:
@@ -139,10 +148,10 @@ class ByHand:
             # After steps ceil(period / fragments), ceil(2 * period / fragments), ...
             due = any(step == -(-k * period // count) for k in range(1, 100))
             if due and step < len(plan):
-                part = self.parts[number % count]
+                turn = self.turn
+                part = self.parts[turn]
                 answer = yield rows, vector_of(replica)
-                rows[number % count] = 0
-                number += 1
+                rows[turn] = 0
                 under_way = step + strategy.overlap, part, answer
                 if not strategy.overlap:
                     take(part, answer, strategy.merge)
@@ -150,11 +159,52 @@ class ByHand:
         if under_way is not None:
             take(under_way[1], under_way[2], strategy.merge)
         for _ in range(count):
-            part = self.parts[number % count]
+            turn = self.turn
             answer = yield rows, vector_of(replica)
-            rows[number % count] = 0
-            number += 1
-            take(part, answer, 0.0)
+            rows[turn] = 0
+            take(self.parts[turn], answer, 0.0)
+
+
+class AsDecided(ByHand):
+    """What a run has committed, and nothing else; who joins begins with the center."""
+
+    def __init__(self, strategy: OuterOptimizer, inner: Any) -> None:
+        super().__init__(strategy, inner)
+        self.epoch = 1
+        self.workers: dict[int, Generator[Sent, Tensor, None]] = {}
+        self.sent: dict[int, Sent] = {}
+        self.steps = dict.fromkeys(range(len(SIZES)), 0)
+
+    def follow(self, decisions: list[do.Decision]) -> nn.Module:
+        committed: list[WindowReport] = []
+        for decision in decisions:
+            event = decision.event if isinstance(decision, do.Report) else None
+            if isinstance(event, WindowReport):
+                committed.append(event)
+                continue
+            if committed:
+                self.commit(committed)
+                committed = []
+            if isinstance(event, EpochSummary):
+                self.epoch, self.number = event.epoch + 1, 0
+                for rank in self.steps:
+                    self.begin(rank)
+            if isinstance(decision, do.Welcome):
+                self.begin(decision.member.rank)
+        vector_to_parameters(self.center.clone(), self.replicas[0].parameters())
+        return self.replicas[0]
+
+    def begin(self, rank: int) -> None:
+        vector_to_parameters(self.center.clone(), self.replicas[rank].parameters())
+        self.workers[rank] = self.worker(rank, self.epoch, self.steps[rank])
+        self.sent[rank] = next(self.workers[rank])
+
+    def commit(self, windows: list[WindowReport]) -> None:
+        answer = self.end_round([self.sent[window.rank] for window in windows])
+        for window in windows:
+            self.steps[window.rank] = 0 if window.last else window.step_of_epoch
+            with suppress(StopIteration):
+                self.sent[window.rank] = self.workers[window.rank].send(answer)
 
 
 @pytest.mark.parametrize("inner", [SGD, MOMENTUM, ADAM], ids=named)
@@ -302,7 +352,23 @@ def test_resumed_it_ends_in_the_same_bits(
     assert same_bits(resumed, whole)
 
 
-def test_a_killed_worker_comes_back_and_no_row_is_lost_or_counted_twice(tmp_path: Path) -> None:
+@pytest.mark.slow_variants
+@pytest.mark.parametrize("strategy", [STREAMS[5], STREAMS[0], STREAMS[2]], ids=described)
+def test_a_killed_worker_comes_back_to_the_center_that_the_commits_give(
+    strategy: OuterOptimizer, tmp_path: Path
+) -> None:
+    killed = job(KillsOnce(tmp_path, after=12), strategy=strategy)
+    with recorded_decisions() as decisions:
+        outcome = run_world(killed, DATA.shards(), ranks_as="processes")
+    assert len(os.listdir(tmp_path)) > 12
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    oracle = AsDecided(strategy, SGD).follow(decisions)
+    assert relative_error(outcome.module.get_submodule("net"), oracle) < 1e-8
+    assert relative_error(oracle, ByHand(strategy, SGD).train(3)) > 1e-6
+
+
+@pytest.mark.slow
+def test_a_killed_worker_comes_back_where_changes_are_rounded(tmp_path: Path) -> None:
     killed = job(KillsOnce(tmp_path, after=12), strategy=ROUNDED)
     outcome = run_world(killed, DATA.shards(), ranks_as="processes")
     assert len(os.listdir(tmp_path)) > 12

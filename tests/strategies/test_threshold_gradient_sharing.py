@@ -204,14 +204,29 @@ def test_buffers_are_averaged_and_never_encoded(aggregation: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "windows",
-    [pytest.param(4, marks=pytest.mark.slow), 14, pytest.param(25, marks=pytest.mark.slow)],
+    ("strategy", "windows"),
+    [
+        pytest.param(STRATEGY, 4, marks=pytest.mark.slow),
+        (STRATEGY, 14),
+        pytest.param(STRATEGY, 25, marks=pytest.mark.slow),
+        pytest.param(AMONG, 7, marks=pytest.mark.slow),
+        (replace(AMONG, commit_every=3), 7),
+    ],
+    ids=["4", "14", "25", "executors", "executors' commits"],
 )
-def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, windows: int) -> None:
-    whole = run_world(job(), DATA.shards())
+def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, strategy: Any, windows: int) -> None:
+    given = job(strategy=strategy)
+    ranks_as: Any = "threads" if strategy is STRATEGY else "processes"
+    whole = run_world(given, DATA.shards(), ranks_as=ranks_as)
     policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    die_after(windows, job(), DATA.shards(), policy)
-    assert same_bits(run_world(job(), DATA.shards(), checkpoints=policy), whole)
+    die_after(windows, given, DATA.shards(), policy, ranks_as)
+    resumed: list[object] = []
+    again = run_world(
+        given, DATA.shards(), ranks_as=ranks_as, checkpoints=policy, on_event=resumed.append
+    )
+    assert same_bits(again, whole)
+    trained = sum(event.examples for event in resumed if isinstance(event, WindowReport))
+    assert 0 < trained < 3 * sum(SIZES)
 
 
 @pytest.mark.parametrize(

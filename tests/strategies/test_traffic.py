@@ -14,8 +14,12 @@ import torch
 from toys import classification, make_job, mlp, schema
 
 from sparkdl.strategies import (
+    BSP,
+    AsynchronousOuterOptimizer,
     AsynchronousSGD,
+    DelayedNesterov,
     ElasticAveraging,
+    GossipAveraging,
     GradientAllReduce,
     OuterOptimizer,
     OuterSGD,
@@ -48,11 +52,23 @@ WORKERS, HOSTS, ROUNDS = 4, ["a", "b", "a", "b"], 2
             ROUNDS * WORKERS,
             (ROUNDS + 1) * WORKERS,
         ),
+        (ElasticAveraging(period=2, aggregation="executors"), 1, 0),
         (AsynchronousSGD(period=2), ROUNDS * WORKERS, ROUNDS * WORKERS),
+        (AsynchronousSGD(period=2, barrier=BSP()), ROUNDS * WORKERS, ROUNDS * WORKERS),
         (AsynchronousSGD(period=2, barrier=Softsync(3)), ROUNDS * WORKERS, ROUNDS * WORKERS),
+        (
+            AsynchronousOuterOptimizer(DelayedNesterov(WORKERS), period=2),
+            ROUNDS * WORKERS,
+            ROUNDS * WORKERS,
+        ),
         (ParameterAveraging(period=2, cutoff=1), ROUNDS * WORKERS, ROUNDS * WORKERS),
+        (ParameterAveraging(period=2, cutoff="predicted"), ROUNDS * WORKERS, ROUNDS * WORKERS),
+        (OuterOptimizer(period=2, cutoff=1), ROUNDS * WORKERS, ROUNDS * WORKERS),
         (OuterOptimizer(period=2), ROUNDS * WORKERS, ROUNDS * WORKERS),
         (OuterOptimizer(((1, 1), (2, 4))), 4 * WORKERS, 4 * WORKERS),
+        # What workers say to each other does not go through the driver.
+        (GossipAveraging(), WORKERS, WORKERS),
+        (GossipAveraging(mode="symmetric", topology="ring"), WORKERS, WORKERS),
         (GradientAllReduce(), 1, 0),
         (GradientAllReduce(commit_every=1), 4, 0),
     ],

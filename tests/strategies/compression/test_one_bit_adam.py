@@ -24,6 +24,7 @@ from toys import classification, make_job, mlp, schema
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, WorkerError
+from sparkdl.events import WindowReport
 from sparkdl.strategies import GradientAllReduce, OneBitAdam
 from sparkdl.strategies.compression.one_bit_adam import chunk_sizes, chunks_of, decode, encode
 from sparkdl.testing import run_world
@@ -288,16 +289,23 @@ def test_a_killed_worker_costs_no_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("windows", [2, 6])
-def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, windows: int) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "windows"), [([40], 2), ([40], 6), (SIZES, 4), (SIZES, 12)], ids=str
+)
+def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, sizes: list[int], windows: int) -> None:
     """In the warm-up and after it; with a schedule, which counts the optimizer's steps."""
-    data = classification([40])
+    shards = classification(sizes).shards()
+    ranks_as: Any = "threads" if len(sizes) == 1 else "processes"
     decay = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.99)
     given = job(scheduler=decay, scheduler_every="step")
-    whole = run_world(given, data.shards())
+    whole = run_world(given, shards, ranks_as=ranks_as)
     policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    die_after(windows, given, data.shards(), policy)
-    assert same_bits(run_world(given, data.shards(), checkpoints=policy), whole)
+    die_after(windows, given, shards, policy, ranks_as)
+    seen: list[object] = []
+    resumed = run_world(given, shards, ranks_as=ranks_as, checkpoints=policy, on_event=seen.append)
+    assert same_bits(resumed, whole)
+    again = sum(event.examples for event in seen if isinstance(event, WindowReport))
+    assert 0 < again < 4 * sum(sizes)
 
 
 class UsedLater(nn.Module):

@@ -26,6 +26,7 @@ from toys import classification, cnn, make_job, mlp, relative_error, schema
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, WorkerError
+from sparkdl.events import WindowReport
 from sparkdl.strategies import GradientAllReduce, PowerSGD, Run
 from sparkdl.strategies.compression.power_sgd import first_right
 from sparkdl.testing import run_world
@@ -328,13 +329,20 @@ def test_a_killed_worker_costs_no_bits(tmp_path: Path, bucket_mb: float) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("windows", [1, 5])
-def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, windows: int) -> None:
-    data = classification([40])
-    whole = run_world(job(), data.shards())
+@pytest.mark.parametrize(
+    ("sizes", "windows"), [([40], 1), ([40], 5), (SIZES, 2), (SIZES, 10)], ids=str
+)
+def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, sizes: list[int], windows: int) -> None:
+    shards = classification(sizes).shards()
+    ranks_as: Any = "threads" if len(sizes) == 1 else "processes"
+    whole = run_world(job(), shards, ranks_as=ranks_as)
     policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    die_after(windows, job(), data.shards(), policy)
-    assert same_bits(run_world(job(), data.shards(), checkpoints=policy), whole)
+    die_after(windows, job(), shards, policy, ranks_as)
+    seen: list[object] = []
+    resumed = run_world(job(), shards, ranks_as=ranks_as, checkpoints=policy, on_event=seen.append)
+    assert same_bits(resumed, whole)
+    again = sum(event.examples for event in seen if isinstance(event, WindowReport))
+    assert 0 < again < 3 * sum(sizes)
 
 
 class Table(nn.Module):
