@@ -213,13 +213,10 @@ class Calls:
                 training.history.append(summary)
                 self._each("on_epoch", lambda each: each.on_epoch(training, summary))
             case WorkerLost(rank, why):
-                self._each("on_worker_lost", lambda each: each.on_worker_lost(training, rank, why))
+                self._tell_of_loss(rank, why)
             case WorkersRestarted(why, lost):
-                for rank in lost or (None,):
-                    self._each(
-                        "on_worker_lost",
-                        lambda each, rank=rank: each.on_worker_lost(training, rank, why),
-                    )
+                for one in lost or (None,):
+                    self._tell_of_loss(one, why)
             case CheckpointSaved():
                 self._each("on_checkpoint", lambda each: each.on_checkpoint(training))
 
@@ -245,6 +242,9 @@ class Calls:
                 logger.warning("%s", failure)
         if raised is not None:
             raise raised
+
+    def _tell_of_loss(self, rank: int | None, why: str) -> None:
+        self._each("on_worker_lost", lambda each: each.on_worker_lost(self.training, rank, why))
 
     def _each(self, hook: str, call: Callable[[Callback], None]) -> None:
         for callback in self._callbacks:
