@@ -109,11 +109,23 @@ class NonFiniteError(WorkerError):
     """A worker's parameters, buffers or optimizer state hold NaN or infinity."""
 
 
-class WorkerLostError(TrainingError):
+class _LossError(TrainingError):
+    """Workers are missing.
+
+    Attributes:
+        ranks: whose, as far as that is known.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class WorkerLostError(_LossError):
     """A worker's process or its connection went away in the middle of training."""
 
 
-class CollectiveError(TrainingError):
+class CollectiveError(_LossError):
     """The workers' exchange among themselves broke; the message names who did not take part."""
 
 

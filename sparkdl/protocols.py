@@ -189,6 +189,8 @@ class CenterExchange(Protocol):
 
     next_fragment: int
     """Of which part of the state the next round is, or the one that is under way; from 0."""
+    commit_wanted: bool
+    """Whether the driver said, with what was gathered last, that it wants a commit of all now."""
 
     def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in one round: contribute the segments and overwrite them with the new center.

@@ -11,6 +11,7 @@ import pytest
 from sparkdl import errors
 from sparkdl.errors import (
     CheckpointError,
+    CollectiveError,
     ConfigError,
     DataError,
     DeadlineError,
@@ -73,6 +74,12 @@ def test_plain_errors_survive_pickling(kind: type[Exception]) -> None:
     again = pickle.loads(pickle.dumps(kind("what happened")))
     assert type(again) is kind
     assert str(again) == "what happened"
+
+
+@pytest.mark.parametrize("kind", [WorkerLostError, CollectiveError])
+def test_who_was_lost_survives_pickling(kind: type[WorkerLostError]) -> None:
+    again = pickle.loads(pickle.dumps(kind("their host is gone", ranks=(2, 3))))
+    assert (str(again), again.ranks) == ("their host is gone", (2, 3))
 
 
 @pytest.mark.parametrize("kind", [WorkerError, NonFiniteError])

@@ -22,8 +22,11 @@ from torch import Tensor, nn
 from toys import Data, classification, make_job, mlp
 
 from sparkdl.averager import Averager
+from sparkdl.averager.run_events import WorkersRestarted
+from sparkdl.callbacks import Callback, Training
+from sparkdl.callbacks.base import Calls
 from sparkdl.driver import Launch, Outcome, as_builder, run
-from sparkdl.errors import ConfigError, DataError, WorkerError, WorkerLostError
+from sparkdl.errors import CallbackError, ConfigError, DataError, WorkerError, WorkerLostError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.feed.statistics import DataStatistics
@@ -198,6 +201,80 @@ def test_random_numbers_go_on_as_if_nobody_had_been_lost(
         outcomes.append(run_world(job, data.shards(), ranks_as="processes"))
     assert passes(tmp_path / "wild") > passes(tmp_path / "calm")
     assert same_bits(*outcomes)
+
+
+class Losses(Callback):
+    """Keeps what it is told of lost workers, and does something then."""
+
+    def __init__(self, deed: Callable[[Training], None] = lambda training: None) -> None:
+        self.told: list[tuple[int | None, str]] = []
+        self.deed = deed
+        self.error: BaseException | None = None
+
+    def on_worker_lost(self, training: Training, rank: int | None, why: str) -> None:
+        self.told.append((rank, why))
+        self.deed(training)
+
+    def on_end(self, training: Training, error: BaseException | None) -> None:
+        self.error = error
+
+
+@pytest.mark.slow_variants(fast=1)
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (GradientAllReduce(commit_every=3), FeedOptions()),
+        (ParameterAveraging(2, aggregation="executors"), FeedOptions()),
+        (ParameterAveraging(2, aggregation="hierarchical"), FeedOptions()),
+        (ParameterAveraging(2), FeedOptions(reshuffle_every=1)),
+    ],
+    ids=["all-reduce", "averaging", "hierarchical", "reshuffled"],
+)
+def test_callbacks_are_told_of_each_loss_after_which_all_start_again(
+    tmp_path: Path, strategy: Strategy, options: FeedOptions
+) -> None:
+    job = misbehaving(tmp_path / "wild", strategy, after=8, times=2, feed=options)
+    losses = Losses()
+    outcome = run_world(
+        job, classification(SIZES).shards(), ranks_as="processes", callbacks=[losses]
+    )
+    assert len(outcome.history) == 3
+    assert [rank for rank, _ in losses.told] == [1, 1]
+    assert all("rank 1" in why for _, why in losses.told)
+    assert losses.error is None
+
+
+def test_a_callback_may_end_the_training_where_all_would_start_again(tmp_path: Path) -> None:
+    strategy = GradientAllReduce()
+    stopping = Losses(lambda training: training.stop("one is too many"))
+    job = misbehaving(tmp_path / "wild", strategy, after=8)
+    shards = classification(SIZES).shards()
+    outcome = run_world(job, shards, ranks_as="processes", callbacks=[stopping])
+    assert outcome.stopped == "one is too many"
+    assert passes(tmp_path / "wild") == 9
+    straight = misbehaving(tmp_path / "calm", strategy, times=0, epochs=1)
+    assert same_bits(outcome, run_world(straight, shards, ranks_as="processes"))
+
+
+def test_a_callback_that_fails_where_all_would_start_again_ends_the_fit(tmp_path: Path) -> None:
+    failing = Losses(lambda training: explode())
+    job = misbehaving(tmp_path / "wild", GradientAllReduce(), after=8)
+    with pytest.raises(CallbackError, match="callback Losses failed in on_worker_lost: ZeroDiv"):
+        run_world(job, classification(SIZES).shards(), ranks_as="processes", callbacks=[failing])
+    assert isinstance(failing.error, CallbackError)
+    assert passes(tmp_path / "wild") == 9
+
+
+def test_a_loss_of_nobody_knows_whom_is_told_of_too() -> None:
+    losses = Losses()
+    calls = Calls([losses], Training(1))
+    calls(WorkersRestarted("the Spark job failed"))
+    calls(WorkersRestarted("their host is gone", (2, 3)))
+    assert losses.told == [
+        (None, "the Spark job failed"),
+        (2, "their host is gone"),
+        (3, "their host is gone"),
+    ]
 
 
 def assert_told_once(events: list[object], data: Data, epochs: int) -> None:

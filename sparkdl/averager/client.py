@@ -61,6 +61,7 @@ class AveragerClient:
     Attributes:
         closed_epoch: the last epoch of which this worker has exchanged its last window; 0 if none.
         next_fragment: of which part of the state the next round is, counted from 0.
+        commit_wanted: whether the driver wanted a commit of all when they gathered last.
 
     Raises:
         DisconnectedError: the averager cannot be reached, not even in ``deadline_s``.
@@ -85,6 +86,7 @@ class AveragerClient:
         self.rank = rank
         self.closed_epoch = 0
         self.next_fragment = 0
+        self.commit_wanted = False
         self._times = TimeReports(clock)
         self._clock = self._times.clock
         self._under_way: OverlappedRound | None = None
@@ -319,7 +321,9 @@ class AveragerClient:
         """
         with self._clock.phase(WAIT):
             self._channel.send_header({"gather": value})
-            gathered: list[dict[str, Any]] = self._channel.receive_header()["gathered"]
+            header = self._channel.receive_header()
+        self.commit_wanted = bool(header["commit"])
+        gathered: list[dict[str, Any]] = header["gathered"]
         return gathered
 
     def report_validation(self, report: ValidationReport, states: bytes = b"") -> None:

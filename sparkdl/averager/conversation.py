@@ -33,7 +33,8 @@ One worker is one connection (``framing.py`` has its form):
                                          worker's state from the checkpoint, or from the
                                          last commit of the workers before, if all start again
     {"gather": something small}  ------> wait for all ranks, whenever these agree to
-                                 <------ {"gathered": [everyone's, by rank]}
+                                 <------ {"gathered": [everyone's, by rank],
+                                          "commit": whether the driver wants a window of all now}
     {"reading": rows so far},
     {"shard": what they are}     ------> while rows arrive that are trained on: wait for the driver
                                  <------ {"go_on": true}
@@ -69,7 +70,9 @@ One worker is one connection (``framing.py`` has its form):
     {"finish": true}             ------> wait for a checkpoint that is being written
                                  <------ {"finished": true}; without it the worker comes back
     or {"failure": {...}}        ------> the run ends, with the worker's traceback
-    or {"broken": why}           ------> the run ends; it is the exchange among the workers
+    or {"broken": why,
+        "missing": ranks}        ------> the run ends; it is the exchange among the workers, of whom
+                                         these gave no sign
 
 With what is sent of rows, windows, held-out rows and the end comes "phases": where the worker's
 time went since it told that last (``phases.py``). Nothing is decided by it.

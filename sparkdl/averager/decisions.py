@@ -41,10 +41,17 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send workers what all have given, by rank."""
+    """Send workers what all have given, by rank.
+
+    Attributes:
+        members: the workers.
+        gathered: what they have given.
+        commit: whether they are to hand over a copy, if they can where they stand.
+    """
 
     members: tuple[Member, ...]
     gathered: tuple[object, ...]
+    commit: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,6 +213,11 @@ class StopWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class CommitWanted:
+    """Workers that exchange among themselves are to hand over a copy when they next agree."""
+
+
+@dataclass(frozen=True, slots=True)
 class Preempted:
     """The run is to end with ``reason`` once a commit has become a checkpoint."""
 
@@ -252,6 +257,7 @@ Event = (
     | EpochApproved
     | EpochMeasured
     | StopWanted
+    | CommitWanted
     | Preempted
     | WorkersExpected
     | CheckpointWritten

@@ -93,7 +93,7 @@ _FAILURE_TYPES: _Types = {
 def failure_header(error: WorkerError | CollectiveError) -> dict[str, Any]:
     """What a worker sends when its user's code has raised, or its exchange with others broke."""
     if isinstance(error, CollectiveError):
-        return {"broken": str(error)}
+        return {"broken": str(error), "missing": list(error.ranks)}
     return {
         "failure": {
             "message": str(error),
@@ -364,7 +364,10 @@ def raise_reported_failure(header: dict[str, Any]) -> None:
         TrainingError: it pretends to be.
     """
     if isinstance(header.get("broken"), str):
-        raise CollectiveError(header["broken"])
+        missing = header.get("missing")
+        ranks = missing if isinstance(missing, list) else []
+        known = tuple(rank for rank in ranks if type(rank) is int and rank >= 0)
+        raise CollectiveError(header["broken"], ranks=known)
     if "failure" not in header:
         return
     fields = _checked(header["failure"], _FAILURE_TYPES, None)

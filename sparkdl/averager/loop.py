@@ -243,8 +243,8 @@ class Loop(Service):
                 self._do(member, lambda worker: worker.channel.send_header({"go_on": True}))
             case do.AskWorkerState(member):
                 self._do(member, lambda worker: worker.ask_worker_state(now=True))
-            case do.Tell(members, gathered):
-                self._send_all(members, {"gathered": list(gathered)})
+            case do.Tell(members, gathered, commit):
+                self._send_all(members, {"gathered": list(gathered), "commit": commit})
             case do.TellEpochLosses(member, losses):
                 self._send_all((member,), {"epoch_losses": losses})
             case do.SayWaiting(members):

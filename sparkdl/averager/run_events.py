@@ -93,14 +93,21 @@ class WorkersRestarted:
 
     Attributes:
         why: in words.
+        lost: the ranks that were lost before, as far as that is known.
     """
 
     why: str
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
     """The checkpoint that was under way has been written, or was given up with a warning."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Nothing need have happened; whoever follows the run may look at the clock."""
 
 
 RunEvent = (
@@ -115,4 +122,5 @@ RunEvent = (
     | WorkerLost
     | WorkersRestarted
     | CheckpointSaved
+    | TimePassed
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from sparkdl.averager.coordination.round_policy import RoundPolicy
 from sparkdl.averager.kept import KeptModel, WorkerState
 from sparkdl.averager.loop import Loop
 from sparkdl.averager.progress import Progress
-from sparkdl.averager.run_events import RunEvent
+from sparkdl.averager.run_events import RunEvent, TimePassed
 from sparkdl.averager.saving import CheckpointPlan, Resumed, Saving
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import CenterUpdate, Memory
@@ -233,6 +234,14 @@ class Averager:
         """End the run as if it had come to its end; ``center`` is that of the last commit."""
         self._loop.post_event(on.StopWanted(reason))
 
+    def want_commit(self) -> None:
+        """Have workers that exchange among themselves commit before the epoch ends.
+
+        They do so when they next tell each other that they are there, within a few seconds. Others
+        commit after each window, and are not asked.
+        """
+        self._loop.post_event(on.CommitWanted())
+
     def save_and_fail(self, reason: SparkDLError) -> None:
         """End the run with ``reason`` as soon as a commit has become a checkpoint."""
         self._loop.post_event(on.Preempted(reason))
@@ -277,10 +286,13 @@ class Averager:
         """End the run from the driver's side; ``events`` then raises the error."""
         self._loop.post_event(on.Failed(error))
 
-    def events(self) -> Iterator[RunEvent]:
+    def events(self, *, look_s: float = math.inf) -> Iterator[RunEvent]:
         """Yield what is reported: the data's statistics, then what happens until all have finished.
 
         The workers train only after ``start``, which has to follow the statistics.
+
+        Args:
+            look_s: about how often to yield ``TimePassed`` between, in seconds; by default never.
 
         Raises:
             WorkerError: the user's code raised on a worker.
@@ -289,9 +301,14 @@ class Averager:
             DeadlineError: a worker that was waited for was silent for ``deadline_s``.
             TrainingError: the averager's own thread has ended by a mistake.
         """
+        next_look = time.monotonic() + look_s
         while True:
+            # Also where there is always something else to report.
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + look_s
+                yield TimePassed()
             try:
-                event = self._loop.reports.get(timeout=1.0)
+                event = self._loop.reports.get(timeout=min(1.0, look_s))
             except queue.Empty:
                 continue
             if event is not None:

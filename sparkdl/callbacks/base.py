@@ -19,7 +19,9 @@ from sparkdl.averager.run_events import (
     EpochValidated,
     RoundCommitted,
     RunEvent,
+    TimePassed,
     WorkerLost,
+    WorkersRestarted,
 )
 from sparkdl.errors import CallbackError, SparkDLError
 from sparkdl.events import EpochSummary, WindowReport
@@ -89,8 +91,9 @@ class Training:
     def stop(self, reason: str) -> None:
         """End the training as soon as the callback returns; the fit returns the model so far.
 
-        From ``on_epoch`` that is the epoch's model, from elsewhere the last round's. Of several
-        reasons the first one counts.
+        From ``on_epoch`` that is the epoch's model, from elsewhere the last round's; but from
+        ``on_tick`` the next round's, for which workers that exchange among themselves do not wait
+        for the epoch's end. Of several reasons the first one counts.
         """
         if self.stopped is None:
             self.stopped = reason
@@ -112,7 +115,15 @@ class Callback(Hooks):
     """
 
     kind = "callbacks in the driver"
-    methods = ("on_start", "on_round", "on_epoch", "on_checkpoint", "on_worker_lost", "on_end")
+    methods = (
+        "on_start",
+        "on_tick",
+        "on_round",
+        "on_epoch",
+        "on_checkpoint",
+        "on_worker_lost",
+        "on_end",
+    )
 
     def on_start(self, training: Training, statistics: DataStatistics) -> None:
         """All rows are known, or the first of each worker, and nobody has trained on them yet.
@@ -120,6 +131,13 @@ class Callback(Hooks):
         Args:
             training: the fit; its ``history`` has the epochs before a checkpoint.
             statistics: rows, held-out rows and what was found in each column.
+        """
+
+    def on_tick(self, training: Training) -> None:
+        """Called about once a second from ``on_start`` to ``on_end``, whatever else happens.
+
+        Args:
+            training: the fit.
         """
 
     def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
@@ -141,8 +159,17 @@ class Callback(Hooks):
     def on_checkpoint(self, training: Training) -> None:
         """A checkpoint was written, or given up with a warning."""
 
-    def on_worker_lost(self, training: Training, rank: int, why: str) -> None:
-        """A worker was lost, and the others go on until it is back."""
+    def on_worker_lost(self, training: Training, rank: int | None, why: str) -> None:
+        """A worker was lost, and the training goes on.
+
+        The others go on until it is back; or, where workers need each other, all are started again
+        from the last round. If the training cannot go on, ``on_end`` has the error.
+
+        Args:
+            training: the fit.
+            rank: of the worker; None if all that is known is that some worker was lost.
+            why: in words.
+        """
 
     def on_end(self, training: Training, error: BaseException | None) -> None:
         """The training is over, by itself, by a callback or by an error that ``fit`` raises.
@@ -177,6 +204,8 @@ class Calls:
             case DataStatistics() if not self._started:
                 self._started, training.began = True, time.monotonic()
                 self._each("on_start", lambda each: each.on_start(training, event))
+            case TimePassed() if self._started:
+                self._each("on_tick", lambda each: each.on_tick(training))
             case RoundCommitted(_, reports):
                 training.step = max([training.step, *(report.step for report in reports)])
                 self._each("on_round", lambda each: each.on_round(training, reports))
@@ -184,7 +213,10 @@ class Calls:
                 training.history.append(summary)
                 self._each("on_epoch", lambda each: each.on_epoch(training, summary))
             case WorkerLost(rank, why):
-                self._each("on_worker_lost", lambda each: each.on_worker_lost(training, rank, why))
+                self._tell_of_loss(rank, why)
+            case WorkersRestarted(why, lost):
+                for one in lost or (None,):
+                    self._tell_of_loss(one, why)
             case CheckpointSaved():
                 self._each("on_checkpoint", lambda each: each.on_checkpoint(training))
 
@@ -210,6 +242,9 @@ class Calls:
                 logger.warning("%s", failure)
         if raised is not None:
             raise raised
+
+    def _tell_of_loss(self, rank: int | None, why: str) -> None:
+        self._each("on_worker_lost", lambda each: each.on_worker_lost(self.training, rank, why))
 
     def _each(self, hook: str, call: Callable[[Callback], None]) -> None:
         for callback in self._callbacks:

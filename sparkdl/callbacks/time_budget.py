@@ -15,6 +15,9 @@ from sparkdl.events import EpochSummary, WindowReport
 class TimeBudget(Callback):
     """End the training at the first round after some time; the fit returns the model so far.
 
+    Workers that exchange among themselves have one a few seconds after the time is up. Others have
+    theirs when their windows end: those of ``GossipAveraging`` at the end of an epoch.
+
     Args:
         seconds: from the moment when the workers have read their rows, > 0. A fit that goes on from
             a checkpoint has all of it again.
@@ -28,6 +31,10 @@ class TimeBudget(Callback):
     def __post_init__(self) -> None:
         if not isinstance(self.seconds, (int, float)) or not 0 < self.seconds < float("inf"):
             raise ConfigError(f"seconds must be a number > 0, got {self.seconds!r}")
+
+    def on_tick(self, training: Training) -> None:
+        """Look at the clock, also where a round is long."""
+        self._look(training)
 
     def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
         """Look at the clock."""

@@ -158,7 +158,8 @@ class Collective:
                 f"{what} among {self.world_size} workers failed on rank {self.rank}: "
                 + (f"{who} did not take part within {self.deadline_s:g} s or died" if who else "")
                 + ("" if who else "all workers noticed, so the network between them broke")
-                + f" ({_first_line(error)}). If it takes longer here, raise the 'timeout'"
+                + f" ({_first_line(error)}). If it takes longer here, raise the 'timeout'",
+                ranks=tuple(missing),
             ) from error
 
     def _call_the_roll(self) -> list[int]:

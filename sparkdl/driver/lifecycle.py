@@ -219,7 +219,10 @@ def _finished(
     losses: list[str],
     resubmissions: int,
 ) -> bool:
-    """Serve the workers to the end; returns False if one was lost and all are to start again."""
+    """Serve the workers to the end; returns False if one was lost and all are to start again.
+
+    Callbacks are told of the loss first, and may have the training end there.
+    """
     try:
         with saved_on_sigterm(averager, plan), averager, launch(averager):
             serve(averager)
@@ -228,6 +231,8 @@ def _finished(
         if not resubmissions:
             raise
         losses.append(str(error))
+        everyone = range(len(averager.progress.positions))
+        lost = tuple(rank for rank in everyone if rank in error.ranks)
         if len(losses) > resubmissions:
             raise too_many_losses(losses, resubmissions) from error
     except ConfigError as error:
@@ -240,7 +245,9 @@ def _finished(
         if losses:
             error.add_note(f"Before this all workers were started again: {'; '.join(losses)}")
         raise
-    serve.tell(WorkersRestarted(losses[-1]))
+    serve.tell(WorkersRestarted(losses[-1], lost))
+    if serve.calls.training.stopped is not None:
+        return True
     logger.warning(
         "%s; all workers are started again and go on from epoch %d, step %d",
         losses[-1],

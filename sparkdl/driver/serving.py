@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
-from sparkdl.averager.run_events import EpochCounted, EpochValidated, NewRows
+from sparkdl.averager.run_events import (
+    EpochCounted,
+    EpochValidated,
+    NewRows,
+    RoundCommitted,
+    TimePassed,
+)
 from sparkdl.averager.run_events import RunEvent as Event
 from sparkdl.averager.saving import Resumed
 from sparkdl.averager.server import Averager
@@ -22,6 +29,9 @@ from sparkdl.feed.statistics_check import check_statistics
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Seconds between two calls of ``on_tick``."""
 
 
 class Serving:
@@ -52,11 +62,12 @@ class Serving:
         self._examine = examine
         self._measuring = measuring
         self._on_event = on_event
+        self._look_s = LOOK_S if callbacks else math.inf
         self.calls = Calls(callbacks, training)
 
     def __call__(self, averager: Averager) -> None:
         """Serve the workers of an averager to the end."""
-        for event in averager.events():
+        for event in averager.events(look_s=self._look_s):
             try:
                 self._note(averager, event)
             except SparkDLError as error:
@@ -97,15 +108,23 @@ class Serving:
             assert self._measuring is not None
             averager.measured(event.epoch, self._measuring(event))
             return
+        training = self.calls.training
+        if isinstance(event, TimePassed):
+            self.calls(event)
+            if training.stopped is not None:
+                # What has been trained since the last round is to count.
+                averager.want_commit()
+            return
+        awaits_commit = training.stopped is not None
         is_news = not isinstance(event, DataStatistics) or self._examine(event)
         if is_news:
             self.tell(event)
-        training = self.calls.training
         if isinstance(event, EpochValidated) and training.kept_epoch == event.summary.epoch:
             kept = averager.kept_model
             if kept is None or kept.epoch != event.summary.epoch:  # one of a checkpoint is the same
                 averager.keep_model(event.summary.epoch)
-        if training.stopped is not None:
+        is_commit = isinstance(event, RoundCommitted | EpochValidated)
+        if training.stopped is not None and (is_commit or not awaits_commit):
             averager.stop(training.stopped)
         elif isinstance(event, DataStatistics):
             averager.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from types import TracebackType
+from typing import Any
 
 from tqdm import TqdmWarning
 
@@ -32,9 +33,10 @@ FADING = 0.8
 class ProgressBar:
     """Shows a fit's progress; a context manager to be called with every event.
 
-    One line, in terminals and in notebooks: rows and rows a second by tqdm; the epoch; the mean
-    loss of its rows so far; in which phase the workers are mostly, of late; and who takes longer
-    than the others for its part of the rounds. A fit that fails before it trains leaves no line.
+    One line, in notebooks a widget where ipywidgets are installed: rows and rows a second by tqdm;
+    the epoch; the mean loss of its rows so far; in which phase the workers are mostly, of late; and
+    who takes longer than the others for its part of the rounds. A fit that fails before it trains
+    leaves no line.
 
     Args:
         epochs: passes over it.
@@ -63,6 +65,9 @@ class ProgressBar:
         if error is not None and self._reading:
             self._bar.leave = False
         self._bar.close()
+        if self._widget is not None and self._bar.leave:
+            # tqdm goes by the rows, of which a training that was stopped has fewer.
+            self._widget.bar_style = "success" if error is None else "danger"
 
     def __call__(self, event: Event) -> None:
         """Take note of what has happened."""
@@ -91,7 +96,16 @@ class ProgressBar:
             self._reading = False
             return
         self._bar.total = total
+        if self._widget is not None and total is not None:
+            # tqdm tells it only of a total with which it begins.
+            self._widget.max, self._widget.layout.width = total, None
         self._bar.refresh()
+
+    @property
+    def _widget(self) -> Any:
+        """The bar without its texts, in a notebook with widgets; None elsewhere."""
+        container = getattr(self._bar, "container", None)
+        return None if container is None else container.children[1]
 
     def _start_epoch(self, epoch: int) -> None:
         self._loss_sum, self._examples = 0.0, 0

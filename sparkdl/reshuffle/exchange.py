@@ -159,7 +159,8 @@ class RowExchange:
                     raise CollectiveError(
                         f"rank {self._rank} could not fetch its rows from rank {peer}: {error}. "
                         "Workers have to reach each other to exchange rows; where they cannot, set "
-                        "shuffleRows='spark'"
+                        "shuffleRows='spark'",
+                        ranks=(peer,),
                     ) from error
                 if not told:
                     logger.warning("rank %d waits for rows of rank %d: %s", self._rank, peer, error)
@@ -169,7 +170,8 @@ class RowExchange:
             except SilenceError as error:
                 raise CollectiveError(
                     f"no rows came from rank {peer} for {self._deadline_s:g} s in an exchange of "
-                    "rows among the workers"
+                    "rows among the workers",
+                    ranks=(peer,),
                 ) from error
 
     def _fetch_once(

@@ -216,6 +216,12 @@ class SpringAmongWorkers(Spring):
         self._arrive = lambda: self._move_center(arrivals, sum(pulls))
         together.steps = window.stop
         together.heartbeat(run)
+        together.commit_if_due(run, None, self._settled)
+
+    def _settled(self) -> list[Tensor]:
+        """The center, with all that is under way."""
+        self._settle()
+        return self._other
 
     def _settle(self) -> None:
         """See the round that is under way to its end."""

@@ -46,6 +46,7 @@ class WorkerGroup:
         self._calls = 0
         self._next_heartbeat = 1
         self._last_heartbeat = time.monotonic()
+        self._commit_wanted = False
 
     def agree(self, run: Run) -> None:
         """Tell each other how many rows each has; every worker has to do so at the same time.
@@ -117,6 +118,7 @@ class WorkerGroup:
         self._next_heartbeat = max(1, round(interval_s / max(pace, 1e-6)))
         self._calls = 0
         self._last_heartbeat = time.monotonic()
+        self._commit_wanted = run.averager.commit_wanted
 
     @property
     def steps_an_epoch(self) -> int:
@@ -133,9 +135,11 @@ class WorkerGroup:
     ) -> None:
         """Let the driver have a copy, to go on from there, ``every`` so many steps.
 
-        The epoch's end has one in any case, and is not this one's.
+        And when it wants one, as it has said with the last heartbeat. The epoch's end has one in
+        any case, and is not this one's.
         """
-        if every is not None and self.steps - self._steps_committed >= every and not self.done:
+        due = every is not None and self.steps - self._steps_committed >= every
+        if (due or self._commit_wanted) and not self.done:
             self.commit(run, segments(), last=False)
 
     def commit(self, run: Run, segments: Sequence[Tensor], *, last: bool) -> None:
@@ -152,6 +156,7 @@ class WorkerGroup:
         """
         announced = self.examples_of(range(self._steps_committed, self.steps))
         self.require_announced(run, announced)
+        self._commit_wanted = False
         self.steps = self._steps_committed = 0 if last else self.steps
         stands_for = sum(announced) if run.rank == 0 else 0
         run.averager.commit(segments, run.close_window(last=last, stands_for=stands_for))

@@ -254,7 +254,9 @@ class _Keeper:
                     continue
                 if attempts == self._restarts:
                     self._averager.fail(
-                        WorkerLostError(f"rank {rank} exited with code {worker.exitcode}")
+                        WorkerLostError(
+                            f"rank {rank} exited with code {worker.exitcode}", ranks=(rank,)
+                        )
                     )
                     continue
                 attempts += 1

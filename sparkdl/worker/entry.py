@@ -112,7 +112,8 @@ def _join_and_train(
             except (StoppedError, DeadlineError):
                 raise
             except CollectiveError as error:
-                averager.report_failure(CollectiveError(f"{where_of(rank, run)}: {error}"))
+                told = f"{where_of(rank, run)}: {error}"
+                averager.report_failure(CollectiveError(told, ranks=error.ranks))
             except Exception as error:  # as above
                 averager.report_failure(as_worker_error(error, rank, run))
     except (StoppedError, DeadlineError) as error:

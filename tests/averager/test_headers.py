@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from sparkdl.averager.headers import (
+    failure_header,
     join_header,
+    raise_reported_failure,
     read_join,
     read_shard,
     read_validation,
@@ -18,7 +20,7 @@ from sparkdl.averager.headers import (
     validation_header,
     window_header,
 )
-from sparkdl.errors import TrainingError
+from sparkdl.errors import CollectiveError, TrainingError
 from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.statistics import ColumnStatistics, ShardStatistics
 
@@ -49,6 +51,21 @@ def test_what_a_window_has_measured_is_a_few_numbers_that_floats_hold(number: An
     header["window"]["measured"]["noise"] = number
     with pytest.raises(TrainingError, match="rank 0 sent a window that cannot be its own"):
         read_window(header, 0)
+
+
+@pytest.mark.parametrize(
+    ("missing", "ranks"),
+    [([3, 1], (3, 1)), ([], ()), ([-1, "2", 2.0, True, None, [4]], ()), ("12", ()), ({}, ())],
+)
+def test_of_whom_a_worker_misses_only_what_may_be_a_rank_is_believed(
+    missing: Any, ranks: tuple[int, ...]
+) -> None:
+    header = failure_header(CollectiveError("the reduction failed", ranks=(3,)))
+    assert header["missing"] == [3]
+    for said in ({**header, "missing": missing}, {"broken": "the reduction failed"}):
+        with pytest.raises(CollectiveError, match="the reduction failed") as caught:
+            raise_reported_failure(said)
+        assert caught.value.ranks == (ranks if "missing" in said else ())
 
 
 @pytest.mark.parametrize("name", ["examples", "loss_sum", "weight"])

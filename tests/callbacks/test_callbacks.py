@@ -65,7 +65,7 @@ class Diary(Callback):
     def on_checkpoint(self, training: Training) -> None:
         self.lines.append("checkpoint")
 
-    def on_worker_lost(self, training: Training, rank: int, why: str) -> None:
+    def on_worker_lost(self, training: Training, rank: int | None, why: str) -> None:
         self.lines.append(("lost", rank))
 
     def on_end(self, training: Training, error: BaseException | None) -> None:
@@ -138,20 +138,25 @@ def test_a_stopped_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path)
     assert same(resumed.module, run_world(job, shards).module)
 
 
-def test_a_lost_worker_is_told_of_and_each_epoch_only_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def lose_rank_1_behind_epoch(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, among workers that are threads."""
     from sparkdl.worker import loop
 
     validate, lost = loop._validate, []
 
-    def lose_connection(run: Any, feed: Any, epoch: int) -> Any:
-        if run.rank == 1 and epoch == 2 and not lost:
+    def lose_connection(run: Any, feed: Any, epoch: int, *others: Any) -> Any:
+        if run.rank == 1 and epoch == last and not lost:
             lost.append(epoch)
             raise DisconnectedError("the test says so")
-        return validate(run, feed, epoch)
+        return validate(run, feed, epoch, *others)
 
     monkeypatch.setattr(loop, "_validate", lose_connection)
+
+
+def test_a_lost_worker_is_told_of_and_each_epoch_only_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lose_rank_1_behind_epoch(2, monkeypatch)
     job, shards = with_held_out_rows(epochs=3, max_failures=1)
     diary = Diary()
     run_world(job, shards, callbacks=[diary])
@@ -163,15 +168,42 @@ def test_a_lost_worker_is_told_of_and_each_epoch_only_once(
     ]
 
 
-@pytest.mark.parametrize("hook", ["on_start", "on_round", "on_epoch", "on_end"])
-def test_an_error_in_a_callback_ends_the_fit_with_its_name(hook: str) -> None:
+@pytest.mark.parametrize("hook", Callback.methods)
+def test_an_error_in_a_callback_ends_the_fit_with_its_name(
+    hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*arguments: Any) -> None:
         raise KeyError("accuracy")
 
     broken = type("Broken", (Callback,), {hook: fail})()
-    job, shards = with_held_out_rows(epochs=2)
+    if hook == "on_worker_lost":
+        lose_rank_1_behind_epoch(2, monkeypatch)
+    monkeypatch.setattr("sparkdl.driver.serving.LOOK_S", 0.001)
+    job, shards = with_held_out_rows(epochs=3, max_failures=1)
+    policy = CheckpointPolicy(path=str(tmp_path))
     with pytest.raises(CallbackError, match=f"callback Broken failed in {hook}: KeyError"):
-        run_world(job, shards, callbacks=[broken])
+        run_world(job, shards, checkpoints=policy, callbacks=[broken])
+
+
+def test_callbacks_look_at_the_clock_while_nothing_happens_but_not_before_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sparkdl.driver.serving.LOOK_S", 0.001)
+    told: list[str] = []
+    look = type(
+        "Look",
+        (Callback,),
+        {
+            "on_start": lambda *_: told.append("start"),
+            "on_tick": lambda *_: told.append("tick"),
+            "on_end": lambda *_: told.append("end"),
+        },
+    )()
+    job, shards = with_held_out_rows(epochs=20)
+    run_world(job, shards, callbacks=[look])
+    assert told[0] == "start"
+    assert "tick" in told
+    assert told[-1] == "end"
 
 
 def test_what_ended_a_fit_reaches_every_callback() -> None:

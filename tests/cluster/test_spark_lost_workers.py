@@ -10,6 +10,7 @@ from models import DiesOnce, Saboteur, lines
 from pyspark.sql import SparkSession
 
 from sparkdl import GradientAllReduce, ParameterAveraging
+from sparkdl.callbacks import Callback, Training
 from sparkdl.errors import ConfigError, TrainingError, WorkerLostError
 from sparkdl.strategies import Strategy
 
@@ -30,13 +31,25 @@ from sparkdl.strategies import Strategy
 def test_a_worker_that_is_killed_is_started_again_and_no_row_is_lost(
     spark: SparkSession, tmp_path: Path, strategy: Strategy, executor: bool
 ) -> None:
-    """Alone, or with all others where they need each other."""
-    died = tmp_path / "died"
+    """Alone, or with all others where they need each other; callbacks are told either way."""
+    died, told = tmp_path / "died", list[int | None]()
+
+    class Losses(Callback):
+        def on_worker_lost(self, training: Training, rank: int | None, why: str) -> None:
+            told.append(rank)
+
     model = DiesOnce(str(died), executor=executor)
     fitted = estimator(
-        model=model, strategy=strategy, numWorkers=3, epochs=4, batchSize=5, timeout=120.0
+        model=model,
+        strategy=strategy,
+        numWorkers=3,
+        epochs=4,
+        batchSize=5,
+        timeout=120.0,
+        callbacks=[Losses()],
     ).fit(frame(spark, rows=90))
     assert len(lines(died)) == 1
+    assert told == [1]
     assert [epoch.examples for epoch in fitted.history] == [90] * 4
 
 

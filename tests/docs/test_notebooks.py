@@ -113,14 +113,24 @@ def run(book: Any, claims: str, folder: Path) -> Any:
     return book
 
 
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
 def tidied(book: Any) -> Any:
-    """Without what is of one execution and no reader's business: logs, names of hosts, versions."""
+    """Without what is of one execution and no reader's business: logs, names of hosts, versions.
+
+    Nor bars, which are nothing without the kernel that has shown them.
+    """
     book = copy.deepcopy(book)
     book.metadata = nbformat.from_dict(METADATA)
     for cell in book.cells:
         cell.metadata = nbformat.from_dict({})
     for cell in code_cells(book):
-        cell.outputs = [each for each in cell.outputs if each.get("name") != "stderr"]
+        cell.outputs = [
+            each
+            for each in cell.outputs
+            if each.get("name") != "stderr" and WIDGET not in each.get("data", {})
+        ]
         for output in cell.outputs:
             if "metadata" in output:
                 output.metadata = nbformat.from_dict({})
@@ -202,7 +212,10 @@ def test_what_one_execution_leaves_is_noticed() -> None:
     )
     log = nbformat.v4.new_output("stream", name="stderr", text="WARN")
     told = nbformat.v4.new_output("stream", name="stdout", text=f"on {socket.gethostname()}")
-    cell = nbformat.v4.new_code_cell("1", outputs=[log, told], metadata={"scrolled": True})
+    bar = nbformat.v4.new_output(
+        "display_data", {WIDGET: {"model_id": "f00"}, "text/plain": "HBox(children=())"}
+    )
+    cell = nbformat.v4.new_code_cell("1", outputs=[bar, log, told], metadata={"scrolled": True})
     (tidy,) = tidied(nbformat.v4.new_notebook(cells=[cell])).cells
     assert [output.text for output in tidy.outputs] == ["on localhost"]
     assert tidy.metadata == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import yaml
@@ -35,6 +36,16 @@ def test_nothing_is_set_twice_nor_left_for_another_file_to_contradict() -> None:
     job = yaml.safe_load((CONF / "flights.yaml").read_text())["session"]["conf"]
     shared = found.keys() & job.keys()
     assert {name: found[name] for name in shared} == {name: job[name] for name in shared}
+
+
+def test_the_image_has_the_spark_that_the_constraints_have() -> None:
+    """Another minor version may not even start a Python worker of this one."""
+    image = re.findall(
+        r"^FROM apache/spark:(\d+\.\d+)\.", (CONF.parent / "deploy/Dockerfile").read_text(), re.M
+    )
+    pinned = re.findall(r"^pyspark==(\d+\.\d+)\.", (CONF / "constraints.txt").read_text(), re.M)
+    assert len(pinned) == 1
+    assert image == pinned
 
 
 def test_the_pod_template_and_the_image_are_what_spark_asks_for() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,54 @@ def test_a_fit_measures_each_epoch_and_evaluate_gives_the_same_of_any_partitions
         model.evaluate(rows.where("id < 0"), METRICS)
     with pytest.raises(DataError, match="labelCol names the column 'label', which"):
         model.evaluate(renamed, METRICS)
+
+
+def bytes_to_driver(spark: SparkSession, call: Callable[[], Any]) -> int:
+    """What the tasks of all jobs of a call have sent to the driver, as Spark has counted it."""
+    context: Any = spark.sparkContext
+    group = str(uuid.uuid4())
+    context.setJobGroup(group, "measured")
+    try:
+        call()
+    finally:
+        context.setLocalProperty("spark.jobGroup.id", None)
+    context._jsc.sc().listenerBus().waitUntilEmpty()
+    tracker, store = context.statusTracker(), context._jsc.sc().statusStore()
+    jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(group)]
+    total = 0
+    for stage in {stage for job in jobs for stage in job.stageIds}:
+        tasks = store.taskList(stage, 0, 1 << 20)
+        for task in (tasks.apply(index) for index in range(tasks.size())):
+            total += task.taskMetrics().get().resultSize()
+    return total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partitions", [2, 5])
+def test_evaluate_brings_states_to_the_driver_and_no_rows(
+    spark: SparkSession, partitions: int
+) -> None:
+    torch.manual_seed(1)
+    module = nn.Linear(WIDTH, CLASSES)
+    model = TorchModel.from_module(module, torch.zeros(1, WIDTH), loss=nn.CrossEntropyLoss())
+    few, many = 300, 30_000
+    of_fixed_size = {
+        "accuracy": MulticlassAccuracy(CLASSES, average="micro"),
+        "auroc": partial(MulticlassAUROC, CLASSES, thresholds=50),
+        "confusion": partial(MulticlassConfusionMatrix, CLASSES),
+    }
+
+    def sent(rows: int, metrics: Any) -> int:
+        frames = frame(spark, rows, partitions)
+        return bytes_to_driver(spark, lambda: model.evaluate(frames, metrics))
+
+    first, hundredfold = sent(few, of_fixed_size), sent(many, of_fixed_size)
+    # Larger counts are compressed a little less.
+    assert abs(hundredfold - first) < 100 * partitions
+    assert hundredfold < many * 4 / 5  # less than the labels alone
+    # This one keeps every score and label, which Spark's count has to show.
+    every_score = {"auroc": partial(MulticlassAUROC, CLASSES)}
+    assert sent(many, every_score) - sent(few, every_score) > many * 4 / 5
 
 
 class WeightedError(Metric):

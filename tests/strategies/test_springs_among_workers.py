@@ -24,7 +24,7 @@ from sparkdl.testing import run_world
 class Unhurried:
     """A group of one worker, whose sums are there when they are waited for."""
 
-    index, members, deadline_s = 0, (0,), 30.0
+    index, members, deadline_s, commit_wanted = 0, (0,), 30.0, False
 
     def __init__(self) -> None:
         self.seen: list[str] = []

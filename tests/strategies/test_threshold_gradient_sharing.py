@@ -287,6 +287,7 @@ class Alone:
     """A driver, and a group, of one worker, by what shares of which the center moves."""
 
     index, members, deadline_s, device = 0, (0,), 30.0, torch.device("cpu")
+    commit_wanted = False
 
     def __init__(self, center: Tensor) -> None:
         self.center = center

@@ -120,6 +120,7 @@ class Coordinator:
         self.failure: SparkDLError | None = None
         self.stopped: str | None = None
         self._stop_wanted: on.StopWanted | None = None
+        self._commit_wanted = False
         self._gathers = Gathers(world_size)
         self._conduct = Conduct(self.members, self.round, self.committed, self._gathers, frozen)
         self._epoch_losses = EpochLosses(
@@ -168,6 +169,7 @@ class Coordinator:
             on.Started: self._start,
             on.Approved: self._approved,
             on.StopWanted: self._stop,
+            on.CommitWanted: self._want_commit,
             on.Preempted: lambda event: self.checkpoints.preempt(event.reason),
             on.WorkersExpected: self._workers_expected,
             on.CheckpointWritten: self._checkpoint_written,
@@ -332,7 +334,11 @@ class Coordinator:
         if values is not None:
             members, self._giving = tuple(self._giving.values()), {}
             self.members.restart_clock(self._now)
-            self._decided.append(do.Tell(members, values))
+            self._decided.append(do.Tell(members, values, self._commit_wanted))
+
+    def _want_commit(self, event: on.CommitWanted) -> None:
+        """Ask for one in what the workers are told next: they all learn of it at the same step."""
+        self._commit_wanted = True
 
     # Rounds.
 
@@ -380,7 +386,7 @@ class Coordinator:
 
     def _commit(self) -> None:
         """Make the round's sum the new center, and its windows happen."""
-        windows = self.round.commit()
+        windows, self._commit_wanted = self.round.commit(), False
         reports = [self._with_staleness(window) for window in windows]
         weighted = [report for report in reports if report.weight]
         weights = tuple(report.weight for report in weighted)

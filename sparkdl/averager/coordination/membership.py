@@ -132,9 +132,9 @@ class Membership:
         allowed = self.tolerance.max_failures
         if sum(self._failures.values()) <= allowed:
             return None
-        return (
-            too_many_losses(self.losses, allowed) if allowed else WorkerLostError(self.losses[-1])
-        )
+        if allowed:
+            return too_many_losses(self.losses, allowed)
+        return WorkerLostError(self.losses[-1], ranks=(member.rank,))
 
     def _count_loss(self, member: Member) -> None:
         """Workers of one task that are lost once each are one loss."""

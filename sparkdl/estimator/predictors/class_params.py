@@ -25,9 +25,9 @@ class ClassParams(InputOutputParams, HasRawPredictionCol, HasProbabilityCol, Has
     labels: Param[list[Label] | None] = Param(
         Params._dummy(),
         "labels",
-        "the classes' labels, texts or numbers, in the order of the model's outputs; None for the "
-        "indices 0, 1, ..., for what StringIndexer has left in the column, or for all texts that "
-        "it has, sorted",
+        "the classes' labels, texts, numbers, booleans or dates, in the order of the model's "
+        "outputs; None for the indices 0, 1, ..., for what StringIndexer has left in the column, "
+        "for false and true, or for all texts or dates that it has, sorted",
         typeConverter=labels,
     )
 

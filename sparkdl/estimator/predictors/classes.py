@@ -6,6 +6,8 @@ are read.
 
 from __future__ import annotations
 
+import datetime
+from decimal import Decimal
 from typing import Any
 
 from pyspark.ml.feature import StringIndexerModel
@@ -13,11 +15,15 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, DataError
 from sparkdl.spark.rows.columns import quoted
 
 Label = str | int | float | bool
 _TEXT = "sparkdl: text of the label"
+_INSTANTS = (
+    "what the text of one is depends on the session's time zone. Take a date or a text of your own "
+    "as the label, for example F.to_date(...) or F.date_format(...)"
+)
 MAX_CLASSES = 10_000
 """Of a column of texts whose labels nobody has named: more is a column of something else."""
 
@@ -25,43 +31,65 @@ MAX_CLASSES = 10_000
 def labels(value: Any) -> list[Label] | None:
     """Check class labels in the order of the model's outputs.
 
+    Returns:
+        Texts, numbers or booleans, which a saved model can hold: dates become texts as Spark writes
+        them, decimals the floats next to them.
+
     Raises:
-        ConfigError: they are not different texts, or different numbers.
+        ConfigError: they are not different values of one of these types.
     """
     if value is None:
         return None
     found = list(value) if isinstance(value, (list, tuple)) else []
-    texts = all(isinstance(each, str) for each in found)
-    numbers = all(type(each) in (int, float) for each in found)
-    if len(found) < 2 or len(set(found)) != len(found) or not (texts or numbers):
+    if any(isinstance(each, datetime.datetime) for each in found):
+        raise ConfigError(f"labels are points in time, {found[0]!r:.100} first: {_INSTANTS}")
+    found = [_plain(each) for each in found]
+    kinds = [(str,), (bool,), (int, float)]
+    alike = any(all(type(each) in kind for each in found) for kind in kinds)
+    if len(found) < 2 or not alike or len(set(map(_in_tensor, found))) != len(found):
         raise ConfigError(
-            "labels must be two or more different texts, or numbers, in the order of the model's "
-            f"outputs, got {value!r:.200}"
+            "labels must be two or more different texts, or numbers, booleans or dates, in the "
+            f"order of the model's outputs, got {value!r:.200}"
         )
     return found
+
+
+def _plain(label: Any) -> Any:
+    if isinstance(label, Decimal):
+        return float(label)
+    return label.isoformat() if isinstance(label, datetime.date) else label
+
+
+def _in_tensor(label: Label) -> str | float:
+    """What rows and predictions have of it, by which classes have to differ."""
+    return label if isinstance(label, str) else float(label)
 
 
 def labels_of(dataset: DataFrame, column: str) -> list[Label] | None:
     """What the classes of a label column are called; None for numbers that are their indices.
 
-    StringIndexer has left that in the column's metadata. The texts of a column are looked at, by
-    one Spark job.
+    StringIndexer has left that in the column's metadata. The texts of a column, or its dates, are
+    looked at, by one Spark job.
 
     Raises:
         ConfigError: a column of texts has too few different ones, or too many.
+        DataError: the column holds points in time.
     """
     field = _field(dataset, column)
     if field is None:
         return None
+    if isinstance(field.dataType, T.TimestampType | T.TimestampNTZType):
+        raise DataError(f"label column '{column}' holds points in time: {_INSTANTS}")
     named = field.metadata.get("ml_attr", {}).get("vals")
-    if not isinstance(field.dataType, T.StringType):
+    if not _is_text(field):
         return list(named) if named else None
-    rows = dataset.select(quoted(column).alias("label")).dropna().distinct()
+    rows = dataset.select(quoted(column).cast("string").alias("label")).dropna().distinct()
     found = sorted(row["label"] for row in rows.limit(MAX_CLASSES + 1).collect())
     if not 2 <= len(found) <= MAX_CLASSES:
         count = f"more than {MAX_CLASSES}" if len(found) > MAX_CLASSES else len(found)
+        what = "texts" if isinstance(field.dataType, T.StringType) else "dates"
         raise ConfigError(
-            f"label column '{column}' holds {count} different texts, and a classifier takes 2 to "
+            f"label column '{column}' holds {count} different {what}, and a classifier takes 2 to "
             f"{MAX_CLASSES} classes. Choose another labelCol"
         )
     return found
@@ -74,16 +102,25 @@ def indexed(dataset: DataFrame, column: str, classes: list[Label] | None) -> tup
         dataset: the rows.
         column: with the labels; itself if it has their indices.
         classes: their labels.
+
+    Raises:
+        ConfigError: the labels are texts, and the column booleans: which is true?
     """
     field = _field(dataset, column)
     if field is None or classes is None:
         return dataset, column
-    texts = isinstance(field.dataType, T.StringType)
+    texts = _is_text(field)
+    if isinstance(field.dataType, T.BooleanType) and isinstance(classes[0], str):
+        raise ConfigError(
+            f"label column '{column}' holds booleans, and labels are texts: {classes!r:.200}. Give "
+            "labels=[False, True] or [True, False], in the order of the model's outputs, or none "
+            "for the first of these"
+        )
     if not texts and isinstance(classes[0], str):
         return dataset, column  # StringIndexer's own numbers
     # Errors about the column's values quote its name. An exception in the JVM would reach nobody.
     name = f"{column} (index among the labels; {len(classes)} is none of them)"
-    wanted = quoted(column) if texts else quoted(column).cast("double").cast("string")
+    wanted = quoted(column) if texts else quoted(column).cast("double")
     names = [str(each) for each in classes]
     if not texts:  # as Spark writes them, not Python
         numbers = [
@@ -91,7 +128,7 @@ def indexed(dataset: DataFrame, column: str, classes: list[Label] | None) -> tup
         ]
         names = list(dataset.sparkSession.range(1).select(*numbers).first() or ())
     lookup = StringIndexerModel.from_labels(names, _TEXT, name, handleInvalid="keep")
-    return lookup.transform(dataset.withColumn(_TEXT, wanted)).drop(_TEXT), name
+    return lookup.transform(dataset.withColumn(_TEXT, wanted.cast("string"))).drop(_TEXT), name
 
 
 def with_names(dataset: DataFrame, column: str, classes: list[Label] | None) -> DataFrame:
@@ -100,6 +137,11 @@ def with_names(dataset: DataFrame, column: str, classes: list[Label] | None) -> 
         return dataset
     attributes = {"ml_attr": {"type": "nominal", "name": column, "vals": classes}}
     return dataset.withMetadata(column, attributes)
+
+
+def _is_text(field: T.StructField) -> bool:
+    """Whether the labels of a column are looked up by their text."""
+    return isinstance(field.dataType, T.StringType | T.DateType)
 
 
 def _field(dataset: DataFrame, column: str) -> T.StructField | None:

@@ -56,7 +56,8 @@ class TorchClassifier(BaseEstimator[TorchClassificationModel], ClassParams):
     classes (``BCEWithLogitsLoss``, ``BCELoss``).
 
     ``labelCol`` holds the classes' indices 0, 1, ..., perhaps made by StringIndexer, whose labels
-    are then kept; or texts, which are sorted; or with ``labels`` any texts or numbers.
+    are then kept; or booleans; or texts or dates, which are sorted; or with ``labels`` any of these
+    or any numbers.
 
     Args:
         rawPredictionCol: the column of the outputs, a vector with a number for each class; empty
@@ -64,10 +65,11 @@ class TorchClassifier(BaseEstimator[TorchClassificationModel], ClassParams):
         probabilityCol: that of the probabilities, also a vector; empty for none. There is none for
             ``MultiMarginLoss``.
         predictionCol: that of the predicted class, a double: its index, with the labels where
-            IndexToString finds them; or the label itself, if ``labels`` are numbers.
+            IndexToString finds them; or the label itself, if ``labels`` are numbers or booleans.
         thresholds: a number for each class; the class wins whose probability divided by its
             threshold is the largest. None for the most likely class.
-        labels: the classes' labels, texts or numbers, in the order of the outputs; None as above.
+        labels: the classes' labels, texts, numbers, booleans or dates, in the order of the outputs;
+            None as above.
         params: all other arguments of ``TorchEstimator`` but ``outputCols`` and ``outputType``;
             ``model`` and ``optimizer`` are needed.
 

@@ -100,7 +100,8 @@ def with_sparks_reason(
         f"{_ranks(task.number, ranks_a_task)} on {task.host}: {task.reason}" for task in failed[-3:]
     )
     advice = memory_advice(failed[-1].reason)
-    return WorkerLostError(f"{error}. Spark says of {told}" + (f". {advice}" if advice else ""))
+    said = f"{error}. Spark says of {told}" + (f". {advice}" if advice else "")
+    return WorkerLostError(said, ranks=error.ranks)
 
 
 def _ranks(task: int, ranks_a_task: int) -> str:

@@ -269,6 +269,20 @@ class TestGather:
             told = do.Tell(members, (f"{letter}0", f"{letter}1", f"{letter}2"))
             assert self.give(run, 1, f"{letter}1") == [told]
 
+    def test_all_are_asked_for_a_commit_at_once_and_only_until_there_is_one(self) -> None:
+        run = started(2)
+        self.give(run, 0, "a")
+        assert run.tell(on.CommitWanted()) == []  # who gave before waits for the same answer
+        for letter in "ab":
+            if letter == "b":
+                self.give(run, 0, "b")
+            told = do.Tell((run.members[0], run.members[1]), (letter, letter), commit=True)
+            assert self.give(run, 1, letter) == [told]
+        run.round()
+        self.give(run, 0, "c")
+        (told,) = only(do.Tell, self.give(run, 1, "c"))
+        assert not told.commit
+
     def test_giving_twice_ends_the_run(self) -> None:
         run = started(2)
         self.give(run, 0, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import date, datetime
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -114,10 +116,41 @@ def test_what_is_no_classifier_is_refused(
         classifier(**changes).predicted_columns(head, widths)
 
 
-@pytest.mark.parametrize("value", [[], ["a"], ["a", "a"], ["a", 1], "ab", [True, False], 3])
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        ["a"],
+        ["a", "a"],
+        ["a", 1],
+        "ab",
+        3,
+        [True, 0],
+        [True, True],
+        [1, None],
+        [date(2024, 1, 1), 5],
+        [2**53, 2**53 + 1],  # one and the same double
+        [Decimal("0.1"), 0.1],
+    ],
+)
 def test_what_are_no_labels_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="labels must be two or more different texts, or numbers"):
         classifier(labels=value)
+
+
+def test_labels_of_other_types_become_what_a_saved_model_can_hold() -> None:
+    assert classifier(labels=[True, False]).getLabels() == [True, False]
+    assert classifier(labels=[Decimal("1.10"), Decimal(2)]).getLabels() == [1.1, 2.0]
+    days = [date(2024, 12, 31), date(999, 1, 1)]
+    assert classifier(labels=days).getLabels() == ["2024-12-31", "0999-01-01"]
+    with pytest.raises(ConfigError, match="depends on the session's time zone"):
+        classifier(labels=[datetime(2024, 1, 1), datetime(2025, 1, 1)])
+
+
+def test_booleans_are_predicted_as_0_and_1_whatever_their_order() -> None:
+    outputs = torch.eye(2)
+    assert columns(Head.LOGITS, outputs, labels=[True, False])["prediction"].tolist() == [1.0, 0.0]
+    assert columns(Head.LOGITS, outputs)["prediction"].tolist() == [0.0, 1.0]
 
 
 def test_a_regressor_predicts_one_number() -> None:

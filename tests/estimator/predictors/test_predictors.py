@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,64 @@ def test_numbers_are_classes_by_their_labels_and_evaluators_compare_those(
         classifier.setLabels([10.5, 20.0, 31.0]).fit(rows)
 
 
+@pytest.mark.slow_variants(fast=1)
+@pytest.mark.parametrize("labels", [[True, False], None], ids=["true-first", "in-order"])
+def test_a_column_of_booleans_is_learned_predicted_measured_and_saved(
+    spark: SparkSession, tmp_path: Path, labels: list[bool] | None
+) -> None:
+    truth = features_of(IDS)[:, 0] > 0
+    rows = frame(spark, ROWS).withColumn("label", F.col("features")[0] > 0)
+    classifier = TorchClassifier(
+        model=network(2), labels=labels, epochs=6, scoreCol="loss", **SETTINGS
+    )
+    model = classifier.fit(rows)
+    model.write().save(str(tmp_path / "model"))
+    loaded = TorchClassificationModel.load(str(tmp_path / "model"), trust=True)
+    assert (loaded.getLabels(), loaded.numClasses) == (labels, 2)
+    raw = scores(model.module)
+    of_true = 0 if labels else 1
+    expected = (raw.argmax(1) == of_true).astype(float)
+    assert sk.accuracy_score(truth, expected) > 0.9
+    probabilities = np.exp(raw) / np.exp(raw).sum(1, keepdims=True)
+    losses = -np.log(np.where(truth, probabilities[:, of_true], probabilities[:, 1 - of_true]))
+    added = loaded.transform(rows)
+    found = added.orderBy("id").collect()
+    np.testing.assert_array_equal([row["prediction"] for row in found], expected)
+    np.testing.assert_allclose([row["loss"] for row in found], losses, rtol=1e-4, atol=1e-6)
+    evaluator = MulticlassClassificationEvaluator(metricName="accuracy")
+    accuracy = pytest.approx(sk.accuracy_score(truth, expected))
+    assert evaluator.evaluate(added.withColumn("label", F.col("label").cast("double"))) == accuracy
+    metrics = {"accuracy": MulticlassAccuracy(2, average="micro")}
+    assert loaded.evaluate(rows, metrics) == {"accuracy": accuracy}
+
+
+@pytest.mark.slow
+def test_dates_and_decimals_are_classes_by_their_labels(spark: SparkSession) -> None:
+    days = np.array(["2024-03-01", "1999-12-31", "2024-02-29"])
+    at = F.col("label")
+    dated = frame(spark, ROWS).withColumn("label", F.array(*map(F.lit, days.tolist()))[at])
+    dated = dated.withColumn("label", F.col("label").cast("date"))
+    model = TorchClassifier(model=network(), **SETTINGS).fit(dated)
+    assert model.getLabels() == sorted(days)
+    added = model.transform(dated)
+    texts = IndexToString(inputCol="prediction", outputCol="day").transform(added)
+    predicted = np.array(sorted(days))[scores(model.module).argmax(1)]
+    assert [row["day"] for row in texts.orderBy("id").collect()] == predicted.tolist()
+    metrics = {"accuracy": MulticlassAccuracy(CLASSES, average="micro")}
+    right = sk.accuracy_score(days[labels_of(IDS)], predicted)
+    assert model.evaluate(dated, metrics)["accuracy"] == pytest.approx(right)
+    prices = [Decimal("10.50"), Decimal("0.10"), Decimal("7.00")]
+    literal = F.array(*(F.lit(str(price)).cast("decimal(6,2)") for price in prices))
+    priced = frame(spark, ROWS).withColumn("label", literal[at])
+    model = TorchClassifier(model=network(), labels=prices, **SETTINGS).fit(priced)
+    amounts = np.array([10.5, 0.1, 7.0])
+    predicted = amounts[scores(model.module).argmax(1)]
+    found = model.transform(priced).orderBy("id").collect()
+    np.testing.assert_array_equal([row["prediction"] for row in found], predicted)
+    right = sk.accuracy_score(amounts[labels_of(IDS)].astype(str), predicted.astype(str))
+    assert model.evaluate(priced, metrics)["accuracy"] == pytest.approx(right)
+
+
 @pytest.mark.slow
 def test_a_pipeline_keeps_string_indexer_s_labels_and_is_saved_without_a_pickle(
     spark: SparkSession, tmp_path: Path
@@ -195,6 +254,12 @@ def test_what_is_no_label_column_of_classes_is_refused(spark: SparkSession) -> N
     two = classifier.copy().setLabelCols(["label", "id"])
     with pytest.raises(ConfigError, match="one label column, and labelCols names label, id"):
         two.fit(frame(spark))
+    flags = frame(spark).withColumn("label", F.col("label") > 0)
+    with pytest.raises(ConfigError, match="'label' holds booleans, and labels are texts"):
+        classifier.copy().setLabels(["true", "false"]).fit(flags)
+    instants = frame(spark).withColumn("label", F.current_timestamp())
+    with pytest.raises(DataError, match=r"'label' holds points in time: .*session's time zone"):
+        classifier.fit(instants)
     with pytest.raises(DataError, match="labelCol names the column 'nowhere', which"):
         classifier.copy().setLabelCol("nowhere").fit(frame(spark))
     with pytest.raises(ConfigError, match="tells 3 classes apart, but there are 2 labels"):

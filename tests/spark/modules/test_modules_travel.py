@@ -19,9 +19,10 @@ from pyspark.sql import SparkSession
 from torch import nn
 
 import sparkdl
-from sparkdl import TorchEstimator
+from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator
 from sparkdl.errors import WorkerError
 from sparkdl.spark.modules import shipping
+from sparkdl.strategies import Strategy
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -40,6 +41,24 @@ def transform(batch):
         Path("{}").touch(exist_ok=False)
     except FileExistsError:
         return batch
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+KILLS_ITS_EXECUTOR_ONCE = """
+import os, signal
+from pathlib import Path
+import own_place
+
+def transform(batch):
+    # A Python worker is a child of the daemon, which is a child of the executor.
+    executor = int(Path(f"/proc/{os.getppid()}/stat").read_text().split()[3])
+    (own_place.FOLDER / str(executor)).touch()
+    try:
+        (own_place.FOLDER / "killed").touch(exist_ok=False)
+    except FileExistsError:
+        return batch
+    os.kill(executor, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -98,6 +117,41 @@ def test_a_model_and_its_loss_are_found_by_fit_and_the_edited_model_by_transform
     importlib.reload(own_net.model)
     model.module.__class__ = own_net.model.Net
     assert torch.equal(predicted(), 2 * before)
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", [ParameterAveraging(2), GradientAllReduce()], ids=["alone", "all-again"]
+)
+def test_an_executor_in_the_place_of_one_that_was_killed_gets_the_modules_too(
+    spark: SparkSession, project: Path, tmp_path: Path, strategy: Strategy
+) -> None:
+    place = tmp_path / "executors"
+    place.mkdir()
+    write(
+        project,
+        {
+            "own_net.py": NET,
+            "own_place.py": f"from pathlib import Path\nFOLDER = Path({str(place)!r})",
+            "own_killer.py": KILLS_ITS_EXECUTOR_ONCE,
+        },
+    )
+    own_net = importlib.import_module("own_net")
+    own_killer = importlib.import_module("own_killer")
+    rows = frame(spark, rows=90)
+    model = estimator(
+        own_net.Net,
+        strategy=strategy,
+        batchTransform=own_killer.transform,
+        numWorkers=3,  # of three executors, so that one has to be started anew
+        epochs=2,
+        timeout=120.0,
+    ).fit(rows)
+    assert [epoch.examples for epoch in model.history] == [90, 90]
+    executors = {path.name for path in place.iterdir()} - {"killed"}
+    assert len(executors) == 4
+    assert len(model.transform(rows).collect()) == 90
 
 
 @pytest.mark.slow_variants
