@@ -124,7 +124,7 @@ def test_on_sigterm_with_a_full_disk_the_center_is_tried_once_more_and_the_log_s
         if isinstance(event, WindowReport) and (event.epoch, event.step) == (2, 4):
             signal.raise_signal(signal.SIGTERM)
 
-    job, data = make_job(mlp(), epochs=9), classification([12, 8])
+    job, data = make_job(mlp(), epochs=500), classification([12, 8])
     if for_good:
         monkeypatch.setattr("sparkdl.checkpoint.storage._Checksummed.write", _disk_full)
     else:
