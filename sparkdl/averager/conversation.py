@@ -60,7 +60,7 @@ One worker is one connection (``framing.py`` has its form):
                                  <------ {"waiting": true}, now and then after a last window,
                                          and where the round policy has it wait for others
                                  <------ {"checkpoint": true}, if this commit becomes one; with
-                                         "now" where it waits as above: send your own state at
+                                         "now" where it waits as above: send your state at
                                          once
                                  <------ the reply, chunk by chunk, or {"committed": true}
     {"worker_state": bytes}, bytes  ------> only if it becomes a checkpoint
@@ -80,7 +80,7 @@ time went since it told that last (``phases.py``). Nothing is decided by it.
 Where rounds are of fragments, chunks and reply are of the one whose turn it is, but for the reply
 to an epoch's last window, which is the center.
 A worker that sends faster than its chunks can be added is held back by the connection itself.
-A worker whose connection breaks may come back: it joins again, and its training goes on behind its
+A worker whose connection breaks may come back: it joins again, and it continues after its
 last committed window. If the run ends elsewhere, the next thing that a worker hears is {"stopped":
 reason}.
 """
@@ -239,7 +239,7 @@ class Worker:
         self.channel.send(frames if decision.values else [], then=self._taken)
 
     def ask_worker_state(self, *, now: bool = False) -> None:
-        """Have the worker send its own state, after the reply that follows or ``now``."""
+        """Have the worker send its state, after the reply that follows or ``now``."""
         self._owes_worker_state = True
         self.channel.send_header({"checkpoint": True, **({"now": True} if now else {})})
 
@@ -317,7 +317,7 @@ class Worker:
             elif "reading" not in header and "alive" not in header:
                 raise TrainingError(f"{member} sent a header that no worker sends: {header}")
 
-    def heard(self) -> None:
+    def note_heartbeat(self) -> None:
         """It is there."""
         if self.member is not None:
             self._edge.coordinator.heartbeat(self.member, time.monotonic())

@@ -92,7 +92,7 @@ class Reply:
         member: the worker.
         final: whether it is sent the epoch's final center in place of the round's outcome.
         values: whether it wants them; it is told that they are committed otherwise.
-        worker_state: whether its own state belongs to a checkpoint of this commit: it is asked for,
+        worker_state: whether its state belongs to a checkpoint of this commit: it is asked for,
             and ``WorkerStateWritten`` has to follow.
     """
 
@@ -104,7 +104,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class AskWorkerState:
-    """Have a worker that waits for an epoch's end send its own state for a checkpoint now."""
+    """Have a worker that waits for an epoch's end send its state for a checkpoint now."""
 
     member: Member
 
@@ -182,7 +182,10 @@ class BeginCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class WriteCheckpoint:
-    """Every own state is there: write the rest. ``CheckpointWritten`` has to follow."""
+    """Every worker's state is there: write the rest.
+
+    ``CheckpointWritten`` or ``CheckpointGivenUp`` has to follow.
+    """
 
 
 # What is to be done in the driver.

@@ -231,7 +231,12 @@ class WorkersExpected:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWritten:
-    """The checkpoint that was being written is there, or was given up."""
+    """The checkpoint that was being written is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointGivenUp:
+    """The checkpoint that was being written could not be, and nothing of it is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,5 +266,6 @@ Event = (
     | Preempted
     | WorkersExpected
     | CheckpointWritten
+    | CheckpointGivenUp
     | Tick
 )

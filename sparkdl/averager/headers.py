@@ -79,7 +79,7 @@ MAX_STATES_BYTES = 256 << 20
 """Of what metrics have counted in an epoch, of all workers together: the driver computes them in
 memory. A score and a label of 20 million held-out rows fit in."""
 SAFE_COLUMNS = 1000
-"""Facts about so many fit into a header, whatever they are."""
+"""Statistics of so many fit into a header, whatever they are."""
 _FAILURE_TYPES: _Types = {
     "message": (str,),
     "non_finite": (bool,),
@@ -275,14 +275,14 @@ def read_phases(header: dict[str, Any], rank: int) -> PhaseTimes | None:
 
 
 def read_worker_state(header: dict[str, Any], rank: int, limit: int) -> int:
-    """How many bytes of its own state a worker is about to send.
+    """How many bytes of its state a worker is about to send.
 
     Raises:
         TrainingError: the header does not say, or more than ``limit``.
     """
     size = header.get("worker_state")
     if type(size) is not int or not 0 <= size <= limit:
-        raise TrainingError(f"rank {rank} sent {_quoted(header)} where its own state was due")
+        raise TrainingError(f"rank {rank} sent {_quoted(header)} where its worker state was due")
     return size
 
 

@@ -105,6 +105,9 @@ class Loop(Service):
         """End every connection, and wait a little for a checkpoint that is being written."""
         super().close()
         self.join_writer()
+        for event in list(self._events):  # what came too late for the thread
+            if isinstance(event, on.CheckpointWritten | on.CheckpointGivenUp):
+                self._decide(event)
         if self.saving is not None and not (self._writer and self._writer.is_alive()):
             self.saving.abandon()  # it waits for workers that have left
 
@@ -210,7 +213,7 @@ class Loop(Service):
     # Decisions.
 
     def _decide(self, event: Event) -> None:
-        if isinstance(event, on.CheckpointWritten):
+        if isinstance(event, on.CheckpointWritten | on.CheckpointGivenUp):
             self.saving = None
         with self.lock:
             decisions = self.coordinator.handle(event, time.monotonic())
@@ -308,7 +311,7 @@ class Loop(Service):
                 failure = CheckpointError(f"the thread that writes checkpoints: {error!r}")
                 self.post_event(on.Failed(failure))
                 raise
-            self.post_event(on.CheckpointWritten())
+            self.post_event(on.CheckpointGivenUp() if saving.failed else on.CheckpointWritten())
 
         self._writer = threading.Thread(target=write, name="sparkdl-saving", daemon=True)
         self._writer.start()

@@ -102,7 +102,7 @@ class WorkersRestarted:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
-    """The checkpoint that was under way has been written, or was given up with a warning."""
+    """The checkpoint that was under way has been written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """One checkpoint being put together: the workers' states arrive, then the center is written.
 
-It is made at a commit, of a copy of the center. Workers send their own states when they have taken
+It is made at a commit, of a copy of the center. Workers send their states when they have taken
 that commit's center; the rest is written in the background while training goes on.
 """
 
@@ -79,6 +79,7 @@ class Saving:
         data: the statistics of the rows, for whoever resumes; JSON.
         center: the center's tensors by name, not written to any more.
         kept_model: what the fit is to return instead of the last center, if a callback says so.
+        goes_on: whether the training does, meanwhile.
     """
 
     def __init__(
@@ -88,6 +89,8 @@ class Saving:
         data: dict[str, Any],
         center: Mapping[str, Tensor],
         kept_model: KeptModel | None = None,
+        *,
+        goes_on: bool = True,
     ) -> None:
         self.failed = False
         self._started = time.monotonic()
@@ -96,6 +99,7 @@ class Saving:
         self._data = data
         self._center = center
         self._kept_model = kept_model
+        self._goes_on = goes_on
         self._lock = threading.Lock()
         self._pending: PendingCheckpoint | None = None
 
@@ -176,10 +180,10 @@ class Saving:
             if not self.failed:
                 self.failed = True
                 logger.warning(
-                    "no checkpoint at epoch %d: %s. Training goes on; the checkpoint before "
-                    "this one stays",
+                    "no checkpoint at epoch %d: %s. %she checkpoint before this one stays",
                     self._progress.epoch,
                     error,
+                    "Training goes on; t" if self._goes_on else "T",
                 )
 
 

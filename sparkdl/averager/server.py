@@ -46,6 +46,7 @@ class Averager:
         plan: which commits become checkpoints; none by default.
         resumed: the checkpoint with which this process began, if there was one.
         progress: how far the training of ``center`` has come; by default it starts.
+        saved: whether a checkpoint has it, if there is anything to have.
         kept: what was kept of each rank at its last commit; by default nothing.
         tolerance: what losses of workers the run survives; none by default.
         tls: whether connections are encrypted.
@@ -84,6 +85,7 @@ class Averager:
         plan: CheckpointPlan | None = None,
         resumed: Resumed | None = None,
         progress: Progress | None = None,
+        saved: bool = True,
         kept: Mapping[int, WorkerState] | None = None,
         tolerance: Tolerance | None = None,
         tls: bool = False,
@@ -101,6 +103,7 @@ class Averager:
             progress=progress,
             kept=kept,
             checkpoints=plan,
+            saved=saved,
             resumed=resumed is not None,
             frozen=frozen,
             policy=policy,
@@ -261,11 +264,20 @@ class Averager:
         """
         self._loop.kept_model = KeptModel(epoch, self._center.model())
 
-    def save_center(self) -> None:
+    @property
+    def saved(self) -> bool:
+        """Whether a checkpoint has all that was committed, if there is a plan for any."""
+        with self._loop.lock:
+            return self._coordinator.checkpoints.has_last_commit
+
+    def save_center(self) -> bool:
         """After the end, write a checkpoint if the last one lacks the last commit or what is kept.
 
         Nothing if nothing was committed. The workers' states are in it if they were saved with
         that commit before.
+
+        Returns:
+            Whether there is one now, or nothing that it would have.
         """
         self._loop.join_writer()
         with self._loop.lock:
@@ -274,13 +286,15 @@ class Averager:
             is_saved = self._coordinator.checkpoints.has_last_commit
             kept = self.kept_model
             if self._plan is None or (is_saved and (kept is None or kept.saved)):
-                return
+                return True
             data = self._coordinator.shards.statistics.lasting()
             progress = self._coordinator.committed.progress()
-            saving = Saving(self._plan, progress, data, self._center.named(), kept)
+            center = self._center.named()
+            saving = Saving(self._plan, progress, data, center, kept, goes_on=False)
         if is_saved:
             saving.take_over_worker_states()
         saving.publish()
+        return not saving.failed
 
     def fail(self, error: SparkDLError) -> None:
         """End the run from the driver's side; ``events`` then raises the error."""

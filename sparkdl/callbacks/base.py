@@ -157,7 +157,7 @@ class Callback(Hooks):
         """
 
     def on_checkpoint(self, training: Training) -> None:
-        """A checkpoint was written, or given up with a warning."""
+        """A checkpoint was written, and lasts. One that could not be is given up with a warning."""
 
     def on_worker_lost(self, training: Training, rank: int | None, why: str) -> None:
         """A worker was lost, and the training goes on.

@@ -210,6 +210,7 @@ class PendingCheckpoint:
         self._files = files
         self._lease = lease
         self._on_end = on_end
+        self._published = False
         self._entries: dict[str, dict[str, Any]] = {}
 
     @contextlib.contextmanager
@@ -259,13 +260,16 @@ class PendingCheckpoint:
             self._synchronize(*self._entries, f"{MANIFEST}.partial")
             _check(self._lease)
             self._files.move(f"{path}.partial", path)
+            self._published = True
             self._synchronize("", "..")
         except _STORAGE_ERRORS as error:
             raise CheckpointError(f"{path} could not be written: {error}") from error
         self._on_end(self.directory)
 
     def abandon(self) -> None:
-        """Delete what was written so far, if there is any."""
+        """Delete what was written so far, if there is any; a checkpoint that exists stays."""
+        if self._published:
+            return
         try:
             if self._files.get_file_info(self.directory).type != fs.FileType.NotFound:
                 _delete(self._files, self.directory)

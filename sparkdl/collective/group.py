@@ -20,7 +20,6 @@ from sparkdl.collective.network import Network
 from sparkdl.collective.rendezvous import Gather, Meeting, interface_settings, meet
 from sparkdl.errors import CollectiveError
 from sparkdl.phases import EXCHANGE, PhaseClock
-from sparkdl.process.lazy_compiler import defer_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +210,6 @@ def join_collective(
     network = network or Network()
     device = torch.device(device)
     timeout = timedelta(seconds=PATIENCE * deadline_s)
-    defer_compiler()
     _leave_group_of_others()
     met = meet(rank, gather, device=device, network=network, timeout=timeout)
     try:

@@ -134,6 +134,7 @@ def run(
             center: list[Tensor],
             memory: Memory | None,
             progress: Progress | None,
+            saved: bool,
             kept: Mapping[int, WorkerState],
             kept_model: KeptModel | None,
         ) -> Averager:
@@ -152,6 +153,7 @@ def run(
                 plan=plan,
                 resumed=resumed,
                 progress=progress,
+                saved=saved,
                 kept=kept,
                 tolerance=Tolerance(job.survivable_losses, job.min_workers),
                 tls=job.tls,
@@ -173,7 +175,7 @@ def run(
             job.schema,
             measuring,
         )
-        averager = open_averager(center, memory, progress, {}, kept_model)
+        averager = open_averager(center, memory, progress, True, {}, kept_model)
         losses: list[str] = []
         try:
             while not _finished(averager, launch, plan, serve, losses, job.resubmissions):
@@ -181,6 +183,7 @@ def run(
                     averager.center,
                     averager.memory,
                     averager.progress,
+                    averager.saved,
                     averager.kept,
                     averager.kept_model,
                 )

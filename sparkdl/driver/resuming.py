@@ -75,8 +75,16 @@ def saved_on_sigterm(averager: Averager, plan: CheckpointPlan | None) -> Iterato
     try:
         yield
     except PreemptedError:
-        averager.save_center()
-        logger.warning("received SIGTERM; the training can resume from %s", plan.store.path)
+        if not averager.progress.all_rounds:
+            logger.warning("received SIGTERM before anything was committed")
+        elif averager.save_center():
+            logger.warning("received SIGTERM; the training can resume from %s", plan.store.path)
+        else:
+            logger.warning(
+                "received SIGTERM; what was trained since the last checkpoint in %s is lost, as no "
+                "other could be written there",
+                plan.store.path,
+            )
         sys.exit(128 + signal.SIGTERM)
     finally:
         timer.cancel()

@@ -92,8 +92,7 @@ class Serving:
         if training.stopped is not None:
             logger.info("the training was stopped: %s", training.stopped)
         kept = averager.kept_model
-        if training.stopped is not None or kept is not None:
-            averager.save_center()
+        averager.save_center()
         if kept is None:
             return averager.center
         logger.info("the model of epoch %d is returned", kept.epoch)

@@ -1,8 +1,11 @@
 """Keep torch from importing its compiler for nothing.
 
 The first step of the first optimizer of a process makes torch import ``torch._dynamo``, only to say
-that nothing is to be compiled there: 0.9 s of CPU in every worker and in the driver. Until somebody
-wants more of the compiler than that, a stand-in says it.
+that nothing is to be compiled there: 0.9 s of CPU in every worker. Until somebody wants more of the
+compiler than that, a stand-in says it.
+
+Only in the processes of workers, never in the driver's, which is the user's own; and only for
+versions of torch of which it is known what they ask. Others import what they import.
 """
 
 from __future__ import annotations
@@ -16,12 +19,17 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
+
 COMPILER = "torch._dynamo"
+TESTED = ("2.13",)
+"""Versions of torch with which the tests of this module have passed."""
 
 
 def defer_compiler() -> None:
-    """Let the compiler be imported when it is first used, if it has not been."""
-    sys.modules.setdefault(COMPILER, _CompilerToCome(COMPILER))
+    """Let the compiler be imported when it is first used, if it has not been; on workers only."""
+    if torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
+        sys.modules.setdefault(COMPILER, _CompilerToCome(COMPILER))
 
 
 class _CompilerToCome(ModuleType):

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
-from sparkdl.process.lazy_compiler import defer_compiler
 from sparkdl.protocols import (
     Batch,
     Layout,
@@ -91,7 +90,6 @@ class Replica:
         self.take_as_frozen()
         self._module_groups = flatten(module)
         self._homes = [parameter.data for parameter in self._trainable]
-        defer_compiler()
         self._build_optimizer = optimizer
         self.optimizer = build_optimizer(optimizer, self._named)
         self._build_schedule = partial(Schedule, build=scheduler, unit=scheduler_every)

@@ -25,6 +25,7 @@ from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.collective import Network
 from sparkdl.driver import Launch, Outcome, run
 from sparkdl.errors import DisconnectedError, TrainingError, WorkerLostError
+from sparkdl.process.lazy_compiler import defer_compiler
 from sparkdl.replica.warm_start import WarmStart
 from sparkdl.transport.address import ServiceAddress
 from sparkdl.worker import Job, Placement, train
@@ -204,6 +205,7 @@ def _train_in_process(
     # As under torchrun: Linux shares the cores among sessions first, threads of several ranks in
     # one session keep each other waiting.
     os.setsid()
+    defer_compiler()
     train(cloudpickle.loads(payload), placement, address, shard)
 
 

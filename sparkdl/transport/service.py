@@ -57,7 +57,7 @@ class Peer(Protocol):
             said: the header with which it began.
         """
 
-    def heard(self) -> None:
+    def note_heartbeat(self) -> None:
         """Take note that something has come from it, or that it takes what it is sent."""
 
     def left(self, error: LeftError) -> None:
@@ -362,7 +362,7 @@ class Service:
     def _serve(self, channel: Channel, mask: int) -> None:
         if mask & selectors.EVENT_READ and channel in self._peers:
             self.guard(channel, channel.receive)
-            self._hear(channel)
+            self._receive(channel)
         self._touched.add(channel)  # what can be sent now is sent there
 
     def _settle(self) -> None:
@@ -378,7 +378,7 @@ class Service:
             if channel not in self._peers:
                 continue
             if channel.sends and self.guard(channel, channel.flush):
-                self._hear(channel)
+                self._receive(channel)
             if channel.has_left:
                 self.guard(channel, channel.receive)
             self._register(channel)
@@ -386,10 +386,10 @@ class Service:
     def _touch(self, channel: Channel) -> None:
         self._touched.add(channel)
 
-    def _hear(self, channel: Channel) -> None:
+    def _receive(self, channel: Channel) -> None:
         peer = self._peers.get(channel)
         if peer is not None:
-            peer.heard()
+            peer.note_heartbeat()
 
     def _register(self, channel: Channel) -> None:
         mask = selectors.EVENT_READ if channel.listens else 0

@@ -124,7 +124,7 @@ class Unreadable(io.BytesIO):
         raise OSError(errno.EIO, "Input/output error")
 
 
-def test_an_worker_state_that_cannot_be_read_any_more_is_told_with_its_file(
+def test_a_worker_state_that_cannot_be_read_any_more_is_told_with_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, data = make_job(mlp(), optimizer=OPTIMIZERS["Adam"]), classification([6])

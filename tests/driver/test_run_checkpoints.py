@@ -16,10 +16,12 @@ from toys import classification, make_job, mlp
 
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.checkpointing import Checkpointing
-from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint
+from sparkdl.averager.loop import Loop
+from sparkdl.callbacks import Callback, Training
+from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint, _Checksummed
 from sparkdl.driver import run
 from sparkdl.errors import ConfigError, TrainingError
-from sparkdl.events import WindowReport
+from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.strategies import GradientAllReduce
 from sparkdl.testing import run_world
 from sparkdl.testing.world import _threads
@@ -86,13 +88,95 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_not_the_training(
     with caplog.at_level(logging.WARNING):
         outcome = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
     assert same_bits(outcome, whole)
-    assert caplog.text.count("No space left on device") == 3
+    assert caplog.text.count("No space left on device") == 4  # of each epoch, and at the end
     assert "Training goes on" in caplog.text
     assert list((tmp_path / "c").iterdir()) == []
 
 
 def _disk_full(*_: object) -> int:
     raise OSError(28, "No space left on device")
+
+
+def test_what_a_full_disk_has_cost_is_saved_when_a_callback_stops_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stop(Callback):
+        def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+            if summary.epoch == 2:
+                training.stop("enough")
+
+    job, data = make_job(mlp(), epochs=9), classification([12, 8])
+    _full_until_the_end(monkeypatch)
+    run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"), callbacks=[Stop()])
+    saved = CheckpointStore(str(tmp_path / "c"), keep_last=2).newest()
+    assert saved is not None
+    assert len(saved.description["progress"]["history"]) == 2
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+def test_on_sigterm_with_a_full_disk_the_center_is_tried_once_more_and_the_log_says_what_came_of_it(
+    for_good: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def on_event(event: object) -> None:
+        if isinstance(event, WindowReport) and (event.epoch, event.step) == (2, 4):
+            signal.raise_signal(signal.SIGTERM)
+
+    job, data = make_job(mlp(), epochs=500), classification([12, 8])
+    if for_good:
+        monkeypatch.setattr("sparkdl.checkpoint.storage._Checksummed.write", _disk_full)
+    else:
+        _full_until_the_end(monkeypatch)
+    with pytest.raises(SystemExit):
+        run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"), on_event=on_event)
+    saved = CheckpointStore(str(tmp_path / "c"), keep_last=2).newest()
+    assert (saved is None) is for_good
+    assert ("the training can resume" in caplog.text) is not for_good
+    assert ("is lost, as no other could be written" in caplog.text) is for_good
+
+
+def _full_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No checkpoint can be written but the one for which the run has ended."""
+    write, save_center = _Checksummed.write, Averager.save_center
+
+    def then_there_is_room(self: Averager) -> bool:
+        monkeypatch.setattr(_Checksummed, "write", write)
+        return save_center(self)
+
+    monkeypatch.setattr(_Checksummed, "write", _disk_full)
+    monkeypatch.setattr(Averager, "save_center", then_there_is_room)
+
+
+def test_a_checkpoint_that_is_being_written_when_the_run_fails_is_there_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, goes_on = threading.Event(), threading.Event()
+    publish, join_writer = PendingCheckpoint.publish, Loop.join_writer
+
+    def slow(self: PendingCheckpoint, description: dict[str, Any]) -> None:
+        reached.set()
+        assert goes_on.wait(30)
+        publish(self, description)
+
+    def after_the_service(self: Loop) -> None:
+        goes_on.set()
+        join_writer(self)
+
+    def on_event(event: object) -> None:
+        if isinstance(event, WindowReport) and event.epoch == 2:
+            assert reached.wait(30)
+            raise Interrupted
+
+    monkeypatch.setattr(PendingCheckpoint, "publish", slow)
+    monkeypatch.setattr(Loop, "join_writer", after_the_service)
+    job, data = make_job(mlp(), epochs=9), classification([12])
+    with pytest.raises(Interrupted):
+        run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"), on_event=on_event)
+    saved = CheckpointStore(str(tmp_path / "c"), keep_last=2).newest()
+    assert saved is not None
+    assert len(saved.description["progress"]["history"]) == 1
 
 
 def test_an_optimizer_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
@@ -128,12 +212,13 @@ def test_a_center_is_saved_beside_a_writer_that_is_not_done(
             goes_on.wait(30)
         publish(self, description)
 
-    def then_let_it_go_on(self: Averager) -> None:
-        save_center(self)
+    def then_let_it_go_on(self: Averager) -> bool:
+        saved = save_center(self)
         goes_on.set()
         for thread in threading.enumerate():
             if thread.name == "sparkdl-saving":
                 thread.join(30)
+        return saved
 
     def on_event(event: object) -> None:
         if isinstance(event, WindowReport) and reached.wait(30):
@@ -154,7 +239,7 @@ def test_a_center_is_saved_beside_a_writer_that_is_not_done(
 def test_a_checkpoint_that_waits_for_a_worker_when_the_run_fails_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Another has yet to send its own state.
+    # Another has yet to send its state.
     monkeypatch.setattr(Checkpointing, "forgo", lambda self, rank: False)
 
     def on_event(event: object) -> None:
@@ -167,7 +252,7 @@ def test_a_checkpoint_that_waits_for_a_worker_when_the_run_fails_leaves_no_files
     assert list((tmp_path / "c").iterdir()) == []
 
 
-def test_without_the_workers_worker_states_the_center_is_saved_all_the_same(tmp_path: Path) -> None:
+def test_without_the_worker_states_the_center_is_saved_all_the_same(tmp_path: Path) -> None:
     """As when the workers died together with whoever told the driver to end."""
     job, data = make_job(mlp(), epochs=4, optimizer=OPTIMIZERS["Adam"]), classification([12, 8])
     whole = run_world(job, data.shards())

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from sparkdl.process.lazy_compiler import COMPILER, defer_compiler
+
 START = """
 import sys
 import torch
@@ -57,6 +59,35 @@ def in_a_process(code: str, *, start: str = START) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_nothing_stands_in_for_it_in_the_driver() -> None:
+    in_a_process("""
+        from sparkdl import ParameterAveraging, TorchEstimator
+        from sparkdl.driver import build_replica, initial_center
+        from sparkdl.estimator.checks.rehearsal import require_steady_state
+        assert COMPILER not in sys.modules
+
+        kind = torch.optim.Adam
+        require_steady_state(kind, None)
+        replica = build_replica(lambda: torch.nn.Linear(2, 1), kind, torch.nn.MSELoss(), seed=0)
+        initial_center(replica, with_optimizer=True)
+        assert COMPILER not in sys.modules or sys.modules[COMPILER].__file__
+    """)
+
+
+@pytest.mark.parametrize(
+    ("version", "stands_in"),
+    [("2.13.0", True), ("2.13.1+cpu", True), ("2.12.1", False), ("2.130.0", False), ("3.0", False)],
+)
+def test_it_is_stood_in_for_only_in_versions_of_torch_with_which_that_was_tested(
+    version: str, stands_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.__version__", version)
+    monkeypatch.setitem(sys.modules, COMPILER, sys)
+    del sys.modules[COMPILER]
+    defer_compiler()
+    assert (COMPILER in sys.modules) is stands_in
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sparkdl.averager import decisions as do
 from sparkdl.averager import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.membership import FencedError
 from sparkdl.testing.simulation import (
     Fault,
     Kind,
@@ -23,7 +24,8 @@ from sparkdl.testing.simulation import (
     shrink,
     simulate,
 )
-from sparkdl.testing.simulation.averager import Averager
+from sparkdl.testing.simulation.averager import Averager, Conversation
+from sparkdl.testing.simulation.workers import Message
 
 SCHEDULES = 10_000
 
@@ -38,10 +40,12 @@ def test_every_schedule_ends_as_its_faults_allow() -> None:
         counted["ends"] += outcome.failure is None
         counted["losses"] += outcome.losses
         counted["checkpoints"] += outcome.checkpoints
+        counted["given up"] += outcome.given_up
     # The schedules are worth something only if much of each happens in them.
     assert counted["ends"] > SCHEDULES / 2
     assert counted["losses"] > SCHEDULES / 5
     assert counted["checkpoints"] > SCHEDULES / 2
+    assert counted["given up"] > SCHEDULES / 50
 
 
 def test_a_seed_gives_the_same_run_every_time() -> None:
@@ -147,6 +151,22 @@ class EndsAnEpochWithoutTheLost(Coordinator):
         super()._lose(member, why)
 
 
+class CountsAFailedCheckpoint(Coordinator):
+    """Takes a checkpoint that could not be written for one."""
+
+    def _checkpoint_ended(self, *, saved: bool) -> None:
+        super()._checkpoint_ended(saved=True)
+
+
+class TriesNoneAfterAFailedOne(Coordinator):
+    """Leaves the storage alone once it has failed."""
+
+    def _checkpoint_ended(self, *, saved: bool) -> None:
+        super()._checkpoint_ended(saved=saved)
+        if not saved:
+            self.checkpoints.end_epoch = lambda epoch: None  # type: ignore[method-assign]
+
+
 class AsksTwiceForOneState(Coordinator):
     """Asks whoever it waits for once more at the next commit."""
 
@@ -161,6 +181,35 @@ class LetsFinishedRanksJoin(Coordinator):
         before = self.members.join(event.member, self._now)
         if before is not None:
             self._lose(before, "was replaced")
+
+
+class FencesFinish(Coordinator):
+    """Refuses the last word of who was dropped with it on its way, and so does not come back."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._sent_away: set[int] = set()
+
+    def _finish(self, event: on.Finished) -> None:
+        if event.member.gone:
+            self._sent_away.add(event.member.rank)
+        else:
+            super()._finish(event)
+
+    def _joined(self, event: on.Joined) -> None:
+        if event.member.rank in self._sent_away:
+            raise FencedError("it has lost its place, and leaves")
+        super()._joined(event)
+
+
+class HearsLastWordsLate(Averager):
+    """Decides on what a worker says last when it may have been dropped meanwhile."""
+
+    def _handle(self, conversation: Conversation, message: Message) -> None:
+        if message == ("finish",) and (member := conversation.member) is not None:
+            self._clock.after(1.0, lambda: self.tell(on.Finished(member)))
+        else:
+            super()._handle(conversation, message)
 
 
 class LetsTheLostStandForOthers(Coordinator):
@@ -183,6 +232,9 @@ PUT_BACK = {
     "counts half a contribution": (CountsHalfAContribution, Averager),
     "ends an epoch without the lost": (EndsAnEpochWithoutTheLost, Averager),
     "asks twice for one state": (AsksTwiceForOneState, Averager),
+    "counts a failed checkpoint": (CountsAFailedCheckpoint, Averager),
+    "tries none after a failed one": (TriesNoneAfterAFailedOne, Averager),
+    "fences finish": (FencesFinish, HearsLastWordsLate),
     "lets finished ranks join": (LetsFinishedRanksJoin, Averager),
     "lets the lost stand for others": (LetsTheLostStandForOthers, Averager),
 }

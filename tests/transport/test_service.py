@@ -48,7 +48,7 @@ class Echo:
 
     release = threading.Event()
 
-    def heard(self) -> None:
+    def note_heartbeat(self) -> None:
         pass
 
     def left(self, error: LeftError) -> None:
@@ -182,7 +182,7 @@ def until_closed(connection: Connection) -> None:
 class Mistaken(Echo):
     """Makes a mistake that no handler expects, also when it is closed."""
 
-    def heard(self) -> None:
+    def note_heartbeat(self) -> None:
         raise KeyError("a mistake")
 
     def closed(self) -> None:

@@ -1,6 +1,6 @@
 """Which commits become checkpoints, and whose worker states belong to them.
 
-One at a time is put together: its own states come, then it is written while training goes on. A
+One at a time is put together: the worker states come, then it is written while training goes on. A
 round behind which the next is due waits until it is.
 """
 
@@ -31,20 +31,25 @@ class Checkpointing:
     Args:
         schedule: which commits become checkpoints; None for none.
         committed: how far the training has come.
+        saved: whether a checkpoint has what was committed before, if anything was.
 
     Attributes:
         awaited: ranks whose worker states have yet to come.
         told_to_end: why the run is to end once a commit has become a checkpoint.
     """
 
-    def __init__(self, schedule: Schedule | None, committed: CommittedProgress) -> None:
+    def __init__(
+        self, schedule: Schedule | None, committed: CommittedProgress, *, saved: bool = True
+    ) -> None:
         self.awaited: set[int] = set()
         self.told_to_end: SparkDLError | None = None
         self._schedule = schedule
         self._committed = committed
         self._since: float | None = None
         self._asked = False
-        self._saved_round = 0
+        # The last that a checkpoint was begun of, and the last that one exists of.
+        self._begun_round = 0
+        self._saved_round: int | None = 0 if saved else None
 
     @property
     def under_way(self) -> bool:
@@ -53,9 +58,8 @@ class Checkpointing:
 
     @property
     def has_last_commit(self) -> bool:
-        """Whether the last commit has become a checkpoint, or none is written at all."""
-        written = self._since is None and self._saved_round == self._committed.round
-        return self._schedule is None or written
+        """Whether a checkpoint of the last commit exists, or none is written at all."""
+        return self._schedule is None or self._saved_round == self._committed.round
 
     def preempt(self, reason: SparkDLError) -> None:
         """Make the next commit a checkpoint, behind which the run ends."""
@@ -71,7 +75,7 @@ class Checkpointing:
         """Whether a window's round may become a checkpoint before another one is written."""
         if self._schedule is None or self._since is None:
             return False
-        rounds = self._committed.round + 1 - self._saved_round
+        rounds = self._committed.round + 1 - self._begun_round
         ends = self.told_to_end is not None
         return ends or window.report.last or self._schedule.due_within(rounds)
 
@@ -80,16 +84,16 @@ class Checkpointing:
 
         Args:
             windows: the last ones of those who stand where the commit says: they are asked for
-                their own states, and nobody who comes back behind it.
+                their states, and nobody who comes back after it.
             now: the time, in seconds.
         """
         if self._schedule is None or self._since is not None:
             return False
-        rounds = self._committed.round - self._saved_round
+        rounds = self._committed.round - self._begun_round
         if not self._asked and not self._schedule.due_within(rounds):
             return False
         self._asked = False
-        self._saved_round = self._committed.round
+        self._begun_round = self._committed.round
         self._since = now
         self.awaited = {window.member.rank for window in windows}
         return True
@@ -101,9 +105,15 @@ class Checkpointing:
         self.awaited.discard(rank)
         return not self.awaited
 
-    def finish(self) -> SparkDLError | None:
-        """Take note that the checkpoint is written; returns why the run is to end now, if it is."""
+    def finish(self, *, saved: bool) -> SparkDLError | None:
+        """Take note that nothing more is written; returns why the run is to end now, if it is.
+
+        Args:
+            saved: whether the checkpoint exists. The next is due when it would be in any case.
+        """
         self._since = None
+        if saved:
+            self._saved_round = self._begun_round
         return None if self._asked else self.told_to_end
 
     def restart_clock(self, now: float) -> None:

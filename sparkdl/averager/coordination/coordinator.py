@@ -69,6 +69,7 @@ class Coordinator:
         progress: how far the training has come already; by default it starts.
         kept: what was kept of each rank at its last commit; by default nothing.
         checkpoints: which commits become checkpoints; none by default.
+        saved: whether a checkpoint has what ``progress`` says, if that is anything.
         resumed: whether the training resumes from a checkpoint, which may be of other rows.
         frozen: the fingerprint that the frozen parameters of every worker are to have.
         policy: who is waited for in rounds; by default everyone.
@@ -100,6 +101,7 @@ class Coordinator:
         progress: Progress | None = None,
         kept: Mapping[int, WorkerState] | None = None,
         checkpoints: Schedule | None = None,
+        saved: bool = True,
         resumed: bool = False,
         frozen: str = "",
         policy: RoundPolicy | None = None,
@@ -115,7 +117,7 @@ class Coordinator:
         policy = policy or All()
         policy.begin(self.committed.positions)
         self.round = Round(self.members.everyone, policy)
-        self.checkpoints = Checkpointing(checkpoints, self.committed)
+        self.checkpoints = Checkpointing(checkpoints, self.committed, saved=saved)
         self.followed = followed
         self.failure: SparkDLError | None = None
         self.stopped: str | None = None
@@ -173,6 +175,7 @@ class Coordinator:
             on.Preempted: lambda event: self.checkpoints.preempt(event.reason),
             on.WorkersExpected: self._workers_expected,
             on.CheckpointWritten: self._checkpoint_written,
+            on.CheckpointGivenUp: lambda event: self._checkpoint_ended(saved=False),
             on.Tick: self._tick,
         }
 
@@ -227,8 +230,8 @@ class Coordinator:
     def _after_the_end(self, event: Event) -> None:
         if isinstance(event, on.Joined):
             self._refuse(event.member, self.farewell)
-        elif isinstance(event, on.CheckpointWritten):
-            self.checkpoints.finish()
+        elif isinstance(event, on.CheckpointWritten | on.CheckpointGivenUp):
+            self.checkpoints.finish(saved=isinstance(event, on.CheckpointWritten))
 
     # Joining, reading, starting.
 
@@ -462,7 +465,10 @@ class Coordinator:
 
     def _checkpoint_written(self, event: on.CheckpointWritten) -> None:
         self._tell_callbacks(CheckpointSaved())
-        told_to_end = self.checkpoints.finish()
+        self._checkpoint_ended(saved=True)
+
+    def _checkpoint_ended(self, *, saved: bool) -> None:
+        told_to_end = self.checkpoints.finish(saved=saved)
         if told_to_end is not None:
             self._fail(told_to_end)
             return

@@ -105,9 +105,9 @@ class Lateness:
         members, joined = self._members, self._members.ever_joined
         if not ranks <= joined:
             return (
-                f"did not start ({len(joined)} of {members.world_size} workers did; all have to "
-                "run at once: are other jobs using the cluster? An executor that cannot reach the "
-                "driver says so in its log)"
+                f"did not start ({len(joined)} of {members.world_size} workers did, and they need "
+                "a gang-scheduled start: are other jobs using the cluster? An executor that cannot "
+                "reach the driver says so in its log)"
             )
         if not ranks & members.there:
             reasons = "; ".join(members.last_loss(rank) for rank in sorted(ranks))
@@ -122,7 +122,7 @@ class Lateness:
         if self._round.readers:
             return f"did not take the center of round {rounds}"
         if self._checkpoints.awaited:
-            return f"did not send its own state for the checkpoint before epoch {epoch}"
+            return f"did not send its worker state for the checkpoint before epoch {epoch}"
         return f"did not contribute to round {rounds + 1} (epoch {epoch})"
 
     def _overdue_in_round(self, now: float, done: set[int]) -> set[int]:

@@ -206,7 +206,7 @@ class Attendee:
         )
         return (yield PAUSE).result()
 
-    def heard(self) -> None:
+    def note_heartbeat(self) -> None:
         """Nobody counts the time in which it is silent."""
 
     def left(self, error: LeftError) -> None:

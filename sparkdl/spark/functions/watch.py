@@ -69,8 +69,9 @@ def watch(service: RunService, job: Job, on_report: OnReport) -> None:
         elif service.missing and time.monotonic() > deadline:
             raise DeadlineError(
                 f"rank {', '.join(map(str, service.missing))} of {service.world_size} workers did "
-                f"not start within {JOIN_S:g} s; all have to run at once: are other jobs using the "
-                "cluster? An executor that cannot reach the driver says so in its log"
+                f"not start within {JOIN_S:g} s, and they need a gang-scheduled start: are other "
+                "jobs using the cluster? An executor that cannot reach the driver says so in its "
+                "log"
             )
 
 

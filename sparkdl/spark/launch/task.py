@@ -8,6 +8,7 @@ import cloudpickle
 import pyarrow as pa
 
 from sparkdl.collective import Network
+from sparkdl.process.lazy_compiler import defer_compiler
 from sparkdl.process.randomness import streams_put_back
 from sparkdl.spark.cluster.devices import choose_device
 from sparkdl.spark.diagnostics.run_client import forwarded
@@ -44,6 +45,7 @@ def run_worker_task(
         One record batch with the rank; everything else travels by the averager.
     """
     write_threads_on_signal()
+    defer_compiler()
     rank, averager = assigned.rank, ServiceAddress(*address)
     try:
         job: Job

@@ -225,9 +225,9 @@ class Averager:
             message = conversation.inbox.popleft()
             if conversation.member is not None:
                 self.coordinator.heartbeat(conversation.member, self._clock.now)
-            self._hear(conversation, message)
+            self._handle(conversation, message)
 
-    def _hear(self, conversation: Conversation, message: Message) -> None:
+    def _handle(self, conversation: Conversation, message: Message) -> None:
         member = conversation.member
         match message:
             case ("join", rank, attempt):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -18,6 +18,7 @@ class Kind(Enum):
     PAUSE = "the averager does nothing for a while, and nothing reaches it"
     PREEMPT = "the driver is told to end, once a commit has become a checkpoint"
     SLOW_STORAGE = "checkpoints take long to be written from here on"
+    FAILING_STORAGE = "checkpoints cannot be written for a while"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +92,17 @@ def random_plan(seed: int, *, times: int = 1) -> Plan:
     windows = tuple(times * draw.choice((0, 1, 1, 2, 3)) for _ in range(workers))
     saves = draw.random() < 0.6
     tolerant = draw.random() < 0.85
+    anywhere = tuple(kind for kind in Kind if kind is not Kind.FAILING_STORAGE)
     faults = tuple(
         Fault(
-            draw.choice(tuple(Kind)),
+            draw.choice(anywhere),
             after=draw.randrange(1, 30 * workers),
             rank=draw.randrange(workers),
             seconds=draw.choice((0.1, 2.0, 20.0)),
         )
         for _ in range(draw.choice((0, 1, 1, 2, 3, 5)))
     )
-    return Plan(
+    plan = Plan(
         seed=seed,
         windows=windows,
         epochs=draw.choice((1, 2, 3)),
@@ -117,3 +119,11 @@ def random_plan(seed: int, *, times: int = 1) -> Plan:
         validates=draw.random() < 0.3,
         exchanges_rows=draw.random() < 0.3,
     )
+    if not saves or draw.random() < 0.7:
+        return plan
+    failing = Fault(
+        Kind.FAILING_STORAGE,
+        after=draw.randrange(1, 30 * workers),
+        seconds=draw.choice((0.1, 2.0, 20.0)),
+    )
+    return replace(plan, faults=(*faults, failing))

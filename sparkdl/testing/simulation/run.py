@@ -5,6 +5,7 @@ The center is what a replay of the committed windows gives.
 Nobody waits for something that nobody will do: no wait ends at its deadline.
 Nobody is dropped whom nothing ails. What is remembered does not grow with time.
 A checkpoint has the states of those who stand where it says, and no others.
+One that could not be written counts as none; the run goes on, and the next is tried in its time.
 Nobody begins a window farther ahead of the slowest than it may, where there is such a bound.
 Every run ends, with its model or with an error that its faults explain.
 """
@@ -51,6 +52,7 @@ class Outcome:
         commits: rounds that were committed.
         losses: workers that were lost.
         checkpoints: that were written.
+        given_up: checkpoints that could not be.
         seconds: of virtual time.
         ahead: windows by which somebody who began another was ahead of the slowest, at the most.
     """
@@ -61,6 +63,7 @@ class Outcome:
     commits: int
     losses: int
     checkpoints: int
+    given_up: int
     seconds: float
     ahead: int
 
@@ -149,18 +152,21 @@ class _Simulation:
         self._draw = random.Random(plan.seed)
         self._faults = sorted(plan.faults, key=lambda fault: fault.after, reverse=True)
         self._struck: list[Fault] = []
-        self._events = self._commits = self._losses = self._checkpoints = 0
-        self._storage_s = 0.1
+        self._events = self._commits = self._losses = self._checkpoints = self._given_up = 0
+        self._storage_s, self._storage_fails_until = 0.1, 0.0
+        # Of how many commits the last checkpoint was begun, and the last one is that exists.
+        self._begun_after = self._saved_after = 0
+        self._epoch_ended = False
         # What the commits have said, to hold the end of each epoch against.
         self._positions = [Position() for _ in plan.windows]
         self._examples = 0
         self._ahead = 0
 
     def run(self) -> Outcome:
-        progress, kept = None, {}  # type: ignore[var-annotated]
+        progress, saved, kept = None, True, {}  # type: ignore[var-annotated]
         failures = 0
         while True:
-            failure, averager = self._submit(progress, kept)
+            failure, averager = self._submit(progress, saved, kept)
             self._losses += len(averager.coordinator.members.losses)
             if not isinstance(failure, WorkerLostError) or failures >= self._plan.resubmissions:
                 break
@@ -168,6 +174,7 @@ class _Simulation:
             self._center.sum = None
             progress = averager.coordinator.committed.progress()
             kept = dict(averager.coordinator.committed.kept)
+            saved = averager.coordinator.checkpoints.has_last_commit
         self._check_end(failure, averager)
         return Outcome(
             failure,
@@ -176,12 +183,13 @@ class _Simulation:
             self._commits,
             self._losses,
             self._checkpoints,
+            self._given_up,
             self._clock.now,
             self._ahead,
         )
 
     def _submit(
-        self, progress: Progress | None, kept: Mapping[int, WorkerState]
+        self, progress: Progress | None, saved: bool, kept: Mapping[int, WorkerState]
     ) -> tuple[SparkDLError | None, Averager]:
         plan, world_size = self._plan, len(self._plan.windows)
         coordinator = self._make(
@@ -190,6 +198,7 @@ class _Simulation:
             self._clock.now,
             tolerance=Tolerance(plan.max_failures, plan.min_workers),
             progress=progress,
+            saved=saved,
             kept=kept,
             checkpoints=_Schedule(plan) if plan.saves else None,
         )
@@ -216,6 +225,8 @@ class _Simulation:
         """An event is about to be decided on: count it, and strike if it is time."""
         if isinstance(event, on.Tick):
             return
+        if isinstance(event, on.CheckpointWritten):
+            self._saved_after = self._begun_after
         self._events += 1
         if self._events > MOST_EVENTS:
             raise Violation(f"the run did not end in {MOST_EVENTS} events")
@@ -245,12 +256,15 @@ class _Simulation:
             worker.stall(fault.seconds)
         elif fault.kind is Kind.PAUSE:
             self._averager.pause(fault.seconds)
+        elif fault.kind is Kind.FAILING_STORAGE:
+            self._storage_fails_until = self._clock.now + fault.seconds
         else:
             self._storage_s = fault.seconds
 
     def decided(self, decisions: Sequence[do.Decision]) -> None:
         """Decisions were made: they and what is remembered are few, and keep the bound."""
         self._look_who_is_ahead(decisions)
+        self._look_what_is_saved(decisions)
         world_size = len(self._plan.windows)
         if len(decisions) > 8 * world_size + 8:
             raise Violation(f"{len(decisions)} decisions on one event, {world_size} workers")
@@ -261,6 +275,23 @@ class _Simulation:
         remembered = self._averager.remembered
         if remembered > 16 * world_size + 16:
             raise Violation(f"{remembered} things are remembered of {world_size} workers")
+
+    def _look_what_is_saved(self, decisions: Sequence[do.Decision]) -> None:
+        if not self._plan.saves:
+            return
+        begins = any(isinstance(each, do.BeginCheckpoint) for each in decisions)
+        if begins:
+            self._begun_after = self._commits
+        ended, self._epoch_ended = self._epoch_ended, False
+        if ended and not begins:
+            raise Violation("an epoch ended, and no checkpoint of it was begun")
+        believed = self._averager.coordinator.checkpoints.has_last_commit
+        if believed is not (self._saved_after == self._commits):
+            raise Violation(
+                f"after {self._commits} commits the last one is taken for "
+                f"{'saved' if believed else 'lost'}, and the last checkpoint that there is was "
+                f"written after {self._saved_after}"
+            )
 
     def _look_who_is_ahead(self, decisions: Sequence[do.Decision]) -> None:
         admitted = {each.member.rank for each in decisions if isinstance(each, do.Welcome)}
@@ -306,6 +337,7 @@ class _Simulation:
                 f"{expected} in epoch {summary.epoch}"
             )
         self._examples = 0
+        self._epoch_ended = True
         self._through = set()
         self._positions = [position.next_epoch() for position in self._positions]
 
@@ -320,8 +352,15 @@ class _Simulation:
             # If the epoch has ended with this commit, its position is the next one's.
             if stands not in (state, state.next_epoch()):
                 raise Violation(f"rank {rank} stands at {stands}, and saved its state of {state}")
-        self._checkpoints += 1
-        self._clock.after(self._storage_s, lambda: self._averager.tell(on.CheckpointWritten()))
+        self._clock.after(self._storage_s, self._written)
+
+    def _written(self) -> None:
+        if self._clock.now < self._storage_fails_until:
+            self._given_up += 1
+            self._averager.tell(on.CheckpointGivenUp())
+        else:
+            self._checkpoints += 1
+            self._averager.tell(on.CheckpointWritten())
 
     def _check_end(self, failure: SparkDLError | None, averager: Averager) -> None:
         if failure is None:

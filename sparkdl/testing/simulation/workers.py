@@ -161,14 +161,14 @@ class Worker:
         link = Link(self._clock, self._draw, self._plan.delay_s, self.rank, self.attempt)
         self._link = link
         life = self._life
-        link.to_worker = lambda message: self._soon(0.0, lambda: self._hear(message, life))
+        link.to_worker = lambda message: self._soon(0.0, lambda: self._handle(message, life))
         self._connect(link)
         link.up(("join", self.rank, self.attempt))
         row_server = self.rank if self._plan.exchanges_rows else None
         shard = ("shard", self.rank, int(self._plan.validates), row_server)
         self._soon(self._draw.random(), lambda: link.up(shard))
 
-    def _hear(self, message: Message, life: int) -> None:
+    def _handle(self, message: Message, life: int) -> None:
         if life != self._life:
             return
         match message:

@@ -11,7 +11,7 @@ from sparkdl.errors import DeadlineError, PreemptedError, TrainingError
 
 
 def asked(decisions: list[do.Decision]) -> list[int]:
-    """Whose own states a checkpoint asks for, after a reply or at once."""
+    """Whose states a checkpoint asks for, after a reply or at once."""
     replies = [reply.member.rank for reply in only(do.Reply, decisions) if reply.worker_state]
     return sorted(replies + [ask.member.rank for ask in only(do.AskWorkerState, decisions)])
 
@@ -231,7 +231,7 @@ class TestSilence:
         run = started(2, deadline_s=10, checkpoints=Every(epochs=True))
         run.round(last=True)
         write_worker_states(run, 0)
-        words = "rank 1 on host-1 did not send its own state for the checkpoint before epoch 2"
+        words = "rank 1 on host-1 did not send its worker state for the checkpoint before epoch 2"
         self.fails(run, 10, words)
 
     def test_storage_that_is_gone_ends_the_run(self) -> None:
@@ -289,6 +289,54 @@ def test_it_is_known_whether_the_last_commit_has_become_one() -> None:
     assert not run.coordinator.checkpoints.has_last_commit
     run.round()
     assert not run.coordinator.checkpoints.has_last_commit
+    write_worker_states(run, 0)
+    written(run)
+    assert run.coordinator.checkpoints.has_last_commit
+
+
+class TestOneThatCouldNotBeWritten:
+    def test_does_not_count_as_one(self) -> None:
+        run = started(1, checkpoints=Every(1))
+        run.round()
+        write_worker_states(run, 0)
+        assert run.tell(on.CheckpointGivenUp()) == []
+        assert not run.coordinator.checkpoints.has_last_commit
+
+    def test_is_not_tried_again_before_the_next_is_due(self) -> None:
+        run = started(1, checkpoints=Every(2))
+        run.round(step=1)
+        run.round(step=2)
+        write_worker_states(run, 0)
+        run.tell(on.CheckpointGivenUp())
+        assert asked(run.round(step=3)) == []
+        assert asked(run.round(step=4)) == [0]
+        write_worker_states(run, 0)
+        written(run)
+        assert run.coordinator.checkpoints.has_last_commit
+
+    def test_lets_those_go_on_who_waited_for_it(self) -> None:
+        run = started(1, checkpoints=Every(1))
+        run.round()
+        write_worker_states(run, 0)
+        assert run.close(0) == []
+        assert run.tell(on.CheckpointGivenUp()) == [
+            do.OpenSum((0,)),
+            do.Receive(run.members[0], 1),
+        ]
+
+    def test_ends_a_run_that_was_told_to_end(self) -> None:
+        run = started(1, checkpoints=Every(100))
+        run.tell(on.Preempted(reason := PreemptedError("the cluster shuts down")))
+        run.round()
+        write_worker_states(run, 0)
+        assert run.tell(on.CheckpointGivenUp()) == [do.End(reason)]
+        assert not run.coordinator.checkpoints.has_last_commit
+
+
+def test_what_was_committed_before_the_workers_were_started_again_may_be_in_none() -> None:
+    run = started(1, checkpoints=Every(1), saved=False)
+    assert not run.coordinator.checkpoints.has_last_commit
+    run.round()
     write_worker_states(run, 0)
     written(run)
     assert run.coordinator.checkpoints.has_last_commit

@@ -100,7 +100,7 @@ def test_more_than_all_may_tell_each_other_is_refused_in_words(
     )
 
 
-def test_facts_and_other_things_are_not_gathered_together(run: RunService) -> None:
+def test_statistics_and_other_things_are_not_gathered_together(run: RunService) -> None:
     with (
         RunClient(run.address, 0) as first,
         RunClient(run.address, 1) as second,

@@ -15,6 +15,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparkdl.feed.packed import ORDER_COLUMN, unpacked
+from sparkdl.spark.rows import packing
 from sparkdl.spark.rows.packing import packed
 
 COLUMNS = {
@@ -151,10 +152,45 @@ def test_arrays_in_files_come_in_bytes_alone(files: DataFrame) -> None:
 def test_a_spark_without_those_methods_hands_arrays_over_as_they_are(
     files: DataFrame, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(
-        "sparkdl.spark.rows.packing._UNSAFE", "org.apache.spark.sql.catalyst.NoSuchArray"
-    )
+    monkeypatch.setattr(packing, "_UNSAFE", "org.apache.spark.sql.catalyst.NoSuchArray")
     with caplog.at_level(logging.INFO, "sparkdl.spark.rows.packing"):
         frame = packed(files.select("c5", "c6"))
     assert frame.dtypes == [("c5", "array<float>"), ("c6", "array<double>")]
     assert "arrays are handed to Python as they are" in caplog.text
+
+
+def test_a_spark_that_keeps_arrays_in_other_bytes_hands_them_over_as_they_are(
+    files: DataFrame,
+    expected: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    call = packing._ArrayBytes._call
+
+    def with_too_few(self: Any, target: Any, method: str, *arguments: Any) -> Any:
+        return call(self, target, method.replace("getSizeInBytes", "numElements"), *arguments)
+
+    monkeypatch.setattr(packing._ArrayBytes, "_call", with_too_few)
+    monkeypatch.setattr(packing, "_reads_right", {})
+    with caplog.at_level(logging.INFO, "sparkdl.spark.rows.packing"):
+        frame = packed(files.select("c5", "c6"))
+    assert frame.dtypes == [("c5", "array<float>"), ("c6", "array<double>")]
+    assert "this Spark keeps them in other bytes" in caplog.text
+    assert at_the_workers(files) == expected
+
+
+def test_the_bytes_are_looked_at_once_in_an_application(
+    files: DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[bytes] = []
+    of_sample = packing._ArrayBytes.of_sample
+
+    def counted(self: Any, spark: SparkSession) -> bytes:
+        looked.append(of_sample(self, spark))
+        return looked[-1]
+
+    monkeypatch.setattr(packing._ArrayBytes, "of_sample", counted)
+    monkeypatch.setattr(packing, "_reads_right", {})
+    for _ in range(2):
+        assert ("c5:float", "binary") in packed(files.select("c5", "c6")).dtypes
+    assert looked == [packing._BYTES_OF_SAMPLE]

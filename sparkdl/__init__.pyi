@@ -1,0 +1,32 @@
+"""The public names, and where each is: the one list that ``__init__.py`` imports them by."""
+
+from sparkdl.checkpoint.module_files import load_module as load_module
+from sparkdl.checkpoint.trust import trusted_modules as trusted_modules
+from sparkdl.checkpoint.trust import trusted_pickles as trusted_pickles
+from sparkdl.estimator import TorchEstimator as TorchEstimator
+from sparkdl.estimator import TorchModel as TorchModel
+from sparkdl.estimator.predictors import TorchClassificationModel as TorchClassificationModel
+from sparkdl.estimator.predictors import TorchClassifier as TorchClassifier
+from sparkdl.estimator.predictors import TorchRegressionModel as TorchRegressionModel
+from sparkdl.estimator.predictors import TorchRegressor as TorchRegressor
+from sparkdl.events import EpochSummary as EpochSummary
+from sparkdl.large_batches import LAMB as LAMB
+from sparkdl.large_batches import LARS as LARS
+from sparkdl.protocols import Batch as Batch
+from sparkdl.spark.functions.run import run as run
+from sparkdl.spark.functions.torch_distributor import TorchDistributor as TorchDistributor
+from sparkdl.spark.functions.worker import FunctionWorker as FunctionWorker
+from sparkdl.spark.functions.worker import current_worker as current_worker
+from sparkdl.spark.functions.worker import load_checkpoint as load_checkpoint
+from sparkdl.spark.session.session import create_session as create_session
+from sparkdl.strategies import AdaScale as AdaScale
+from sparkdl.strategies import AsynchronousSGD as AsynchronousSGD
+from sparkdl.strategies import ElasticAveraging as ElasticAveraging
+from sparkdl.strategies import GossipAveraging as GossipAveraging
+from sparkdl.strategies import GradientAllReduce as GradientAllReduce
+from sparkdl.strategies import KFACPreconditioner as KFACPreconditioner
+from sparkdl.strategies import OuterOptimizer as OuterOptimizer
+from sparkdl.strategies import OuterSGD as OuterSGD
+from sparkdl.strategies import ParameterAveraging as ParameterAveraging
+from sparkdl.strategies import ThresholdGradientSharing as ThresholdGradientSharing
+from sparkdl.version import __version__ as __version__
