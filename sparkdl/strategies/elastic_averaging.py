@@ -36,15 +36,17 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from sparkdl.averager.coordination.round_policy import All, Nobody, RoundPolicy
+from sparkdl.averager.coordination.round_policy import All, Nobody, RoundPolicy, RoundRobin
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions, ReplaceByMean
-from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
+from sparkdl.averager.values.wire_format import Changes, FullPrecision, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
+from sparkdl.replica import Replica
 from sparkdl.strategies.base import Needs, Run, Strategy, require_period
+from sparkdl.strategies.hogwild import HogwildSpring
 from sparkdl.strategies.springs import Spring, SpringAmongWorkers
 
-MODES = ("synchronous", "asynchronous")
+MODES = ("synchronous", "asynchronous", "hogwild", "round_robin")
 AGGREGATIONS = ("driver", "executors")
 CENTER_RATE = 0.9
 """b = workers * a in the experiments of Zhang et al."""
@@ -85,7 +87,8 @@ class ElasticAveraging(Strategy[Spring]):
 
     period: int = 10
     moving_rate: float | None = None
-    mode: Literal["synchronous", "asynchronous"] = "synchronous"
+    momentum: float = 0.0
+    mode: Literal["synchronous", "asynchronous", "hogwild", "round_robin"] = "synchronous"
     aggregation: Literal["driver", "executors"] = "driver"
 
     def __post_init__(self) -> None:
@@ -101,11 +104,12 @@ class ElasticAveraging(Strategy[Spring]):
                 f"mode={self.mode!r} is for aggregation='driver': among executors all add up "
                 "together, in step"
             )
-        rate, most = self.moving_rate, "<= 1" if self._in_step else "< 1 in asynchronous mode"
+        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum must be a number >= 0 and < 1, got {self.momentum!r}")
+        rate, most = self.moving_rate, f"< 1 in {self.mode} mode" if self._meets else "<= 1"
         if rate is None:
             return
-        is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
-        if not is_number or not 0 < rate <= 1 or (rate == 1 and not self._in_step):
+        if not _is_number(rate) or not 0 < rate <= 1 or (rate == 1 and self._meets):
             raise ConfigError(
                 f"moving_rate must be None, for {CENTER_RATE} / workers, or a number > 0 and "
                 f"{most}, got {rate!r}"
@@ -114,6 +118,15 @@ class ElasticAveraging(Strategy[Spring]):
     @property
     def _in_step(self) -> bool:
         return self.mode == "synchronous"
+
+    @property
+    def _meets(self) -> bool:
+        """Whether a replica is pulled to the center that it meets, which only the reply tells."""
+        return self.mode in ("asynchronous", "round_robin")
+
+    @property
+    def _overlaps(self) -> bool:
+        return self.mode == "hogwild"
 
     @property
     def _together(self) -> bool:
@@ -128,12 +141,13 @@ class ElasticAveraging(Strategy[Spring]):
             gang_start=self._together,
             equal_steps=self._together,
             resumes_alone=not self._together,
+            steps_ahead=self.period if self._overlaps else 0,
         )
 
     @property
     def wire_format(self) -> WireFormat:
-        """The replicas' values: which center they are pulled to is known where it is held."""
-        return FullPrecision()
+        """The replicas' values, where it is the center of that moment that they are pulled to."""
+        return Changes() if self._overlaps else FullPrecision()
 
     @property
     def center_update(self) -> CenterUpdate:
@@ -144,17 +158,34 @@ class ElasticAveraging(Strategy[Spring]):
 
     @property
     def round_policy(self) -> RoundPolicy:
-        """Everyone, or nobody."""
+        """Everyone, nobody, or who comes before."""
+        if self.mode == "round_robin":
+            return RoundRobin(self.period)
         return All() if self._in_step else Nobody()
 
     def require_workers(self, num_workers: int) -> None:
-        """Check that together they do not move the center further than to their mean and back."""
-        rate, limit = rate_of(self.moving_rate, num_workers), 2 / (1 + num_workers)
-        if self._in_step and rate > limit:
+        """Check that pulls to one and the same center do not have it overshoot ever further."""
+        rate = rate_of(self.moving_rate, num_workers)
+        limits = {
+            "synchronous": ("2 / (1 + workers)", 2 / (1 + num_workers)),
+            "hogwild": ("1 / workers", 1 / num_workers),
+        }
+        what, limit = limits.get(self.mode, ("", 1.0))
+        if rate > limit:
             raise ConfigError(
-                f"moving_rate={rate:g} is too much for {num_workers} workers, which move the "
-                f"center together: it has to be at most 2 / (1 + workers) = {limit:g}; "
+                f"moving_rate={rate:g} is too much for {num_workers} workers, which may move the "
+                f"same center: it has to be at most {what} = {limit:g}; "
                 f"{CENTER_RATE} / workers = {CENTER_RATE / num_workers:g} is usual"
+            )
+
+    def require_fits(self, replica: Replica) -> None:
+        """Check that there are not two momenta."""
+        groups = replica.optimizer.param_groups
+        if self.momentum and any(group.get("momentum") for group in groups):
+            raise ConfigError(
+                f"ElasticAveraging(momentum={self.momentum:g}) is momentum of what the optimizer "
+                f"does, and this {type(replica.optimizer).__name__} has momentum of its own. Leave "
+                "out one of the two"
             )
 
     def start(self, run: Run) -> Spring:
@@ -166,8 +197,10 @@ class ElasticAveraging(Strategy[Spring]):
         self.require_workers(run.world_size)
         rate = rate_of(self.moving_rate, run.world_size)
         if self._together:
-            return SpringAmongWorkers(run, rate, self.period)
-        return Spring(run.replica, rate, in_step=self._in_step)
+            return SpringAmongWorkers(run, rate, self.momentum, self.period)
+        if self._overlaps:
+            return HogwildSpring(run, rate, self.momentum)
+        return Spring(run.replica, rate, self.momentum, from_last=not self._meets)
 
     def saved_state(self, state: Spring) -> Mapping[str, Any]:
         """The replica's own parameters and buffers, and how far it has still to move."""
@@ -184,18 +217,25 @@ class ElasticAveraging(Strategy[Spring]):
     def train_epoch(self, run: Run, state: Spring, batches: Iterable[Batch]) -> None:
         """Train the replica's own parameters, and leave it with the epoch's final center."""
         state.swap()
+        batches = iter(batches)
+        skipped = state.skip(batches)
+        if skipped is not None:
+            self._exchange_if_due(run, state, skipped)
         super().train_epoch(run, state, batches)
         state.swap()
 
     def after_step(self, run: Run, state: Spring, batch: Batch) -> None:
         """Give up what the center has received; exchange after every ``period`` steps."""
         state.move()
+        self._exchange_if_due(run, state, batch)
+
+    def _exchange_if_due(self, run: Run, state: Spring, batch: Batch) -> None:
         if run.step_of_epoch % self.period == 0 and not batch.last:
             state.exchange(run, last=False)
 
     def end_epoch(self, run: Run, state: Spring) -> None:
         """Exchange the tail, 0 to ``period`` steps, and take the epoch's final center."""
-        if not self._in_step and run.examples:
+        if self._meets and run.examples:
             # The final center has what others did meanwhile, and no longer tells this one's part.
             state.exchange(run, last=False)
         state.exchange(run, last=True)
@@ -227,6 +267,10 @@ class ElasticPull(CenterUpdate):
         """From the mean distance to the sum of the pulls, of as many replicas as contribute."""
         rate = rate_of(self.moving_rate, contributions.world_size)
         change.mul_(rate * len(contributions.weights))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def rate_of(moving_rate: float | None, world_size: int) -> float:
