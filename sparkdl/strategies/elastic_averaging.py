@@ -1,31 +1,29 @@
 """Elastic averaging: each replica keeps its own parameters, on a spring that ties it to the center.
 
-Zhang, Choromanska, LeCun 2015, "Deep learning with Elastic Averaging SGD", EASGD. With a moving
-rate a, after each window of p local minibatches, the center as it was before on the right:
+Zhang, Choromanska, LeCun 2015, "Deep learning with Elastic Averaging SGD": EASGD, and EAMSGD with
+Nesterov's momentum (Algorithms 1 and 2; their a is learning rate * rho, and b = workers * a is the
+rate at which the center moves to the replicas' mean). A gradient is taken before what the center
+has received is given up, as there.
 
-    d_i  <-  a * (x_i - center)          center  <-  center + sum_i d_i
+Which center a replica is pulled to is what the modes of You, Buluc, Demmel 2017 ("Scaling Deep
+Learning on GPU and Knights Landing clusters") differ in:
 
-and each replica i gives up what the center has received from it, with its next step, the gradient
-of which is taken before (Algorithm 1):
+    synchronous     the one before the round, of everyone: Sync EASGD; with aggregation="executors"
+                    it is their Sync EASGD3, whose exchange is hidden behind the steps that follow
+    asynchronous    the one it meets, one worker at a time, first come first served: Async EASGD
+    round_robin     the same in the order of ranks, who wait for their turns: their baseline
+    hogwild         the one it has read before, and nobody waits for what comes back: Hogwild EASGD
+                    (``hogwild`` says what differs)
 
-    x_i  <-  x_i - (optimizer step on the gradient at x_i) - d_i
-
-The paper writes a = learning rate * rho, and b = workers * a for the rate at which the center moves
-to the replicas' mean. In the synchronous mode a sum has every worker's d_i, added in the order of
-ranks; in the asynchronous one each d_i is a sum of its own, of the center of that moment. These are
-Sync EASGD and Async EASGD of You, Buluc, Demmel 2017; with ``aggregation="executors"`` it is their
-Sync EASGD3, whose exchange is hidden behind the steps that follow. Their round robin would only
-make workers wait for their turns, and their Hogwild has no lock to do without here, where one
-thread adds.
-
-Momentum is the optimizer's. With ``SGD(momentum=m)`` this is MEASGD (You et al., equations 5 and
-6). EAMSGD (Zhang et al., Algorithm 2) is ``SGD(momentum=m, nesterov=True)``, but for one thing:
-torch's parameters are the paper's x + m * v, where gradients are taken, so there the spring ends.
+Momentum of the optimizer is another: with ``SGD(momentum=m)`` this is MEASGD (You et al., equations
+5 and 6). With ``SGD(momentum=m, nesterov=True)`` it is nearly EAMSGD: torch's parameters are the
+paper's x + m * v, where gradients are taken, and there the spring ends. With the argument
+``momentum`` it is EAMSGD itself, whatever the optimizer; ``nesterov`` has how.
 
 The center is what is saved and validated; a replica takes its own parameters up again when the next
 epoch starts. Buffers, such as BatchNorm's statistics, are each replica's own; the center's become
-the replicas' mean, or asynchronously move to a worker's at rate a. The optimizers' state stays with
-the workers.
+the replicas' mean, or where workers come one by one move to a worker's at rate a. The optimizers'
+state stays with the workers.
 """
 
 from __future__ import annotations
@@ -56,10 +54,35 @@ CENTER_RATE = 0.9
 class ElasticAveraging(Strategy[Spring]):
     """Pull replicas and center together after steps p, 2p, ... and at the end of each epoch.
 
-    Choose it where rounds have to be rare and replicas gain from searching apart: in the paper it
-    kept its accuracy to periods of 64. Choose another where the result has to be that of one
-    process, where a fit is of few rounds, for the center follows the replicas from a distance, or
-    where a worker has no memory for two more copies of the parameters.
+    Rule:
+        With the moving rate a, the optimizer's step u on a gradient, and the old values on the
+        right, after each window of p steps of worker i::
+
+            d_i     <-  a * (x_i - center)
+            center  <-  center + d_i         synchronously + the sum of all d_i
+
+        and in every step, where d_i is given up once::
+
+            v_i  <-  momentum * v_i + u(x_i + momentum * v_i)
+            x_i  <-  x_i + v_i - d_i
+
+    Phases:
+        1. A worker trains its own x_i for ``period`` steps.
+        2. It sends x_i; in ``hogwild`` mode x_i - c_i, with c_i the center that it has read last.
+        3. The driver adds the pulls to the center: when everyone's are there, in the order in which
+           they come, or in ``round_robin`` mode in the order of ranks.
+        4. The worker is sent the center, and finds d_i, which it gives up with its next step. In
+           ``hogwild`` mode it trains on meanwhile, and takes the center before it sends again.
+        5. When the epoch ends all wait for each other, and validate the center.
+
+    When:
+        Where rounds have to be rare and replicas gain from searching apart: in the paper it kept
+        its accuracy to periods of 64.
+
+    When not:
+        Where the result has to be that of one process; where a fit is of few rounds, for the center
+        follows the replicas from a distance; or where a worker has no memory for two more copies of
+        the parameters, and with ``momentum`` four.
 
     A worker that was lost and comes back by itself begins at the center. One that resumes from a
     checkpoint, or is started again with all others, begins where its replica was.
@@ -70,10 +93,18 @@ class ElasticAveraging(Strategy[Spring]):
         moving_rate: part of the distance to the center that a replica and the center move towards
             each other, the paper's alpha; None for 0.9 / workers, as in the paper's experiments.
             Less lets replicas roam. More than 2 / (1 + workers) is refused in the synchronous mode,
-            as there the center overshoots ever further; the asynchronous mode takes less than 1.
-        mode: ``synchronous`` gives the same bits each time; in ``asynchronous`` each worker is
-            with the center by itself, so that nobody waits for the slow ones but at an epoch's end,
-            and the result depends on who comes first.
+            as there the center overshoots ever further, and more than 1 / workers in ``hogwild``
+            mode; the others take less than 1.
+        momentum: Nesterov's, of what the optimizer does, in [0, 1): the paper's delta, 0.99 in its
+            authors' code with a learning rate of 0.01. 0 for none; for an optimizer that has
+            momentum of its own, or scales its steps as Adam does, it should stay 0.
+        mode: ``synchronous`` gives the same bits each time; take it unless workers differ in speed.
+            In ``asynchronous`` each worker is with the center by itself, so that nobody waits for
+            the slow ones but at an epoch's end, and the result depends on who comes first.
+            ``hogwild`` does not even wait for the center, where the way there takes as long as some
+            steps; with short ways it only pulls to older centers. ``round_robin`` has each wait for
+            its turn, the same bits each time: the baseline that the others were measured against
+            (You et al.), slowest of all.
         aggregation: ``driver`` has the center there; a lost worker is only that worker's loss.
             With ``executors`` each worker keeps the center, and they add up among themselves, over
             NCCL (gloo on CPUs), while they train on to the next round; the driver receives one copy

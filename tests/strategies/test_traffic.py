@@ -48,6 +48,12 @@ WORKERS, HOSTS, ROUNDS = 4, ["a", "b", "a", "b"], 2
             ROUNDS * WORKERS,
             (ROUNDS + 1) * WORKERS,
         ),
+        (
+            ElasticAveraging(period=2, mode="round_robin"),
+            ROUNDS * WORKERS,
+            (ROUNDS + 1) * WORKERS,
+        ),
+        (ElasticAveraging(period=2, mode="hogwild"), ROUNDS * WORKERS, ROUNDS * WORKERS),
         (AsynchronousSGD(period=2), ROUNDS * WORKERS, ROUNDS * WORKERS),
         (AsynchronousSGD(period=2, barrier=Softsync(3)), ROUNDS * WORKERS, ROUNDS * WORKERS),
         (ParameterAveraging(period=2, cutoff=1), ROUNDS * WORKERS, ROUNDS * WORKERS),
