@@ -82,7 +82,7 @@ class ElasticAveraging(Strategy[Spring]):
     When not:
         Where the result has to be that of one process; where a fit is of few rounds, for the center
         follows the replicas from a distance; or where a worker has no memory for two more copies of
-        the parameters, and with ``momentum`` four.
+        the parameters, in ``hogwild`` mode five, and with ``momentum`` two more.
 
     A worker that was lost and comes back by itself begins at the center. One that resumes from a
     checkpoint, or is started again with all others, begins where its replica was.

@@ -125,8 +125,8 @@ def test_who_waits_for_its_turn_is_told_that_the_run_goes_on_and_is_not_late() -
     run = run_of(2, max_failures=2)
     run.wait(1)
     close(run, 1)
-    assert only(do.SayWaiting, run.wait(20)) == [do.SayWaiting((run.members[1],))]
-    decisions = run.wait(60)
+    decisions = run.wait(20)
+    assert only(do.SayWaiting, decisions) == [do.SayWaiting((run.members[1],))]
     assert only(do.Drop, decisions) == [do.Drop(run.members[0])]
     assert received(decisions) == [1]
 

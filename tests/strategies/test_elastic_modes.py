@@ -16,6 +16,7 @@ import pytest
 import torch
 from members import same_bits
 from misbehaving import Interrupted, KillsOnce, die_after
+from oracles import pulled
 from recorded import recorded_decisions
 from springs import DATA, SIZES, ByHand, as_decided, job
 from test_elastic_stability import Point, parabola
@@ -26,11 +27,12 @@ from sparkdl.averager import decisions as do
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import WorkerError
 from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 from sparkdl.strategies import ElasticAveraging, Run
 from sparkdl.testing import run_world
-from sparkdl.testing.simulation import random_plan
+from sparkdl.testing.simulation import random_plan, simulate_strategy
 
 cloudpickle.register_pickle_by_value(misbehaving)
 
@@ -96,10 +98,6 @@ def test_in_turns_and_resumed_between_epochs_it_ends_in_the_same_bits(tmp_path: 
 
 def test_in_turns_a_made_up_run_without_faults_keeps_the_order() -> None:
     """Whatever messages and windows take: 40 schedules of one to four workers."""
-    from oracles import pulled
-
-    from sparkdl.testing.simulation import simulate_strategy
-
     for seed in range(40):
         plan = replace(random_plan(seed), faults=())
         with recorded_decisions() as decisions:
@@ -151,7 +149,14 @@ def test_hogwild_and_alone_it_resumes_in_the_same_bits(
 ) -> None:
     """What a worker saves of a commit is as of a window later."""
     alone, sgd = classification([42]), partial(torch.optim.SGD, lr=0.05)
-    resumed = job(normed(dropout=0.3), optimizer=sgd, strategy=replace(HOGWILD, **changes))
+    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.97)
+    resumed = job(
+        normed(dropout=0.3),
+        optimizer=sgd,
+        strategy=replace(HOGWILD, **changes),
+        scheduler=schedule,
+        scheduler_every="step",
+    )
     whole = run_world(resumed, alone.shards())
     policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
     die_after(windows, resumed, alone.shards(), policy)
@@ -175,8 +180,6 @@ def test_it_goes_on_where_each_worker_was(
 
 def test_when_all_start_again_hogwild_loses_no_row(tmp_path: Path) -> None:
     """Workers that reshuffle their rows cannot be replaced one by one."""
-    from sparkdl.feed.feed import FeedOptions
-
     options = FeedOptions(reshuffle_every=1)
     killed = job(KillsOnce(tmp_path, after=12), strategy=HOGWILD, feed=options)
     outcome = run_world(killed, DATA.shards(), ranks_as="processes")
