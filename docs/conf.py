@@ -62,6 +62,7 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
+napoleon_custom_sections = ["Rule", "Phases", "When", "When not"]  # of strategies
 
 PAGES = {
     "README.md": "parameters.md",

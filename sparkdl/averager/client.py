@@ -23,7 +23,7 @@ from sparkdl.averager.time_reports import TimeReports
 from sparkdl.averager.values.packing import Packing
 from sparkdl.averager.values.replica_codec import ReplicaChunk, ReplicaCodec
 from sparkdl.averager.values.wire_format import WireFormat
-from sparkdl.averager.worker_channel import WorkerChannel, blocks
+from sparkdl.averager.worker_channel import Entry, WorkerChannel, blocks
 from sparkdl.errors import CollectiveError, TrainingError, WorkerError
 from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.statistics import ShardStatistics
@@ -94,7 +94,8 @@ class AveragerClient:
         self._worker_state = worker_state
         self._restart_state = restart_state
         self._worker_state_bytes: int | None = None
-        self._checkpoint_due = self._awaits_entry = False
+        self._checkpoint_due = False
+        self._entry = Entry()
         self._reported_reading = time.monotonic()
         self._epoch_losses: list[float] = []
         self._address = address
@@ -192,7 +193,7 @@ class AveragerClient:
         self._worker_state_bytes = header["worker_state"]
         self.epoch_ended = bool(header["epoch_ended"])
         self.asks_leave = bool(header["asks_leave"])
-        self._awaits_entry = bool(header["may_wait"])
+        self._entry.begin(first=bool(header["may_wait"]), each=bool(header["in_turns"]))
         self.next_fragment = int(header["rounds_of_epoch"]) % self._codec.fragments
         self._note_rows(header)
         with self._clock.phase(EXCHANGE):
@@ -272,14 +273,18 @@ class AveragerClient:
             chunks = self._codec.fragment(segments, self.next_fragment)
             channel = self._channel
             header, kept = self._header_of(window, takes_reply=True)
-            messages = blocks(kept, self._codec.chunk_bytes)
-            if window.weight:
-                messages += [chunk.contribution(window).to("cpu", copy=True) for chunk in chunks]
+            values = [
+                chunk.contribution(window).to("cpu", copy=True)
+                for chunk in (chunks if window.weight else ())
+            ]
             reply = [chunk.room_for_reply() for chunk in chunks]
-            self._clock.sent += sum(message.nbytes for message in messages)
             varies = any(chunk.reply_packing.varies for chunk in chunks)
-            contribution = Contribution(window, header, messages)
-            self._under_way = OverlappedRound(channel, contribution, reply, varies=varies)
+            of_worker = blocks(kept, self._codec.chunk_bytes)
+            self._clock.sent += sum(message.nbytes for message in [*of_worker, *values])
+            contribution = Contribution(window, header, of_worker, values)
+            self._under_way = OverlappedRound(
+                channel, contribution, reply, self._entry, varies=varies
+            )
 
     def end_exchange(self, segments: Sequence[Tensor], local: float) -> None:
         """Take what came of the round that is under way; see ``protocols.CenterExchange``."""
@@ -381,7 +386,8 @@ class AveragerClient:
         self._channel.send_header(header)
         self._channel.send_octets(kept, self._codec.chunk_bytes)
         if window.weight:
-            self._await_entry()
+            with self._clock.phase(WAIT):
+                self._entry.wait(self._channel, self._note_checkpoint)
             for chunk in chunks:
                 packed = chunk.contribution(window)
                 self._channel.send_values(packed.to("cpu"))
@@ -395,19 +401,6 @@ class AveragerClient:
         header = window_header(window, takes_reply=takes_reply, worker_state=len(kept))
         due = window.last or self._times.due
         return ({**header, **self._times.header()} if due else header), kept
-
-    def _await_entry(self) -> None:
-        """Wait until others let this worker contribute its first window.
-
-        They may take longer than the averager can go without reading what is sent to it.
-        """
-        with self._clock.phase(WAIT):
-            while self._awaits_entry:
-                header = self._channel.receive_header()
-                if "enter" in header:
-                    self._awaits_entry = False
-                else:
-                    self._note_checkpoint(header)
 
     def _receive_center(self, chunks: Iterable[ReplicaChunk]) -> None:
         for chunk in chunks:

@@ -22,7 +22,7 @@ One worker is one connection (``framing.py`` has its form):
                                           "epoch_ended": whether all stand behind an epoch's end,
                                           "asks_leave": whether to ask for leave to begin one,
                                           "may_wait": whether others may keep it from
-                                          contributing its first window,
+                                          contributing its first window, "in_turns": or any,
                                           "rounds_of_epoch": how many it had, which says of what
                                           fragment the next one is,
                                           "worker_state": bytes of it, or null at the very start,
@@ -56,7 +56,7 @@ One worker is one connection (``framing.py`` has its form):
     chunks                       ------> add in rank order, wait for the round
                                  <------ with "may_wait", of the first window between the bytes
                                          and the chunks: {"waiting": true}, now and then, and
-                                         {"enter": true}
+                                         {"enter": true}; with "in_turns" of each
                                  <------ {"waiting": true}, now and then after a last window,
                                          and where the round policy has it wait for others
                                  <------ {"checkpoint": true}, if this commit becomes one; with
@@ -187,7 +187,7 @@ class Worker:
         self.sum: Accumulator | None = None
         self._edge = edge
         self._owes_worker_state = False
-        self._awaits_entry = False
+        self._awaits_entry = self._in_turns = False
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     # What decisions have it do.
@@ -204,7 +204,8 @@ class Worker:
             worker_state_bytes, from_checkpoint = resumed.worker_state_bytes(rank), True
         elif committed.begun:
             worker_state_bytes = 0
-        self._awaits_entry = not edge.coordinator.round.policy.in_step
+        policy = edge.coordinator.round.policy
+        self._awaits_entry, self._in_turns = not policy.in_step, policy.in_turns
         self.channel.send_header(
             {
                 "chunk_bytes": edge.center.chunk_bytes,
@@ -213,6 +214,7 @@ class Worker:
                 "epoch_ended": committed.at_end_of_epoch,
                 "asks_leave": edge.coordinator.followed,
                 "may_wait": self._awaits_entry,
+                "in_turns": self._in_turns,
                 "rounds_of_epoch": edge.center.rounds_of_epoch,
                 **self._all_rows(),
             }
@@ -246,7 +248,7 @@ class Worker:
     def receive(self, total: Accumulator, weight: int, scale: float) -> None:
         """Add the worker's contribution to a sum."""
         total.declare(self._member().rank, weight, scale)
-        if self._awaits_entry:
+        if self._awaits_entry or self._in_turns:
             self._awaits_entry = False
             self.channel.send_header({"enter": True})
         self.channel.wake(total)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparkdl.averager.worker_channel import WorkerChannel
+from sparkdl.averager.worker_channel import Entry, WorkerChannel
 from sparkdl.events import WindowReport
 
 
@@ -34,12 +34,14 @@ class Contribution:
     Attributes:
         window: what was trained on.
         header: says so.
-        messages: of values, in this order.
+        kept: what the averager is to keep of the worker, in this order.
+        values: behind that, once the worker may contribute; none if it does not.
     """
 
     window: WindowReport
     header: dict[str, Any]
-    messages: Sequence[Tensor]
+    kept: Sequence[Tensor]
+    values: Sequence[Tensor]
 
 
 class OverlappedRound:
@@ -49,6 +51,7 @@ class OverlappedRound:
         channel: to the averager; nobody else may use it before ``wait`` has returned.
         contribution: what is sent.
         reply: room for what comes back, a tensor a message.
+        entry: whether the worker has to wait until it may contribute; used as the channel.
         varies: whether that may be less.
 
     Attributes:
@@ -62,12 +65,14 @@ class OverlappedRound:
         channel: WorkerChannel,
         contribution: Contribution,
         reply: Sequence[Tensor],
+        entry: Entry,
         *,
         varies: bool,
     ) -> None:
         self.window = contribution.window
         self.reply: list[Tensor] = []
         self._room = reply
+        self._entry = entry
         self._varies = varies
         self.notes: list[dict[str, Any]] = []
         self._channel = channel
@@ -102,8 +107,13 @@ class OverlappedRound:
 
     def _take_part(self) -> bool:
         """Returns whether the round has come to its end."""
-        self._channel.send_header(self._contribution.header)
-        for values in self._contribution.messages:
+        contribution = self._contribution
+        self._channel.send_header(contribution.header)
+        for octets in contribution.kept:
+            self._channel.send_values(octets)
+        if contribution.values:
+            self._entry.wait(self._channel, self.notes.append)
+        for values in contribution.values:
             self._channel.send_values(values)
         for room in self._room:
             while isinstance(came := self._channel.receive_packed(room, varies=self._varies), dict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -130,6 +130,39 @@ class WorkerChannel:
             raise DisconnectedError(
                 f"rank {self._rank} was left by the averager: {error}"
             ) from error
+
+
+class Entry:
+    """Whether this worker has to wait until it may contribute: at first, in each window, or not."""
+
+    def __init__(self) -> None:
+        self._due = self._each = False
+
+    def begin(self, *, first: bool, each: bool) -> None:
+        """Learn what the averager says of it.
+
+        Args:
+            first: whether others may keep this worker from contributing its first window.
+            each: or any.
+        """
+        self._due, self._each = first or each, each
+
+    def wait(self, channel: WorkerChannel, note: Callable[[dict[str, Any]], None]) -> None:
+        """Wait until others let this worker contribute a window that it has announced.
+
+        They may take longer than the averager can go without reading what is sent to it.
+
+        Args:
+            channel: to the averager.
+            note: is told of other headers that come before.
+        """
+        while self._due:
+            header = channel.receive_header()
+            if "enter" not in header:
+                note(header)
+                continue
+            self._due = False
+        self._due = self._each
 
 
 def blocks(octets: bytes, size: int) -> list[Tensor]:

@@ -1,17 +1,9 @@
 """AdaScale: synchronous SGD whose learning rate follows what many workers gain in each step.
 
 Johnson, Agrawal, Gu, Guestrin 2020, "AdaScale SGD: A User-Friendly Algorithm for Distributed
-Training" (arXiv 2007.05105), algorithm 1. With S workers whose mean gradients g_i of m rows each
-have the mean g, and running means with the decay max(1 - S / 1000, 0), corrected for their start:
-
-    variance  <-  running mean of (mean_i |g_i|^2 - |g|^2) * S / (S - 1)
-    square    <-  running mean of |g|^2 - the same estimate / S
-    gain      <-  (variance + square) / (variance / S + square)           from 1 to S
-    w         <-  optimizer step on g at gain * (learning rate of the schedule at floor(steps))
-    steps     <-  steps + gain
-
-so that learning rate and schedule are those of one worker, whatever S is. Where S times the rate
-would diverge, early or where gradients agree, the gain is small; later it approaches S.
+Training" (arXiv 2007.05105), algorithm 1. Learning rate and schedule are those of one worker,
+whatever the number S of workers is. Where S times the rate would diverge, early or where gradients
+agree, the gain is small; later it approaches S.
 """
 
 from __future__ import annotations
@@ -34,20 +26,40 @@ STEPS = "adascale_steps"
 class AdaScale(GradientAllReduce):
     """``GradientAllReduce`` at the learning rate and the schedule of one worker.
 
+    Rule:
+        With S workers whose mean gradients g_i of m rows each have the mean g, and running means
+        with the decay max(1 - S / 1000, 0), corrected for their start::
+
+            variance  <-  running mean of (mean_i |g_i|^2 - |g|^2) * S / (S - 1)
+            square    <-  running mean of |g|^2 - the same estimate / S
+            gain      <-  (variance + square) / (variance / S + square)           from 1 to S
+            w         <-  optimizer step on g at gain * (rate of the schedule at floor(steps))
+            steps     <-  steps + gain
+
+    Phases:
+        1. As of ``GradientAllReduce``, up to the gradients' mean.
+        2. The workers add up the squares of their own gradients, which finds the gain.
+        3. All step at the learning rate times the gain, and the schedule goes on by it.
+
+    When:
+        For SGD, with momentum or without, that was tuned on one worker and is to run on any number
+        of them without being tuned again.
+
+    When not:
+        For Adam and others that divide by the size of the gradients, for which the rule was not
+        derived; nor to train all rows as many times as before: to be done sooner, lower ``epochs``
+        by about the gain, or end the fit by ``adascale_steps``.
+
     The learning rate is multiplied by the gain, and a schedule by the step (``schedulerEvery=
     "step"``) takes gain many for one of the optimizer's; one by the epoch stays with the epochs.
     What is gained is in each epoch's ``measured``: ``adascale_gain`` as it was at its end, and
     ``adascale_steps``, how many of one worker's steps those since the start were worth.
 
-    Choose it for SGD, with momentum or without, that was tuned on one worker and is to run on any
-    number of them without being tuned again. Do not for Adam and others that divide by the size
-    of the gradients, for which the rule was not derived; nor to train all rows as many times as
-    before: to be done sooner, lower ``epochs`` by about the gain, or end the fit by
-    ``adascale_steps``.
-
     Args:
-        bucket_mb: and the others as of ``GradientAllReduce``; ``accumulate`` makes each worker's
-            step, to which the gain is relative, one of so many minibatches.
+        bucket_mb, compression, shard_optimizer, commit_every: as of ``GradientAllReduce``.
+        find_unused_parameters, sync_batch_norm, preconditioner: likewise.
+        accumulate: makes each worker's step, to which the gain is relative, one of so many
+            minibatches; 1 in the paper.
         measure_noise: always.
         decay: of the running means, in [0, 1); None for the paper's max(1 - S / 1000, 0).
 

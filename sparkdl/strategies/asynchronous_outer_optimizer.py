@@ -2,16 +2,8 @@
 
 Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling" (arXiv 2401.09135).
 Momentum that takes a step for every contribution takes as many times more as there are workers,
-each on the change of one of them. Delayed Nesterov lets it take one in N. With d how a worker has
-moved in a window of ``period`` steps, away from the center that it was sent, the k-th contribution
-does
-
-    g  <-  g + d / N                              c  <-  c + learning_rate * d / N
-    if N divides k:  v  <-  momentum * v + g      c  <-  c + learning_rate * momentum * v
-                     g  <-  0
-
-where one without rows counts and changes nothing. With one worker and N = 1 this is DiLoCo. The
-paper's c is 0: no momentum between two of its steps.
+each on the change of one of them. Delayed Nesterov lets it take one in N. With one worker and N = 1
+this is DiLoCo. The paper's c is 0: no momentum between two of its steps.
 """
 
 from __future__ import annotations
@@ -84,10 +76,30 @@ class DelayedNesterov(CenterUpdate):
 class AsynchronousOuterOptimizer(ContributesChanges):
     """Train ``period`` steps alone, then step the center, whatever the other workers do.
 
-    Choose it where windows are hundreds of steps long, as for ``OuterOptimizer``, and workers
-    differ so much in speed that waiting for the slowest costs more than stale changes do. Do not
-    where they are equally fast: rounds of everyone learn more of the same rows, and give the same
-    bits each time.
+    Rule:
+        With d how a worker has moved in a window of ``period`` steps, away from the center that it
+        was sent, the k-th contribution does::
+
+            g  <-  g + d / N                            c  <-  c + learning_rate * d / N
+            if N divides k:  v  <-  momentum * v + g    c  <-  c + learning_rate * momentum * v
+                             g  <-  0
+
+        where one without rows counts and changes nothing.
+
+    Phases:
+        1. A worker trains for ``period`` steps by itself, or for those that its epoch has left.
+        2. It sends how it has moved since the center that it was sent.
+        3. The driver takes the step above, one worker after the other as they come.
+        4. The worker is sent the center, and goes on from it.
+        5. When the epoch ends all wait for each other, and validate the center.
+
+    When:
+        Where windows are hundreds of steps long, as for ``OuterOptimizer``, and workers differ so
+        much in speed that waiting for the slowest costs more than stale changes do.
+
+    When not:
+        Where they are equally fast: rounds of everyone learn more of the same rows, and give the
+        same bits each time. Nor where a fit is of few windows: momentum has to gather first.
 
     Args:
         outer: what moves the center; ``buffer`` as many as there are workers.

@@ -2,15 +2,8 @@
 
 DOWNPOUR (Dean et al. 2012, "Large Scale Distributed Deep Networks") with steps scaled by staleness
 (Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning", arXiv 1511.05950).
-With x_r the parameters of worker r after a window of ``period`` local steps on n_r examples, which
-began with the center c_r, and s_r how often the center c was updated since then:
-
-    c  <-  c + rate * sum_r n_r * (x_r - c_r) / (1 + s_r) / sum_r n_r        r go on from c
-
-where the sum is of one worker, but for the barriers ``BSP``, of all, and ``Softsync``, of the first
-n. The paper counts staleness from 1, for the update that is made itself: its lambda / tau. Workers
-contribute after steps p, 2p, ... for p = ``period``, and once at the end of each epoch, which all
-wait for. ``barriers`` has who else is waited for.
+The paper counts staleness from 1, for the update that is made itself: its lambda / tau.
+``barriers`` has who is waited for.
 
 With ``BSP()`` and ``rate=1`` this is ``ParameterAveraging(period, average_optimizer_state=False)``
 but for rounding: changes travel, and are added to the center, where there values are averaged.
@@ -68,9 +61,30 @@ class ScaledChange(CenterUpdate):
 class AsynchronousSGD(ContributesChanges):
     """Exchange changes with the center after every ``period`` steps, each worker when it is ready.
 
-    Choose it when workers differ in speed, or are lost and come back often, and waiting for the
-    slowest in each round costs more than stale changes do. Do not choose it for accuracy at equal
-    rows (synchronous averaging is better on each), nor if a fit must give the same bits twice.
+    Rule:
+        With x_r the parameters of worker r after a window of p steps on n_r examples, which began
+        with the center c_r, and s_r how often the center c was updated since then::
+
+            c  <-  c + rate * sum_r n_r * (x_r - c_r) / (1 + s_r) / sum_r n_r
+            x_r <- c
+
+        where the sum is of one worker, but for the barriers ``BSP``, of all, and ``Softsync``, of
+        the first n.
+
+    Phases:
+        1. A worker trains for ``period`` steps by itself, or for those that its epoch has left.
+        2. It sends how it has moved since the center that it was sent.
+        3. The driver adds that to the center, one worker after the other as they come.
+        4. The worker is sent the center and goes on from it, when its barrier lets it.
+        5. When the epoch ends all wait for each other, and validate the center.
+
+    When:
+        Where workers differ in speed, or are lost and come back often, and waiting for the slowest
+        in each round costs more than stale changes do.
+
+    When not:
+        For accuracy at equal rows (synchronous averaging is better on each), nor if a fit must give
+        the same bits twice.
 
     How stale changes were is in each ``EpochSummary``: ``mean_staleness``, ``max_staleness``.
 

@@ -53,8 +53,11 @@ class Barrier(ABC):
 class BSP(Barrier):
     """Bulk synchronous parallel: the center moves by the mean of everyone's changes.
 
-    Take it to have the same bits each time, and the best result for each row trained on. It is no
-    choice where some workers are slower than others, for all wait for the slowest in each window.
+    When:
+        To have the same bits each time, and the best result for each row trained on.
+
+    When not:
+        Where some workers are slower than others, for all wait for the slowest in each window.
     """
 
     def policy(self, period: int) -> RoundPolicy:
@@ -66,8 +69,11 @@ class BSP(Barrier):
 class ASP(Barrier):
     """Asynchronous parallel: nobody waits.
 
-    Take it where workers differ in speed and their changes are scaled by staleness. Without a bound
-    the fastest may be arbitrarily far ahead, which may diverge with large steps.
+    When:
+        Where workers differ in speed and their changes are scaled by staleness.
+
+    When not:
+        With large steps: the fastest may be arbitrarily far ahead, which may diverge.
     """
 
     def policy(self, period: int) -> RoundPolicy:
@@ -79,8 +85,11 @@ class ASP(Barrier):
 class SSP(Barrier):
     """Stale synchronous parallel: nobody begins a window more than ``s`` ahead of the slowest.
 
-    Take it where speeds vary from window to window, so that the slowest is not always the same one;
-    one that is always slow sets everyone's pace, only ``s`` windows later.
+    When:
+        Where speeds vary from window to window, so that the slowest is not always the same one.
+
+    When not:
+        Where one is always slow: it sets everyone's pace, only ``s`` windows later.
 
     Args:
         s: windows, >= 0; 4 in the PSP paper's comparison. With 0 everyone waits for everyone.
@@ -103,8 +112,11 @@ class SSP(Barrier):
 class PBSP(Barrier):
     """Probabilistic BSP: nobody goes on before ``beta`` others, drawn again each time, are as far.
 
-    Take it for many workers of which some are slow: most steps meet none of these. What a few
-    workers gain is little, for a sample of few is soon everyone.
+    When:
+        For many workers of which some are slow: most steps meet none of these.
+
+    When not:
+        For a few workers, of whom a sample is soon everyone.
 
     Args:
         beta: how many others are looked at, >= 0; 1 to 5 % of the workers in the paper, where
@@ -128,8 +140,11 @@ class PBSP(Barrier):
 class PSSP(Barrier):
     """Probabilistic SSP: nobody is more than ``s`` ahead of ``beta`` others, drawn each time.
 
-    Take it where ``SSP`` waits too long for few that are slow. It bounds how far workers are apart
-    only on average: choose ``SSP`` where that has to be certain.
+    When:
+        Where ``SSP`` waits too long for few that are slow.
+
+    When not:
+        Where the bound has to be certain, which it is only on average: ``SSP`` has it.
 
     Args:
         beta: how many others are looked at, >= 0; 1 to 5 % of the workers in the paper.
@@ -155,8 +170,11 @@ class PSSP(Barrier):
 class Softsync(Barrier):
     """Soft synchronization: an update is the mean of the first ``n`` changes (Zhang et al. 2016).
 
-    Take it for many workers, where single changes are noisy and the last few not worth waiting for.
-    Of few workers each is a large part, and what it misses is stale.
+    When:
+        For many workers, where single changes are noisy and the last few not worth waiting for.
+
+    When not:
+        For few workers, of whom each is a large part, and what it misses is stale.
 
     Args:
         n: contributions in an update, >= 1, each of another worker; of all, if fewer are there. The

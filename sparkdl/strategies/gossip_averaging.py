@@ -1,16 +1,7 @@
 """Gossip: each worker mixes its parameters with one other's at a time, and nobody with everyone's.
 
 Jin et al. 2016, "How to scale distributed deep learning?" (gossiping SGD), and Lian et al. 2017 and
-2018 (decentralized SGD, D-PSGD, and its asynchronous form, AD-PSGD). After every ``period`` local
-steps worker i calls on worker j, whom the topology names:
-
-    pull        x_i  <-  (x_i + x_j) / 2
-    push        x_j  <-  its mean with all that came since it last called on somebody itself
-    push_pull   x_i, x_j  <-  (x_i + x_j) / 2
-
-and in ``symmetric``, D-PSGD, all its neighbours at once, while they do the same:
-
-    x_i  <-  sum_j W_ij x_j        W_ij = 1 / (1 + neighbours of j)
+2018 (decentralized SGD, D-PSGD, and its asynchronous form, AD-PSGD).
 
 A visit multiplies the workers' parameters by a mixing matrix W. In ``push_pull`` it is symmetric
 and leaves the workers' mean where it is, as D-PSGD's: this is its asynchronous form. The distance
@@ -54,9 +45,33 @@ TOPOLOGIES = ("random", "ring", "exponential")
 class GossipAveraging(Strategy["_Gossip"]):
     """Mix with one other worker after steps p, 2p, ...; all with all at the end of each epoch.
 
-    Choose it for many workers of differing speeds with a fast network between them, where neither
-    the driver's link nor the slowest worker should set the pace. Do not for few workers, nor where
-    two fits have to give the same bits or accuracy is all: averaging is better on each.
+    Rule:
+        After every ``period`` local steps worker i calls on worker j, whom the topology names::
+
+            pull        x_i  <-  (x_i + x_j) / 2
+            push        x_j  <-  its mean with all that came since it last called on somebody
+            push_pull   x_i, x_j  <-  (x_i + x_j) / 2
+
+        and in ``symmetric``, D-PSGD, on all its neighbours at once, while they do the same::
+
+            x_i  <-  sum_j W_ij x_j        W_ij = 1 / (1 + neighbours of j)
+
+    Phases:
+        1. A worker trains for ``period`` steps by itself.
+        2. It adds what it has learned to what it shows, which visitors have mixed meanwhile.
+        3. It calls on another, or on all its neighbours: sends its parameters, is sent theirs, or
+           both. Nobody waits but in ``symmetric``; who is not there is skipped.
+        4. It goes on from what it shows then.
+        5. When the epoch ends each sends its parameters to the driver, waits for the mean of all,
+           weighted by rows, and goes on from it. That is validated.
+
+    When:
+        For many workers of differing speeds with a fast network between them, where neither the
+        driver's link nor the slowest worker should set the pace.
+
+    When not:
+        For few workers, nor where two fits have to give the same bits or accuracy is all: averaging
+        is better on each.
 
     A worker that is lost is done without, and starts its epoch over when it is back; others skip it
     until then. In an epoch the driver sees no values: it is the most that is lost with a worker.

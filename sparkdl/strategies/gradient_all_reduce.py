@@ -1,13 +1,7 @@
 """Synchronous SGD: the workers add up their gradients in every step, while backward still runs.
 
-Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"; with
-workers r = 1..R, of which worker r has n_r examples in this step (none, once its rows are used up):
-
-    g  <-  sum_r n_r * grad(mean loss of worker r's examples) / sum_r n_r
-    w  <-  optimizer step on g, the same on every worker
-
-which is single-process SGD on the union of the workers' minibatches, for any optimizer. The driver
-takes copies of the result, to go on from should a worker be lost.
+Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training". The
+driver takes copies of the result, to go on from should a worker be lost.
 """
 
 from __future__ import annotations
@@ -45,13 +39,40 @@ SWITCHES = ("shard_optimizer", "find_unused_parameters", "sync_batch_norm", "mea
 class GradientAllReduce(Strategy["_Reducer"]):
     """Reduce gradients among the workers over NCCL, or gloo on CPUs, in every step.
 
+    Rule:
+        With workers r = 1..R, of which worker r has n_r examples in this step (none, once its rows
+        are used up)::
+
+            g  <-  sum_r n_r * grad(mean loss of worker r's examples) / sum_r n_r
+            w  <-  optimizer step on g, the same on every worker
+
+        which is single-process SGD on the union of the workers' minibatches, for any optimizer.
+
+    Phases:
+        1. The workers agree on the number of steps, that of the one with the most rows.
+        2. In each step every worker computes gradients of its minibatch, and sends them off by
+           buckets while the backward pass still runs.
+        3. When the last bucket has arrived all take the same optimizer step.
+        4. After ``commit_every`` steps, and at the end of the epoch, the driver takes a copy of one
+           worker's parameters and optimizer state, which is validated at the end.
+
+    When:
+        Where links are fast beside the time that a step takes, or the result has to be that of one
+        process: nothing learns more from each row.
+
+    When not:
+        On links that need longer for the gradients than a step takes (averaging, outer optimizers
+        and compression send less); for small models on CPUs, whose steps are shorter than a
+        message's way; nor where workers come and go, for one that is lost stops all.
+
     All workers have to run at once: Spark starts them in barrier mode. If one is lost, all leave
     and are started again, from the last copy that the driver has taken.
 
     Args:
         bucket_mb: MB of gradients that are sent off together, > 0; smaller buckets start earlier,
-            larger ones cost fewer messages.
-        accumulate: minibatches on each worker for one optimizer step, >= 1.
+            larger ones cost fewer messages. 25 is torch's own.
+        accumulate: minibatches on each worker for one optimizer step, >= 1. 1, unless the minibatch
+            that you want does not fit in memory.
         compression: ``fp16`` or ``bf16`` send rounded gradients, half the bytes of float32;
             ``PowerSGD``, ``TopK`` and ``OneBitAdam`` send far fewer, and later what they leave out.
             Workers still agree, with another result than without.
@@ -59,7 +80,8 @@ class GradientAllReduce(Strategy["_Reducer"]):
             parameters only (ZeRO stage 1). The state is then not part of the driver's copy: there
             are no checkpoints, and a lost worker ends the fit.
         commit_every: optimizer steps after which the driver takes a copy, so the most that are
-            repeated after the loss of a worker; None for one at the end of each epoch only.
+            repeated after the loss of a worker; None for one at the end of each epoch only, which
+            is enough where that takes minutes.
         find_unused_parameters: whether a parameter may take no part in the loss; costs a look at
             the graph in every step.
         sync_batch_norm: whether BatchNorm layers normalize over the minibatches of all workers

@@ -1,15 +1,8 @@
 """Outer optimizers: train alone for many minibatches, then step the center with an optimizer.
 
-With period p, workers r = 1..R and the center c, after each window of p local minibatches in which
-worker r went from c to w_r on n_r examples:
-
-    d  <-  sum_r n_r * (w_r - c) / sum_r n_r       how the workers have moved, on average
-    v  <-  momentum * v + d
-    c  <-  c + learning_rate * v                   or * (d + momentum * v), Nesterov's
-    w_r <-  c
-
--d is the outer optimizer's gradient. v lies with the center: it is in every checkpoint and outlives
-lost workers. The rule has been found several times:
+With c the center, d how the workers have moved from it on average, and v the velocity, the rule
+(in ``OuterOptimizer``) has been found several times. -d is the outer optimizer's gradient. v lies
+with the center: it is in every checkpoint and outlives lost workers.
 
 - Local SGD: Stich 2019, "Local SGD Converges Fast and Communicates Little". The center becomes the
   mean. Post-local SGD: Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD", where the
@@ -129,10 +122,33 @@ class OuterSGD(CenterUpdate):
 class OuterOptimizer(Strategy["Stream | None"]):
     """Train ``period`` steps alone, then have an outer optimizer move the center.
 
-    Choose it where rounds are dear, so that windows are hundreds of steps long, or where with many
-    workers the plain mean learns too little in an epoch. Do not where windows are a few steps and
-    the inner optimizer has momentum of its own, unless you have tried a lower outer momentum: one
-    multiplies what the other does.
+    Rule:
+        With the center c, after each window of p local minibatches in which worker r went from c to
+        w_r on n_r examples::
+
+            d   <-  sum_r n_r * (w_r - c) / sum_r n_r     how they have moved, on average
+            v   <-  momentum * v + d
+            c   <-  c + learning_rate * v                 or * (d + momentum * v), Nesterov's
+            w_r <-  c                                     or merge * w_r + (1 - merge) * c
+
+    Phases:
+        1. Each worker trains for ``period`` steps by itself, or for those that its epoch has left.
+        2. It sends how it has moved, of all parameters or of the fragment whose turn it is.
+        3. The driver forms the mean in the order of ranks, when all who have rows left have sent
+           theirs, and takes the outer step.
+        4. The workers are sent the center, or how it has moved, and go on from it; with ``overlap``
+           they train so many steps meanwhile, and merge what comes with what they have.
+        5. At an epoch's end all take one more outer step, of the steps that are left; with
+           ``fragments`` one of each. That center is validated.
+
+    When:
+        Where rounds are dear, so that windows are hundreds of steps long, or where with many
+        workers the plain mean learns too little in an epoch.
+
+    When not:
+        Where windows are a few steps and the inner optimizer has momentum of its own, unless you
+        have tried a lower outer momentum: one multiplies what the other does. Nor where an epoch,
+        or the whole fit, is of few rounds.
 
     Parameters take outer steps. Floating-point buffers (BatchNorm's statistics) become the workers'
     mean, of where they were and not of where the center goes, and integers the first worker's.
@@ -155,9 +171,12 @@ class OuterOptimizer(Strategy["Stream | None"]):
             Sums are formed in float32 at least, and the velocity is never rounded.
         fragments: in how many parts the parameters are sent, each ``period`` steps after it was
             last, the one behind the other: a round has as many times fewer bytes, and comes as many
-            times more often. 1 sends all at once.
+            times more often. 1 sends all at once, as DiLoCo does; Streaming DiLoCo's fragments are
+            of 3 of a transformer's layers, so as many as a third of those. It pays where even rare
+            rounds are felt.
         overlap: steps that are trained while a round is under way; fewer than between two rounds,
-            ``period // fragments``. 0 waits for each.
+            ``period // fragments``. 0 waits for each. Take as many as a round takes long, but fewer
+            than 5 (Streaming DiLoCo loses little below).
         merge: how much of its own a worker keeps of a fragment when it takes the center's, in
             [0, 1); the paper's alpha, 0.5 in its experiments with overlap. 0 takes the center's,
             and drops what was trained while the round was under way.

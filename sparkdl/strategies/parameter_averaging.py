@@ -1,22 +1,10 @@
 """Parameter averaging: train alone for a few minibatches, then continue from the mean.
 
 Deeplearning4j's ParameterAveragingTrainingMaster, known as local SGD (Stich 2019, "Local SGD
-Converges Fast and Communicates Little"). With period p and workers r = 1..R, after each window of p
-local minibatches in which worker r trained on n_r examples:
-
-    center  <-  sum_r n_r * w_r / sum_r n_r         w_r  <-  center
-
-The mean is formed in the driver, or among the workers (``aggregation="executors"``), which costs
-the driver nothing but needs all workers to run at once, or on each host first (``"hierarchical"``):
-
-    w_h  <-  sum_(r on h) n_r * w_r / n_h    center  <-  sum_h n_h * w_h / sum_h n_h
-
-With p = 1 and plain SGD this is synchronous SGD on the union of the workers' batches.
-
-With a cut-off (``cutoff``) a round is of those who are fast enough, and of those who were too slow
-for the round before; with c_r the center with which worker r began,
-
-    center  <-  center + sum_r n_r * (w_r - c_r) / sum_r n_r
+Converges Fast and Communicates Little"). The mean is formed in the driver, or among the workers
+(``aggregation="executors"``), which costs the driver nothing but needs all workers to run at once,
+or on each host first (``"hierarchical"``). With a cut-off (``cutoff``) a round is of those who are
+fast enough, and of those who were too slow for the round before.
 """
 
 from __future__ import annotations
@@ -40,13 +28,45 @@ from sparkdl.strategies.worker_group import WorkerGroup
 class ParameterAveraging(Strategy["Aggregation"]):
     """Average parameters after steps p, 2p, ... and once at the end of each epoch.
 
+    Rule:
+        After each window of p local minibatches, in which worker r of R trained on n_r examples::
+
+            center  <-  sum_r n_r * w_r / sum_r n_r         w_r  <-  center
+
+        With p = 1 and plain SGD this is synchronous SGD on the union of the workers' batches. By
+        hosts h, and with a cut-off, where worker r began with the center c_r, it is::
+
+            w_h     <-  sum_(r on h) n_r * w_r / n_h
+            center  <-  sum_h n_h * w_h / sum_h n_h
+
+            center  <-  center + sum_r n_r * (w_r - c_r) / sum_r n_r
+
+    Phases:
+        1. Each worker trains for ``period`` steps by itself, or for those that its epoch has left.
+        2. It sends its parameters, buffers and, if that is averaged, its optimizer's state.
+        3. They are added in the order of ranks; the round waits for all who have rows left, but for
+           those that ``cutoff`` does without.
+        4. All are sent the mean, and go on from it. The one at an epoch's end is validated.
+
+    When:
+        To begin with: it is simple, takes few messages, gives the same bits each time, and a lost
+        worker costs its own window. It pays where exchanging gradients takes longer than a step.
+
+    When not:
+        Where the link carries gradients in less time than a step takes, for ``GradientAllReduce``
+        learns more from each row; nor for windows of hundreds of steps, of which the mean forgets
+        too much: ``OuterOptimizer`` is made for them.
+
     Args:
-        period: local minibatches between two rounds, >= 1; DL4J's averagingFrequency. 1 is
-            synchronous SGD; 5 to 20 trade a little accuracy per epoch for much less waiting.
+        period: local minibatches between two rounds, >= 1; DL4J's averagingFrequency, whose 5 is
+            the default, and which advises 5 to 10. 1 is synchronous SGD; more trade a little
+            accuracy per epoch for less waiting, and far more than 20 a lot of it.
         average_optimizer_state: whether floating-point optimizer state (momentum, Adam's moments)
-            is averaged too; otherwise each replica keeps its own.
+            is averaged too, as DL4J does (saveUpdater); otherwise each replica keeps its own, and a
+            round has half the bytes with momentum, a third with Adam.
         wire_dtype: ``float32`` sends values in the replica's own precision; ``bfloat16`` sends the
-            changes since the last center rounded to bfloat16, half the bytes of float32.
+            changes since the last center rounded to bfloat16, half the bytes of float32. Take it
+            where the driver's link is what rounds wait for.
         aggregation: ``driver`` averages in the driver; a lost worker is only that worker's loss.
             ``executors`` averages among the workers over NCCL (gloo on CPUs), and the driver
             receives one copy at the end of each epoch: for many workers or large models. All
@@ -55,7 +75,8 @@ class ParameterAveraging(Strategy["Aggregation"]):
             of each host first, and each host contributes once to the driver's round: for many
             workers on few hosts. It needs all workers at once too.
         commit_every: with ``executors``, steps after which the driver takes a copy between, rounded
-            up to whole periods; so the most that are repeated after the loss of a worker.
+            up to whole periods; so the most that are repeated after the loss of a worker. None for
+            none but at the end of an epoch, which is enough where that takes minutes.
         cutoff: whom rounds in the driver do without. ``none`` waits for everyone, and gives the
             same bits each time. A number k of backup workers waits for all but the k slowest of
             each round (Chen et al. 2016 took 4 of 100), whose contributions are part of the next.

@@ -14,15 +14,17 @@ tree or ring in place of one worker after the other, a center where the replicas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparkdl.averager.values.finite import looks_finite, require_finite
+from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run
+from sparkdl.strategies.nesterov import NesterovMomentum
 from sparkdl.strategies.worker_group import HALVES, WorkerGroup
 
 SWAPPED_AT_ONCE = 1 << 20
@@ -35,17 +37,22 @@ class Spring:
     Args:
         replica: the worker's.
         rate: the moving rate.
-        in_step: whether the center in which a round begins is the one received last.
+        momentum: of the replica's steps.
+        from_last: whether the replica is pulled to the center that it has received last, not to the
+            one that it meets.
     """
 
-    def __init__(self, replica: Replica, rate: float, *, in_step: bool) -> None:
+    def __init__(
+        self, replica: Replica, rate: float, momentum: float = 0.0, *, from_last: bool
+    ) -> None:
         self._replica = replica
         self._rate = rate
-        self._in_step = in_step
+        self._from_last = from_last
         self._kinds = [segment.kind for segment in replica.layout(with_optimizer=False)]
         # The last center received while the replica trains, else the replica's own values.
         self._other = [values.clone() for values in self._segments()]
         self._pull = [torch.zeros_like(values) for values in self._parameters(self._other)]
+        self._nesterov = NesterovMomentum(momentum, self._parameters(self._other))
         # Whether the center has received something that the replica has yet to give up, and
         # whether ``_pull`` says already how much that is.
         self._due = self._known = False
@@ -63,24 +70,25 @@ class Spring:
         if not run.examples:
             run.averager.exchange(self._other, run.close_window(last=last))
             return
-        assert not self._due
-        mine = self._segments()
-        self._due = True
-        if self._in_step:
-            self._find_pull(mine, self._other, self._rate)
-        for values, other in zip(mine, self._other, strict=True):
-            other.copy_(values)
+        self._fill_in()
         # All pull alike, whatever their rows.
         run.averager.exchange(self._other, run.close_window(last=last, stands_for=1))
-        if not self._in_step:
-            self._find_pull(mine, self._other, self._rate_after)
+        if not self._from_last:
+            self._find_pull(self._segments(), self._other, self._rate_after)
 
     def move(self) -> None:
-        """Give up what the center has received."""
+        """Behind the optimizer's step: coast, and give up what the center has received."""
+        parameters = self._parameters(self._segments())
+        self._nesterov.after_step(parameters)
         if self._due:
-            for values, pull in zip(self._parameters(self._segments()), self._pull, strict=True):
+            for values, pull in zip(parameters, self._pull, strict=True):
                 values.sub_(pull)
             self._due = self._known = False
+        self._nesterov.leave(parameters)
+
+    def skip(self, batches: Iterator[Batch]) -> Batch | None:
+        """Pass over minibatches that are trained on already; returns the last, if there are any."""
+        return None
 
     def swap(self) -> None:
         """Have the replica hold the center instead of its own values, or those again."""
@@ -96,12 +104,13 @@ class Spring:
         saved = {f"own.{index}": values for index, values in enumerate(self._segments())}
         if self._known:
             saved |= {f"pull.{index}": pull for index, pull in enumerate(self._pull)}
-        return {**saved, "due": self._due, "known": self._known}
+        return {**saved, **self._nesterov.saved(), "due": self._due, "known": self._known}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Take over what was ``saved``, while the replica holds the center of that commit."""
         for index, other in enumerate(self._other):
             other.copy_(saved[f"own.{index}"])
+        self._nesterov.restore(saved, self._parameters(self._other))
         self._due, self._known = saved["due"], saved["known"]
         if self._known:
             for index, pull in enumerate(self._pull):
@@ -115,11 +124,29 @@ class Spring:
         """The moving rate, of the distance that is left once the center has moved."""
         return self._rate / (1 - self._rate)
 
+    def _fill_in(self) -> None:
+        """Write what is contributed in the place of the center, the pull to which is due then."""
+        assert not self._due
+        mine = self._segments()
+        self._due = True
+        if self._from_last:
+            self._find_pull(mine, self._other, self._rate)
+        for values, other in zip(mine, self._other, strict=True):
+            other.copy_(values)
+        self._to_places(self._parameters(self._other))
+
     def _find_pull(self, mine: list[Tensor], center: list[Tensor], rate: float) -> None:
         ends = zip(self._parameters(mine), self._parameters(center), self._pull, strict=True)
-        for values, held, pull in ends:
-            torch.sub(values, held, out=pull).mul_(rate)
+        for index, (values, held, pull) in enumerate(ends):
+            torch.sub(values, held, out=pull)
+            self._nesterov.to_place(pull, index)
+            pull.mul_(rate)
         self._known = True
+
+    def _to_places(self, parameters: list[Tensor]) -> None:
+        """Where the springs end: not where gradients are taken."""
+        for index, values in enumerate(parameters):
+            self._nesterov.to_place(values, index)
 
     def _segments(self) -> list[Tensor]:
         return self._replica.segments(with_optimizer=False)
@@ -140,11 +167,12 @@ class SpringAmongWorkers(Spring):
     Args:
         run: the worker's, with its group.
         rate: the moving rate.
+        momentum: of the replica's steps.
         period: steps between two rounds.
     """
 
-    def __init__(self, run: Run, rate: float, period: int) -> None:
-        super().__init__(run.replica, rate, in_step=True)
+    def __init__(self, run: Run, rate: float, momentum: float, period: int) -> None:
+        super().__init__(run.replica, rate, momentum, from_last=True)
         self._group = WorkerGroup(run, run.batch_size)
         self._period = period
         centers = self._parameters(self._other)
@@ -204,6 +232,8 @@ class SpringAmongWorkers(Spring):
                 travels.copy_(values)
             else:
                 travels.zero_()
+        if takes_part:
+            self._to_places(self._sums)
         buffers = [
             (values, center)
             for kind, values, center in zip(self._kinds, mine, self._other, strict=True)

@@ -28,6 +28,7 @@ from sparkdl.averager.overlapped import merge
 from sparkdl.averager.values.chunks import plan_fragments
 from sparkdl.protocols import Batch, Segment
 from sparkdl.strategies.base import Run
+from sparkdl.strategies.steps_ahead import StepsAhead
 
 
 class Stream:
@@ -49,28 +50,23 @@ class Stream:
         self._rows = [0] * fragments
         # Whether a round is under way; steps since it began, or, once restored, since a commit.
         self._under_way = False
-        self._ahead = 0
+        self._ahead = StepsAhead(run)
         # Of what is sent, but not merged in what is saved now: steps until then, merge factor.
         self._due: tuple[int, float] | None = None
         self._ends_epoch = False
-        self._to_skip = 0
         self._answer: _Answer | None = None
 
     def skipped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The minibatches of an epoch without those that were trained on before this was saved."""
         batches = iter(batches)
-        for _ in range(self._to_skip):
-            next(batches)
-            self._run.count_step()
-            self._run.replica.schedule.after_step()
-        self._to_skip = 0
+        self._ahead.skip(batches)
         return batches
 
     def count_step(self) -> None:
         """Take note of a step, after which it may be time to merge."""
         if self._under_way or self._answer is not None:
-            self._ahead += 1
-            if self._ahead == self._overlap:
+            self._ahead.steps += 1
+            if self._ahead.steps == self._overlap:
                 self.merge()
 
     def merge(self) -> None:
@@ -81,7 +77,7 @@ class Stream:
         if self._under_way:
             self._under_way, self._due = False, None
             self._run.averager.end_exchange(self._segments(), self._merge)
-        self._ahead = 0
+        self._ahead.steps = 0
 
     def send(self) -> None:
         """Have the next fragment's round begin; no other may be under way."""
@@ -104,13 +100,11 @@ class Stream:
         """For ``restore``; empty if the worker goes on with the center alone."""
         if self._ends_epoch:
             return {}
-        run = self._run
         own = {f"own.{index}": values for index, values in enumerate(self._segments())}
-        return own | {
+        return {
+            **own,
             "rows": list(self._rows),
-            "ahead": self._ahead,
-            "examples": run.examples,
-            "loss_sum": float(run.loss_sum),
+            **self._ahead.saved(),
             "due": None if self._due is None else list(self._due),
         }
 
@@ -124,8 +118,7 @@ class Stream:
         for index, values in enumerate(segments):
             values.copy_(saved[f"own.{index}"])
         self._rows = list(saved["rows"])
-        self._to_skip = saved["ahead"]
-        run.examples, run.loss_sum = saved["examples"], saved["loss_sum"]
+        self._ahead.restore(saved)
         if saved["due"] is not None and steps == 0:
             self.merge()
 

@@ -1,26 +1,17 @@
 """Gradient sharing: workers tell each other only of changes that are large enough.
 
 Strom 2015, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", as in
-Deeplearning4j's SharedTrainingMaster. After every ``period`` local steps, in which worker r went
-from the center c to w_r on n_r examples, with its residual r_r and its threshold t_r:
-
-    r_r  <-  r_r + w_r - c
-    q_r  <-  sign(r_r) * t_r where |r_r| >= t_r, else 0
-    r_r  <-  r_r - q_r
-    c    <-  c + sum_r n_r * q_r / sum_r n_r              w_r  <-  c
-
-``threshold_encoding`` has the encoding, ``averager.sparse`` what is sent. In Strom's paper changes
-are added: with learning rate and threshold times the number of workers this is the same. All
-workers take part in every round, so that replicas stay equal and the same seed gives the same bits;
-his, and Deeplearning4j's, do not wait.
+Deeplearning4j's SharedTrainingMaster. ``threshold_encoding`` has the encoding, ``averager.sparse``
+what is sent. In Strom's paper changes are added: with learning rate and threshold times the number
+of workers this is the same. All workers take part in every round, so that replicas stay equal and
+the same seed gives the same bits; his, and Deeplearning4j's, do not wait.
 
 A round in the driver (``aggregation="driver"``) has the q_r up and the change of c down. Among the
 workers (``"executors"``) each sends its q_r to every other, the mesh of the paper, and the driver
 receives a copy of c at the end of each epoch.
 
-Phases of an exchange: encode; send; form c; go on from it. Floating-point buffers (BatchNorm's
-statistics) become the workers' mean, unencoded, and integers the first worker's. The optimizer's
-state stays with the workers.
+Floating-point buffers (BatchNorm's statistics) become the workers' mean, unencoded, and integers
+the first worker's. The optimizer's state stays with the workers.
 """
 
 from __future__ import annotations
@@ -49,17 +40,36 @@ from sparkdl.strategies.worker_group import WorkerGroup
 class ThresholdGradientSharing(Strategy["_Sharing"]):
     """Send what of the changes is above a threshold, and keep the rest for later.
 
-    Choose it on slow links, for models of millions of parameters that are to be synchronized in
-    every step: with the default settings a message has a thousandth of the bytes or less. Do not
-    where ``OuterOptimizer`` with a long period does as well, for its rounds are rarer and its
-    replicas lose nothing; nor for small models, whose rounds take as long as the messages' way.
+    Rule:
+        After every ``period`` local steps, in which worker r went from the center c to w_r on n_r
+        examples, with its residual r_r and its threshold t_r::
+
+            r_r  <-  r_r + w_r - c
+            q_r  <-  sign(r_r) * t_r where |r_r| >= t_r, else 0
+            r_r  <-  r_r - q_r
+            c    <-  c + sum_r n_r * q_r / sum_r n_r              w_r  <-  c
+
+    Phases:
+        1. Each worker trains for ``period`` steps, adds how it has moved to its residual, and takes
+           out of that what is above its threshold.
+        2. It sends that, to the driver or to every other worker.
+        3. The mean of all moves the center, in the order of ranks; all wait for it.
+        4. Thresholds and residuals are adapted by how much was sent; all go on from the center.
+
+    When:
+        On slow links, for models of millions of parameters that are to be synchronized in every
+        step: with the default settings a message has a thousandth of the bytes or less.
+
+    When not:
+        Where ``OuterOptimizer`` with a long period does as well, for its rounds are rarer and its
+        replicas lose nothing; nor for small models, whose rounds take as long as the messages' way.
 
     Residuals are in checkpoints. One that is lost with its worker, when that comes back alone, is
     lost: ``clip * threshold`` an entry at most; and so is what is left in residuals when the fit
     ends.
 
     Args:
-        threshold: what an entry of a change has to be, times the learning rate and all, to be sent,
+        threshold: what an entry of a change has to be, the learning rate and all, to be sent,
             and what is sent of it; Deeplearning4j's examples have 1e-3, and it adapts. 0 sends
             everything, which is parameter averaging after ``period`` steps.
         sparsity: between which parts of the entries a message should have; the threshold doubles

@@ -7,14 +7,22 @@ import torch
 from crew import WAIT_S, Crew, crew, eventually, window
 
 from sparkdl.averager.client import AveragerClient
+from sparkdl.averager.coordination.round_policy import RoundRobin
 from sparkdl.averager.headers import window_header
-from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision, WireFormat
+from sparkdl.averager.values.wire_format import (
+    BFloat16Changes,
+    Changes,
+    FullPrecision,
+    WireFormat,
+)
 from sparkdl.errors import DisconnectedError, NonFiniteError, WorkerError
 
 
-def begun(workers: Crew, rank: int, value: float) -> tuple[AveragerClient, torch.Tensor]:
+def begun(
+    workers: Crew, rank: int, value: float, step: int = 1
+) -> tuple[AveragerClient, torch.Tensor]:
     client, state = workers.client(rank), torch.full((3,), value)
-    client.begin_exchange([state], window(rank))
+    client.begin_exchange([state], window(rank, step))
     return client, state
 
 
@@ -88,3 +96,13 @@ def test_what_is_not_finite_is_not_sent() -> None:
             begun(workers, 0, float("nan"))
         both = [workers.exchange(window(rank), 3.0) for rank in (0, 1)]
         assert [each.result(WAIT_S) for each in both] == [[3.0] * 3] * 2
+
+
+def test_a_round_may_begin_before_others_let_the_worker_contribute() -> None:
+    """Its first with any policy that is not in step; with turns, each."""
+    with crew(2, wire_format=Changes(), policy=RoundRobin(1)) as workers:
+        for step in (1, 2):
+            (second, other), (first, mine) = (begun(workers, rank, 1.0, step) for rank in (1, 0))
+            first.end_exchange([mine], 0.0)
+            second.end_exchange([other], 0.0)
+            assert other.tolist() == [mine[0] + (1.0 if step == 1 else -1.0)] * 3

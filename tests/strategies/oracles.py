@@ -128,6 +128,16 @@ def pulled(rate: float) -> Oracle:
     return move
 
 
+def pulled_to_read(rate: float) -> Oracle:
+    """Hogwild: each pulls to the center that it was sent, others' updates being between."""
+
+    def move(center: float, contributions: Contributions, values: Values, begun: Values) -> float:
+        ((rank, value),) = values.items()
+        return center + rate * (value - begun[rank])
+
+    return move
+
+
 def momentum(change: Oracle, *, nesterov: bool) -> Oracle:
     """An outer step with a rate of 0.7 and a momentum of 0.5 to where ``change`` says."""
     velocity = 0.0
@@ -187,7 +197,13 @@ ORACLES = {
         AsynchronousOuterOptimizer(DelayedNesterov(3, 0.7, 0.5), 1), delayed_nesterov
     ),
     "ElasticAveraging, asynchronous": Simulated(
-        ElasticAveraging(1, 0.2, "asynchronous"), partial(pulled, 0.2)
+        ElasticAveraging(1, 0.2, mode="asynchronous"), partial(pulled, 0.2)
+    ),
+    "ElasticAveraging, hogwild": Simulated(
+        ElasticAveraging(1, 0.2, mode="hogwild"), partial(pulled_to_read, 0.2)
+    ),
+    "ElasticAveraging, round_robin": Simulated(
+        ElasticAveraging(1, 0.2, mode="round_robin"), partial(pulled, 0.2)
     ),
     "ElasticAveraging, synchronous": Simulated(ElasticAveraging(1, 0.2), partial(pulled, 0.2)),
     "GossipAveraging": Simulated(GossipAveraging(), lambda: mean),

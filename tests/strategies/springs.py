@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from toys import batches_by_hand, classification, make_job, mlp
 
+from sparkdl.averager import decisions as do
+from sparkdl.events import WindowReport
 from sparkdl.strategies import ElasticAveraging, Run
 from sparkdl.worker import Job
 
@@ -29,21 +31,34 @@ class ByHand:
     Args:
         rate: the moving rate.
         momentum: of each worker.
-        looks_ahead: whether gradients are taken, and springs end, at x + momentum * v.
+        looks_ahead: whether gradients are taken at x + momentum * v.
+        ends_ahead: whether springs end there too, as torch's Nesterov has it.
+        reads: whether a spring's other end is the center that its worker has read last.
     """
 
-    def __init__(self, rate: float, momentum: float = 0.0, *, looks_ahead: bool = False) -> None:
+    def __init__(
+        self,
+        rate: float,
+        momentum: float = 0.0,
+        *,
+        looks_ahead: bool = False,
+        ends_ahead: bool = False,
+        reads: bool = False,
+    ) -> None:
         self.module = mlp().train()
         self.center = self._flat(self.module.parameters())
         self._rate, self._momentum = rate, momentum
         self._ahead = momentum if looks_ahead else 0.0
+        self._ends_ahead, self._reads = ends_ahead, reads
         self.own = [self.center] * len(SIZES)
+        self.read = [self.center] * len(SIZES)
         self.velocity: list[Any] = [0.0] * len(SIZES)
         self.pull: list[Any] = [0.0] * len(SIZES)
 
     def begin(self, rank: int) -> None:
         """At the center, and at rest."""
         self.own[rank], self.velocity[rank], self.pull[rank] = self.center, 0.0, 0.0
+        self.read[rank] = self.center
 
     def place(self, rank: int) -> np.ndarray:
         """Where a worker's gradients are taken."""
@@ -65,7 +80,9 @@ class ByHand:
     def meet(self, ranks: list[int]) -> None:
         """The exchange of some workers with one center."""
         for rank in ranks:
-            self.pull[rank] = self._rate * (self.place(rank) - self.center)
+            end = self.place(rank) if self._ends_ahead else self.own[rank]
+            held = self.read[rank] if self._reads else self.center
+            self.pull[rank] = self._rate * (end - held)
         self.center = self.center + sum(self.pull[rank] for rank in ranks)
 
     def outcome(self) -> nn.Module:
@@ -86,6 +103,27 @@ def in_step(hand: ByHand, epochs: int) -> nn.Module:
             for rank in ranks:
                 hand.train(rank, plans[rank][start : start + 2])
             hand.meet(ranks)
+    return hand.outcome()
+
+
+def as_decided(decisions: list[do.Decision], hand: ByHand | None = None) -> nn.Module:
+    """What a run has committed, and nothing else."""
+    hand, steps = hand or ByHand(0.2), dict.fromkeys(range(3), 0)
+    committed: list[WindowReport] = []
+    for decision in decisions:
+        if isinstance(decision, do.Report) and isinstance(decision.event, WindowReport):
+            committed.append(decision.event)
+            continue
+        for window in committed:
+            plan = batches_by_hand(DATA, window.rank, window.epoch, 4)
+            hand.train(window.rank, plan[steps[window.rank] : window.step_of_epoch])
+            steps[window.rank] = 0 if window.last else window.step_of_epoch
+        hand.meet([window.rank for window in committed if window.examples])
+        committed = []
+        if isinstance(decision, do.Welcome):
+            hand.begin(decision.member.rank)
+        if isinstance(decision, do.Reply):
+            hand.read[decision.member.rank] = hand.center
     return hand.outcome()
 
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from members import same_bits
 from misbehaving import KillsOnce, die_after
 from recorded import recorded_decisions
-from springs import DATA, SIZES, STRATEGY, ByHand, Watched, in_step, job, replicas
+from springs import DATA, SIZES, STRATEGY, ByHand, Watched, as_decided, in_step, job, replicas
 from torch import nn
-from toys import batches_by_hand, classification, relative_error, schema
+from toys import classification, relative_error, schema
 
 from sparkdl.averager import decisions as do
 from sparkdl.averager.values.center import Center
@@ -38,25 +38,6 @@ ASYNCHRONOUS = ElasticAveraging(period=2, moving_rate=0.2, mode="asynchronous")
 AMONG = ElasticAveraging(period=2, moving_rate=0.2, aggregation="executors")
 
 
-def as_decided(decisions: list[do.Decision]) -> nn.Module:
-    """What a run has committed, and nothing else."""
-    hand, steps = ByHand(0.2), dict.fromkeys(range(3), 0)
-    committed: list[WindowReport] = []
-    for decision in decisions:
-        if isinstance(decision, do.Report) and isinstance(decision.event, WindowReport):
-            committed.append(decision.event)
-            continue
-        for window in committed:
-            plan = batches_by_hand(DATA, window.rank, window.epoch, 4)
-            hand.train(window.rank, plan[steps[window.rank] : window.step_of_epoch])
-            steps[window.rank] = 0 if window.last else window.step_of_epoch
-        hand.meet([window.rank for window in committed if window.examples])
-        committed = []
-        if isinstance(decision, do.Welcome):
-            hand.begin(decision.member.rank)
-    return hand.outcome()
-
-
 def test_it_is_synchronous_easgd() -> None:
     outcome = run_world(job(), DATA.shards())
     assert relative_error(outcome.module, in_step(ByHand(0.2), epochs=3)) < 1e-12
@@ -68,11 +49,11 @@ def test_the_paper_s_rate_is_the_default() -> None:
     assert relative_error(outcome.module, in_step(ByHand(0.9 / 3), epochs=3)) < 1e-12
 
 
-@pytest.mark.parametrize("nesterov", [False, True], ids=["MEASGD", "EAMSGD"])
+@pytest.mark.parametrize("nesterov", [False, True], ids=["MEASGD", "nearly EAMSGD"])
 def test_with_momentum_of_the_optimizer_it_is(nesterov: bool) -> None:
     optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.8, nesterov=nesterov)
     outcome = run_world(job(optimizer=optimizer), DATA.shards())
-    hand = in_step(ByHand(0.2, 0.8, looks_ahead=nesterov), epochs=3)
+    hand = in_step(ByHand(0.2, 0.8, looks_ahead=nesterov, ends_ahead=nesterov), epochs=3)
     assert relative_error(outcome.module, hand) < 1e-11
 
 
@@ -254,7 +235,13 @@ def test_a_rate_at_which_the_center_overshoots_is_refused() -> None:
         ({"moving_rate": True}, "or a number > 0 and <= 1, got True"),
         ({"moving_rate": "0.1"}, "or a number > 0 and <= 1, got '0.1'"),
         ({"moving_rate": 1.0, "mode": "asynchronous"}, "< 1 in asynchronous mode, got 1.0"),
-        ({"mode": "hogwild"}, "mode must be one of synchronous, asynchronous, got 'hogwild'"),
+        ({"moving_rate": 1, "mode": "round_robin"}, "< 1 in round_robin mode, got 1"),
+        ({"moving_rate": 1.5, "mode": "hogwild"}, "> 0 and <= 1, got 1.5"),
+        ({"momentum": 1.0}, "momentum must be a number >= 0 and < 1, got 1.0"),
+        ({"momentum": -0.1}, "momentum must be a number >= 0 and < 1, got -0.1"),
+        ({"momentum": False}, "momentum must be a number >= 0 and < 1, got False"),
+        ({"momentum": float("nan")}, "momentum must be a number >= 0 and < 1, got nan"),
+        ({"mode": "locked"}, "synchronous, asynchronous, hogwild, round_robin, got 'locked'"),
     ],
     ids=str,
 )

@@ -46,17 +46,22 @@ def equal_rows(*values: float, steps: int) -> Data:
     return Data(features, np.zeros(len(features), np.int64), (steps,) * len(values))
 
 
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
-def test_what_leaves_the_replicas_arrives_in_the_center(mode: Any) -> None:
+@pytest.mark.parametrize("momentum", [0.0, 0.7])
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous", "hogwild", "round_robin"])
+def test_what_leaves_the_replicas_arrives_in_the_center(mode: Any, momentum: float) -> None:
     """On slopes of 1, -2, 5 each step takes that times the learning rate from the sum of all."""
-    data, strategy = equal_rows(1.0, -2.0, 5.0, steps=9), Watched(2, moving_rate=0.3, mode=mode)
+    data, strategy = equal_rows(1.0, -2.0, 5.0, steps=9), Watched(2, 0.3, momentum, mode)
     sloping = job(Point(4.0), loss=slope, strategy=strategy, batch_size=1)
     center = run_world(sloping, data.shards()).module.place.item()
     found = replicas()
     assert all(each["due"] for each in found)
     kept = sum(each["own.0"] - each["pull.0"] for each in found)
-    moved = 0.1 * (1 - 2 + 5) * 9 * 3
-    assert center + float(kept) == pytest.approx(4 * 4.0 - moved, rel=1e-13)
+    if momentum:
+        kept -= momentum * sum(each["velocity.0"] for each in found)
+    # A step goes as far as all before, each momentum times as far as the one after it.
+    steps = sum((1 - momentum**step) / (1 - momentum) for step in range(1, 9 * 3 + 1))
+    moved = 0.1 * (1 - 2 + 5) * steps
+    assert center + float(kept) == pytest.approx(4 * 4.0 - moved, rel=1e-12)
     assert len({float(each["own.0"]) for each in found}) == 3
 
 

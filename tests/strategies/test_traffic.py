@@ -52,6 +52,12 @@ WORKERS, HOSTS, ROUNDS = 4, ["a", "b", "a", "b"], 2
             ROUNDS * WORKERS,
             (ROUNDS + 1) * WORKERS,
         ),
+        (
+            ElasticAveraging(period=2, mode="round_robin"),
+            ROUNDS * WORKERS,
+            (ROUNDS + 1) * WORKERS,
+        ),
+        (ElasticAveraging(period=2, mode="hogwild"), ROUNDS * WORKERS, ROUNDS * WORKERS),
         (ElasticAveraging(period=2, aggregation="executors"), 1, 0),
         (AsynchronousSGD(period=2), ROUNDS * WORKERS, ROUNDS * WORKERS),
         (AsynchronousSGD(period=2, barrier=BSP()), ROUNDS * WORKERS, ROUNDS * WORKERS),

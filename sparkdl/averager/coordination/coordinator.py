@@ -572,7 +572,6 @@ class Coordinator:
         wanting = {rank: event.member for rank, event in self._epoch_losses.wanted.items()}
         waiting = self._ready | self._shown | self._giving | self._leaving | through | wanting
         if not self.round.policy.in_step:
-            newcomers = self.round.held.keys() & self.round.newcomers
-            waiting |= {rank: self.round.held[rank].member for rank in newcomers}
+            waiting |= {rank: window.member for rank, window in self.round.kept_out.items()}
         if waiting:
             self._decided.append(do.SayWaiting(tuple(waiting.values())))

@@ -11,6 +11,7 @@
     late        left out of a round since they were sent a center, which others have changed since
     at_barrier  done with a window, and waiting for the center until the policy lets them go on
     newcomers   let in, and not yet let contribute by the policy
+    kept_out    held, and may be so because the policy does not let them contribute yet
     through     waiting for the epoch's final center, after a last window
     readers     being sent a center, which the next sum must not overwrite
     queue       those held whom nothing but the sum keeps waiting, and some who were lost since
@@ -124,7 +125,7 @@ class Round:
         if rank in self.newcomers and not self.policy.goes_on(rank, self.active):
             return False
         self.newcomers.discard(rank)
-        return True
+        return self.policy.has_turn(rank, self.active)
 
     def requeue(self) -> None:
         """Have ``next`` name all who are held once more: what they waited for may have come."""
@@ -161,6 +162,13 @@ class Round:
         """Take note that a rank's contribution is whole."""
         self.complete.add(rank)
         self._missing.discard(rank)
+
+    @property
+    def kept_out(self) -> dict[int, WindowClosed]:
+        """Of those held, whom the policy may keep from contributing."""
+        if self.policy.in_turns:
+            return self.held
+        return {rank: self.held[rank] for rank in self.newcomers & self.held.keys()}
 
     @property
     def behind_others(self) -> dict[int, WindowClosed]:
@@ -214,10 +222,11 @@ class Round:
             What each of them has contributed last.
         """
         assert not self.is_open
-        ranks = [*self.at_barrier, *self.newcomers] if self._ask_about_all else self._to_ask
+        may_wait = self.held if self.policy.in_turns else self.newcomers
+        ranks = [*self.at_barrier, *may_wait] if self._ask_about_all else self._to_ask
         self._to_ask, self._ask_about_all = [], False
-        # The queue asks about newcomers, when they have trained.
-        asked = [rank for rank in ranks if rank in self.newcomers and rank in self.held]
+        # The queue asks about those, when they have trained.
+        asked = [rank for rank in ranks if rank in may_wait and rank in self.held]
         self.queue.extend(self.held[rank] for rank in asked)
         released = [
             self.at_barrier.pop(rank)

@@ -22,6 +22,8 @@ class RoundPolicy(ABC):
 
     in_step: bool = False
     """Whether every round has everyone who is there, so that all have been sent the same center."""
+    in_turns: bool = False
+    """Whether ranks may have to wait before they contribute, in any window: see ``has_turn``."""
 
     def begin(self, positions: Sequence[Position]) -> None:  # noqa: B027 - not all have to know
         """Take note of where the ranks stand when the run begins, or begins again."""
@@ -81,8 +83,17 @@ class RoundPolicy(ABC):
         """
         return True
 
+    def has_turn(self, rank: int, active: Set[int]) -> bool:
+        """Whether a rank that has trained a window may contribute it; it waits otherwise.
+
+        Only asked to any purpose with ``in_turns``: workers then send nothing before they may. It
+        is asked once more when ``committed`` names the rank, and when another leaves ``active`` or
+        comes to it.
+        """
+        return True
+
     def committed(self, windows: Iterable[WindowReport], active: Set[int]) -> Iterable[int]:
-        """Take note of a commit; returns whom to ask about again, of those who may not go on."""
+        """Take note of a commit; returns whom to ask about again, of those who wait."""
         return ()
 
 
@@ -102,3 +113,42 @@ class Nobody(RoundPolicy):
     def group(self, rank: int, active: Set[int]) -> Collection[int]:
         """The rank alone."""
         return (rank,)
+
+
+class RoundRobin(Nobody):
+    """Each worker with the center by itself, in the order of ranks: the same bits each time.
+
+    A turn passes to the next rank that is there and has not ended its epoch, after the last to the
+    first. An epoch begins with the first.
+
+    Args:
+        period: steps in a window, but for the last of an epoch.
+    """
+
+    in_turns = True
+
+    def __init__(self, period: int) -> None:
+        self._period = period
+        self._world_size = 0
+        self._turn = 0
+
+    def begin(self, positions: Sequence[Position]) -> None:
+        """Go on with who has had the fewest windows of the epoch."""
+        self._world_size = len(positions)
+        windows = [-(-each.step_of_epoch // self._period) for each in positions]
+        self._turn = windows.index(min(windows))
+
+    def has_turn(self, rank: int, active: Set[int]) -> bool:
+        """Whether nobody is there whose turn comes before."""
+        return rank == self._next(active)
+
+    def committed(self, windows: Iterable[WindowReport], active: Set[int]) -> Iterable[int]:
+        """Pass the turn on."""
+        for window in windows:
+            self._turn = (window.rank + 1) % self._world_size if active else 0
+        return [self._next(active)] if active else ()
+
+    def _next(self, active: Set[int]) -> int:
+        """Found after as many looks as ranks are away that come before."""
+        ranks = range(self._turn, self._turn + self._world_size)
+        return next(rank % self._world_size for rank in ranks if rank % self._world_size in active)

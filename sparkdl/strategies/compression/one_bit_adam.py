@@ -1,26 +1,14 @@
 """1-bit Adam: after a warm-up workers send of Adam's momentum the signs, and one scale for many.
 
 Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
-Speed" (arXiv 2102.02888), as in DeepSpeed's compressed all-reduce. For T steps workers add up their
-gradients and take Adam's steps. Then the variance v stays what it is, and with g_i the gradient of
-worker i, of R, and m the momentum that all have:
+Speed" (arXiv 2102.02888), as in DeepSpeed's compressed all-reduce.
 
-    worker i    c  <-  b1 m + (1 - b1) g_i + e_i         s  <-  |c| / sqrt(n) of each chunk
-                send s and the signs of c                e_i  <-  c - s sign(c)
-    server j    a  <-  mean of the workers' chunk j + E_j        S  <-  |a| / sqrt(n)
-                send S and the signs of a                E_j  <-  a - S sign(a)
-    all         m  <-  S sign(a) of all chunks
-                x  <-  x - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^T)) + eps)
-
-in which |c| is the Euclidean norm of n entries, and the sign of 0 is 1. Each parameter has R
+In the rule |c| is the Euclidean norm of n entries, and the sign of 0 is 1. Each parameter has R
 chunks, of 8 * ceil(entries / (8 R)) entries but for the last ones, and worker j is the server of
 the j-th. The last line is torch's Adam with v where it stood after T steps: the paper leaves out
 both corrections, which are 1 once T is large enough. Of a parameter that was not used in all steps
-T and t count those in which it was.
-
-Phases: ``start_after`` steps of all-reduced Adam; then in each step every worker to every server
-(all-to-all), and every server to all (all-gather). Both errors are a worker's own. They are of the
-momentum before v scales it, and would not cancel if v changed: that is why it stands still.
+T and t count those in which it was. Both errors are a worker's own. They are of the momentum before
+v scales it, and would not cancel if v changed: that is why it stands still.
 """
 
 from __future__ import annotations
@@ -49,10 +37,31 @@ SCALE_BYTES = 4
 class OneBitAdam(Compression):
     """Send a bit of each entry of Adam's momentum: ``compression=OneBitAdam(start_after=2000)``.
 
-    Choose it to train a large model by ``torch.optim.Adam`` or ``AdamW`` for many steps on a slow
-    link, with a warm-up that is long enough. Do not for short fits, most of which is warm-up; nor
-    where entries have gradients rarely (embeddings of rare words), whose variance the warm-up does
-    not find.
+    Rule:
+        For T steps workers add up their gradients and take Adam's steps. Then the variance v stays
+        what it is, and with g_i the gradient of worker i, of R, and m the momentum that all have::
+
+            worker i    c  <-  b1 m + (1 - b1) g_i + e_i       s  <-  |c| / sqrt(n) of each chunk
+                        send s and the signs of c              e_i  <-  c - s sign(c)
+            server j    a  <-  mean of the workers' chunk j + E_j      S  <-  |a| / sqrt(n)
+                        send S and the signs of a              E_j  <-  a - S sign(a)
+            all         m  <-  S sign(a) of all chunks
+                        x  <-  x - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^T)) + eps)
+
+    Phases:
+        1. For ``start_after`` steps, all-reduced Adam.
+        2. In each step after those every worker sends each chunk's signs and scale to its server
+           (all-to-all), and keeps what they lack.
+        3. Every server sends the mean's signs and scale to all (all-gather), and keeps likewise.
+        4. All take the same step.
+
+    When:
+        To train a large model by ``torch.optim.Adam`` or ``AdamW`` for many steps on a slow link,
+        with a warm-up that is long enough.
+
+    When not:
+        For short fits, most of which is warm-up; nor where entries have gradients rarely
+        (embeddings of rare words), whose variance the warm-up does not find.
 
     Args:
         start_after: T, the steps of the warm-up, >= 1. No fewer than the learning rate's warm-up

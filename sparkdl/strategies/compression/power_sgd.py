@@ -1,20 +1,11 @@
 """PowerSGD: each matrix of gradients is sent as two factors of low rank.
 
 Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
-(arXiv 1905.13727), algorithms 1 and 2. With g_r the gradient of worker r for a parameter as a
-matrix of n rows and m columns (that of a convolution with a row an output channel), and Q of m rows
-and as many columns as the rank:
-
-    M_r  <-  g_r + e_r
-    P    <-  orthonormal columns of  mean over r of  M_r Q
-    Q    <-  mean over r of  M_r^T P
-    e_r  <-  M_r - P Q^T          and every optimizer steps on P Q^T
-
-Phases: ``start_after`` steps of whole gradients; then in each step M Q and the mean of all P, and
-M^T P and the mean of all Q. Q is kept for the next step, which goes on with the power iteration
-that this one has begun (warm start). Both means are linear in the M_r: P Q^T is what one worker
-would have made of the mean of all M_r. The error is what the mean lacks of this worker's M, as in
-torch's ``powerSGD_hook``; the authors' code takes M_r - P (M_r^T P)^T, whose mean is the same.
+(arXiv 1905.13727), algorithms 1 and 2. Q is kept for the next step, which goes on with the power
+iteration that this one has begun (warm start). Both means are linear in the M_r: P Q^T is what one
+worker would have made of the mean of all M_r. The error is what the mean lacks of this worker's M,
+as in torch's ``powerSGD_hook``; the authors' code takes M_r - P (M_r^T P)^T, whose mean is the
+same.
 """
 
 from __future__ import annotations
@@ -42,9 +33,29 @@ from sparkdl.strategies.compression.base import (
 class PowerSGD(Compression):
     """Send factors of low rank in place of matrices of gradients: ``compression=PowerSGD(2)``.
 
-    Choose it for large matrices on a network that cannot carry them in every step. Do not for
-    models of small layers or of one long vector, of which nothing is compressed; nor where workers
-    may as well train some steps alone, which sends less for less arithmetic.
+    Rule:
+        With g_r the gradient of worker r for a parameter as a matrix of n rows and m columns (that
+        of a convolution with a row an output channel), its error e_r, and Q of m rows and as many
+        columns as the rank::
+
+            M_r  <-  g_r + e_r
+            P    <-  orthonormal columns of  mean over r of  M_r Q
+            Q    <-  mean over r of  M_r^T P
+            e_r  <-  M_r - P Q^T          and every optimizer steps on P Q^T
+
+    Phases:
+        1. For ``start_after`` steps the workers add up whole gradients.
+        2. In each step after those, once the backward pass is done, they add up M Q of all
+           matrices, and make the columns orthonormal.
+        3. They add up M^T P, and what is not compressed.
+        4. Each keeps what P Q^T lacks of its own, and steps.
+
+    When:
+        For large matrices on a network that cannot carry them in every step.
+
+    When not:
+        For models of small layers or of one long vector, of which nothing is compressed; nor where
+        workers may as well train some steps alone, which sends less for less arithmetic.
 
     Args:
         rank: columns of the factors, >= 1, or as many as the matrix has rows or columns if those

@@ -1,17 +1,9 @@
 """Top-k: of each gradient only the largest entries are sent, and the others later.
 
 Aji and Heafield 2017, "Sparse Communication for Distributed Gradient Descent"; Stich, Cordonnier
-and Jaggi 2018, "Sparsified SGD with Memory". With g_r the gradient of worker r, of R, for a
-parameter of n entries, and k = ceil(fraction * n):
-
-    M_r  <-  g_r + e_r
-    s_r  <-  the k entries of M_r that are largest in magnitude, and 0 elsewhere
-    e_r  <-  M_r - s_r           and every optimizer steps on (s_1 + ... + s_R) / R
-
-Phases: ``start_after`` steps of whole gradients; then in each step find the entries, and gather
-where all workers' are and what they are. Workers choose for themselves, so the mean may have R
-times k entries. Nothing is rounded: s_r + e_r = M_r to the bit. The mean is formed in the order of
-ranks, on each worker alike.
+and Jaggi 2018, "Sparsified SGD with Memory". Workers choose for themselves, so the mean of R
+workers may have R times k entries. Nothing is rounded: s_r + e_r = M_r to the bit. The mean is
+formed in the order of ranks, on each worker alike.
 """
 
 from __future__ import annotations
@@ -33,9 +25,27 @@ from sparkdl.strategies.compression.base import Compression, Compressor, require
 class TopK(Compression):
     """Send the largest entries of each gradient: ``compression=TopK(0.01)``.
 
-    Choose it for few workers on slow links, and for gradients most of which is near zero, such as
-    those of embeddings. Do not for many workers, for what each receives grows with their number,
-    where ``PowerSGD``'s does not; nor with much momentum, which the entries that come late miss.
+    Rule:
+        With g_r the gradient of worker r, of R, for a parameter of n entries, its error e_r, and
+        k = ceil(fraction * n)::
+
+            M_r  <-  g_r + e_r
+            s_r  <-  the k entries of M_r that are largest in magnitude, and 0 elsewhere
+            e_r  <-  M_r - s_r           and every optimizer steps on (s_1 + ... + s_R) / R
+
+    Phases:
+        1. For ``start_after`` steps the workers add up whole gradients.
+        2. In each step after those, once the backward pass is done, each finds its entries, and
+           keeps the rest.
+        3. They gather where all workers' entries are and what they are, and step on the mean.
+
+    When:
+        For few workers on slow links, and for gradients most of which is near zero, such as those
+        of embeddings.
+
+    When not:
+        For many workers, for what each receives grows with their number, where ``PowerSGD``'s does
+        not; nor with much momentum, which the entries that come late miss.
 
     Args:
         fraction: the part of each parameter's entries that a worker sends, > 0 and <= 1; at least

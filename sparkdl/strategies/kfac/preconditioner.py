@@ -1,15 +1,8 @@
 """K-FAC around any optimizer: gradients are preconditioned once they have been reduced.
 
 Pauloski et al. 2020, "Convolutional Neural Network Training with Distributed K-FAC" (arXiv
-2007.00784). Of each layer, with the means A and G of ``layers``, from the identity:
-
-    every factors_every steps:      A <- decay * A + (1 - decay) * (A of this step's rows), also G
-    every decompositions_every:     A = Q_A diag(d_A) Q_A^T,  G = Q_G diag(d_G) Q_G^T
-    every step, of the gradient W:  V <- Q_G^T W Q_A / (d_G d_A^T + damping);  P <- Q_G V Q_A^T
-                                    nu <- min(1, sqrt(kl_clip / |sum over layers <P, W> rate^2|))
-                                    W <- nu P
-
-P is (A kron G + damping * 1)^-1 applied to W, exactly. The optimizer then takes its step on it.
+2007.00784). ``layers`` has the means A and G of a layer. P is (A kron G + damping * 1)^-1 applied
+to W, exactly.
 
 Written here, because kfac-pytorch, the authors' own, is in no package index and speaks to other
 processes by itself, past the deadlines, checkpoints and restarts that all else here has; and
@@ -39,10 +32,32 @@ from sparkdl.strategies.kfac.layers import FactoredLayer, factored_layers
 class KFACPreconditioner:
     """Has ``GradientAllReduce`` precondition the gradients of Linear and Conv2d layers by K-FAC.
 
-    Choose it where epochs are dear and steps are not: large minibatches, models of moderately wide
-    layers, a GPU a worker; in the paper ResNet-50 took 55 epochs. Do not where layers have many
-    thousand inputs, for decompositions take the cube of that, nor on slow links or for few epochs,
-    where untuned it may well be slower than SGD.
+    Rule:
+        Of each layer, with A and G the means of products of its inputs and of the gradients of its
+        outputs, from the identity on, and W the gradient of its weights::
+
+            A, G     <-  decay * A + (1 - decay) * (A of this step's rows), also G
+            A, G      =  Q_A diag(d_A) Q_A^T,  Q_G diag(d_G) Q_G^T
+            V        <-  Q_G^T W Q_A / (d_G d_A^T + damping)
+            P        <-  Q_G V Q_A^T
+            nu       <-  min(1, sqrt(kl_clip / |sum over layers <P, W> rate^2|))
+            W        <-  nu P
+
+    Phases:
+        1. The workers' gradients are added up, as without it.
+        2. Every ``factors_every`` steps so are the factors A and G.
+        3. Every ``decompositions_every`` steps each worker decomposes the factors that are dealt to
+           it, and those who hold a layer are sent its decompositions.
+        4. Gradients are preconditioned where those are, sent on to the other workers with
+           ``fraction`` below 1, and scaled by nu. The optimizer takes its step on them.
+
+    When:
+        Where epochs are dear and steps are not: large minibatches, models of moderately wide
+        layers, a GPU a worker; in the paper ResNet-50 took 55 epochs.
+
+    When not:
+        Where layers have many thousand inputs, for decompositions take the cube of that, nor on
+        slow links or for few epochs, where untuned it may well be slower than SGD.
 
     Learning rates are the optimizer's; the paper takes SGD's, with momentum 0.9.
 

@@ -1,0 +1,49 @@
+"""What a worker has trained behind a commit that it learns of later, in what it saves of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sparkdl.protocols import Batch
+from sparkdl.strategies.base import Run
+
+
+class StepsAhead:
+    """Of one worker, that trains on while a round is under way.
+
+    Its state is saved when it learns that the round was committed, and is by then that of some
+    steps later. So whoever goes on from it has to pass over the minibatches of these.
+
+    Args:
+        run: the worker's.
+
+    Attributes:
+        steps: since the round has begun; to be counted by who begins one.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.steps = 0
+        self._run = run
+        self._to_skip = 0
+
+    def saved(self) -> dict[str, Any]:
+        """For ``restore``: the steps, and what belongs to the window that goes on with them."""
+        run = self._run
+        counted = {"examples": run.examples, "loss_sum": float(run.loss_sum)}
+        return {"ahead": self.steps, **counted}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what was ``saved``; ``skip`` has to follow before the worker trains."""
+        self._to_skip = saved["ahead"]
+        self._run.examples, self._run.loss_sum = saved["examples"], saved["loss_sum"]
+
+    def skip(self, batches: Iterator[Batch]) -> Batch | None:
+        """Count the minibatches that are trained on already; returns the last, if there are any."""
+        batch = None
+        for _ in range(self._to_skip):
+            batch = next(batches)
+            self._run.count_step()
+            self._run.replica.schedule.after_step()
+        self._to_skip = 0
+        return batch

@@ -1,0 +1,290 @@
+"""Springs of workers that meet the center one by one: in turns, and Hogwild."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import misbehaving
+import numpy as np
+import pytest
+import torch
+from members import same_bits
+from misbehaving import Interrupted, KillsOnce, die_after
+from oracles import pulled
+from recorded import recorded_decisions
+from springs import DATA, SIZES, ByHand, as_decided, job
+from test_elastic_stability import Point, parabola
+from torch import Tensor, nn
+from toys import batches_by_hand, classification, mlp, relative_error
+
+from sparkdl.averager import decisions as do
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.errors import WorkerError
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.feed import FeedOptions
+from sparkdl.protocols import Batch
+from sparkdl.replica import Replica
+from sparkdl.strategies import ElasticAveraging, Run
+from sparkdl.testing import run_world
+from sparkdl.testing.simulation import random_plan, simulate_strategy
+
+cloudpickle.register_pickle_by_value(misbehaving)
+
+HOGWILD = ElasticAveraging(period=2, moving_rate=0.2, mode="hogwild")
+IN_TURNS = replace(HOGWILD, mode="round_robin")
+ASYNCHRONOUS = replace(HOGWILD, mode="asynchronous")
+MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
+MODES = pytest.mark.parametrize("strategy", [HOGWILD, IN_TURNS], ids=lambda each: each.mode)
+
+
+def by_hand(strategy: ElasticAveraging) -> ByHand:
+    return ByHand(0.2, reads=strategy == HOGWILD)
+
+
+def laps(windows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Whose turn it is, and in which lap, until all have had so many windows."""
+    for lap in range(max(windows, default=0)):
+        yield from ((rank, lap) for rank in range(len(windows)) if lap < windows[rank])
+
+
+def in_turns(epochs: int) -> nn.Module:
+    """Windows of two minibatches, one worker after the other."""
+    hand = ByHand(0.2)
+    for epoch in range(1, epochs + 1):
+        plans = [batches_by_hand(DATA, rank, epoch, 4) for rank in range(3)]
+        for rank, lap in laps([-(-len(plan) // 2) for plan in plans]):
+            hand.train(rank, plans[rank][2 * lap : 2 * lap + 2])
+            hand.meet([rank])
+    return hand.outcome()
+
+
+def test_in_turns_workers_meet_the_center_in_the_order_of_ranks() -> None:
+    outcome = run_world(job(strategy=IN_TURNS), DATA.shards())
+    assert relative_error(outcome.module, in_turns(epochs=3)) < 1e-12
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+
+
+def normed(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(3)
+    norm, drops = nn.BatchNorm1d(8), nn.Dropout(dropout)
+    return nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), drops, nn.Linear(8, 3)).double()
+
+
+def test_in_turns_two_runs_end_in_the_same_bits() -> None:
+    given = job(normed(), optimizer=MOMENTUM, strategy=replace(IN_TURNS, period=3))
+    first, second = (run_world(given, DATA.shards()) for _ in range(2))
+    assert same_bits(first, second)
+
+
+def test_in_turns_and_resumed_between_epochs_it_ends_in_the_same_bits(tmp_path: Path) -> None:
+    given = job(normed(), optimizer=MOMENTUM, strategy=IN_TURNS)
+    whole = run_world(given, DATA.shards())
+    policy = CheckpointPolicy(path=str(tmp_path / "c"))
+
+    def on_event(event: object) -> None:
+        if isinstance(event, EpochSummary) and event.epoch == 2:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run_world(given, DATA.shards(), checkpoints=policy, on_event=on_event)
+    assert same_bits(run_world(given, DATA.shards(), checkpoints=policy), whole)
+
+
+def test_in_turns_a_made_up_run_without_faults_keeps_the_order() -> None:
+    """Whatever messages and windows take: 40 schedules of one to four workers."""
+    for seed in range(40):
+        plan = replace(random_plan(seed), faults=())
+        with recorded_decisions() as decisions:
+            simulate_strategy(replace(IN_TURNS, period=1), plan, pulled(0.2))
+        told = [each.event for each in decisions if isinstance(each, do.Report)]
+        windows = [event for event in told if isinstance(event, WindowReport)]
+        # One without rows has a last window all the same.
+        expected = [rank for rank, _ in laps([max(count, 1) for count in plan.windows])]
+        for epoch in range(1, plan.epochs + 1):
+            assert [each.rank for each in windows if each.epoch == epoch] == expected
+
+
+def test_hogwild_workers_pull_to_the_center_that_they_have_read_before() -> None:
+    with recorded_decisions() as decisions:
+        outcome = run_world(job(strategy=HOGWILD), DATA.shards())
+    assert relative_error(outcome.module, as_decided(decisions, by_hand(HOGWILD))) < 1e-11
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    commits = [each.contributions for each in decisions if isinstance(each, do.Commit)]
+    assert max(each.staleness for each in commits) > 0
+
+
+@pytest.mark.parametrize("period", [1, 2])
+def test_alone_hogwild_is_asynchronous_easgd(period: int) -> None:
+    alone = classification([42])
+    both = [
+        run_world(job(strategy=replace(each, period=period)), alone.shards())
+        for each in (HOGWILD, ASYNCHRONOUS)
+    ]
+    assert relative_error(both[0].module, both[1].module) < 1e-11
+
+
+@MODES
+def test_a_killed_worker_comes_back_to_the_center(
+    strategy: ElasticAveraging, tmp_path: Path
+) -> None:
+    killed = job(KillsOnce(tmp_path, after=12), strategy=strategy)
+    with recorded_decisions() as decisions:
+        outcome = run_world(killed, DATA.shards(), ranks_as="processes")
+    assert len(os.listdir(tmp_path)) > 12
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    trained = outcome.module.get_submodule("net")
+    assert relative_error(trained, as_decided(decisions, by_hand(strategy))) < 1e-11
+
+
+@pytest.mark.parametrize("windows", [3, 5, 6, 9])
+@pytest.mark.parametrize("changes", [{}, {"period": 1}, {"period": 3, "momentum": 0.5}], ids=str)
+def test_hogwild_and_alone_it_resumes_in_the_same_bits(
+    changes: dict[str, Any], windows: int, tmp_path: Path
+) -> None:
+    """What a worker saves of a commit is as of a window later."""
+    alone, sgd = classification([42]), partial(torch.optim.SGD, lr=0.05)
+    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.97)
+    resumed = job(
+        normed(dropout=0.3),
+        optimizer=sgd,
+        strategy=replace(HOGWILD, **changes),
+        scheduler=schedule,
+        scheduler_every="step",
+    )
+    whole = run_world(resumed, alone.shards())
+    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
+    die_after(windows, resumed, alone.shards(), policy)
+    assert same_bits(run_world(resumed, alone.shards(), checkpoints=policy), whole)
+
+
+@MODES
+@pytest.mark.parametrize("windows", [4, 14])
+def test_it_goes_on_where_each_worker_was(
+    strategy: ElasticAveraging, windows: int, tmp_path: Path
+) -> None:
+    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
+    interrupted = job(strategy=strategy)
+    die_after(windows, interrupted, DATA.shards(), policy)
+    resumed: list[object] = []
+    outcome = run_world(interrupted, DATA.shards(), checkpoints=policy, on_event=resumed.append)
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    again = sum(event.examples for event in resumed if isinstance(event, WindowReport))
+    assert 0 < again < 3 * sum(SIZES)
+
+
+def test_when_all_start_again_hogwild_loses_no_row(tmp_path: Path) -> None:
+    """Workers that reshuffle their rows cannot be replaced one by one."""
+    options = FeedOptions(reshuffle_every=1)
+    killed = job(KillsOnce(tmp_path, after=12), strategy=HOGWILD, feed=options)
+    outcome = run_world(killed, DATA.shards(), ranks_as="processes")
+    assert len(os.listdir(tmp_path)) > 12
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    assert outcome.history[-1].loss < outcome.history[0].loss
+
+
+class LateClones:
+    """A center and so many workers that do all alike, each of which reads it before they write.
+
+    Args:
+        workers: how many they are.
+        rate: the moving rate.
+        run: of the one that trains.
+    """
+
+    def __init__(self, workers: int, rate: float) -> None:
+        self.center = 1.0
+        self.said: list[tuple[str, int]] = []
+        self.run: Run | None = None
+        self._gain = workers * rate
+        self._read, self._on_its_way = 1.0, 1.0
+
+    def begin_exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
+        self.said.append(("begin", window.step))
+        self._on_its_way = self.center
+        self.center += self._gain * (float(segments[0]) - self._read)
+
+    def end_exchange(self, segments: Sequence[Tensor], local: float) -> None:
+        assert self.run is not None
+        self.said.append(("end", self.run.step))
+        self._read = self._on_its_way
+        segments[0].fill_(self._read)
+
+    def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
+        self.said.append(("last", window.step))
+        segments[0].fill_(self.center)
+
+
+def train(strategy: ElasticAveraging, lr: float, workers: int, steps: int) -> LateClones:
+    clones = LateClones(workers, strategy.moving_rate or 0.0)
+    replica = Replica(Point(1.0), partial(torch.optim.SGD, lr=lr), parabola)
+    clones.run = run = Run(0, replica, clones)  # type: ignore[arg-type]
+    row = torch.ones(1, 6, dtype=torch.float64), torch.zeros(1)
+    batches = (Batch((row[0],), row[1], last=step == steps - 1) for step in range(steps))
+    strategy.train_epoch(run, strategy.start(run), batches)
+    return clones
+
+
+def test_hogwild_workers_wait_for_no_round_trip_but_an_epoch_s_last() -> None:
+    said = train(HOGWILD, 0.1, workers=1, steps=7).said
+    between = [("begin", 2), ("end", 4), ("begin", 4), ("end", 6), ("begin", 6), ("end", 7)]
+    assert said == [*between, ("last", 7)]
+
+
+def edge(lr: float, workers: int) -> float:
+    """The moving rate at which late clones on a parabola come apart, of their linear map.
+
+    Of a worker's place, the center, and the center a round before, which is what has been read.
+    """
+    stable, unstable = 0.0, 1.0
+    while unstable - stable > 1e-9:
+        rate = (stable + unstable) / 2
+        gain = workers * rate
+        step = np.array([[1 - lr - rate, 0.0, rate], [gain, 1.0, -gain], [0.0, 1.0, 0.0]])
+        if max(abs(np.linalg.eigvals(step))) < 1:
+            stable = rate
+        else:
+            unstable = rate
+    return stable
+
+
+@pytest.mark.parametrize(("lr", "workers"), [(0.1, 2), (0.5, 3)])
+def test_hogwild_springs_break_where_their_linear_map_does(lr: float, workers: int) -> None:
+    rate = edge(lr, workers)
+    for part, stable in ((0.98, True), (1.02, False)):
+        strategy = ElasticAveraging(1, part * rate, mode="hogwild")
+        assert (abs(train(strategy, lr, workers, 1500).center) < 1.0) is stable
+
+
+def test_hogwild_rates_beyond_which_springs_ring_without_any_learning_are_refused() -> None:
+    for workers in (1, 2, 5):
+        assert edge(1e-7, workers) == pytest.approx(1 / workers, rel=1e-5)
+    with pytest.raises(WorkerError, match=r"too much for 3 workers.* 1 / workers = 0.333333; 0.9"):
+        run_world(job(strategy=replace(HOGWILD, moving_rate=0.35)), DATA.shards())
+
+
+@pytest.mark.slow
+def test_over_ten_seeds_losses_stay_in_a_band() -> None:
+    """Of all modes, from the one in step: what it is late for costs hogwild next to nothing."""
+    found: dict[str, list[float]] = {}
+    for seed in range(10):
+        data = classification([40, 40, 40, 40], seed=seed)
+        losses = {
+            mode: run_world(
+                job(mlp(seed=seed), strategy=ElasticAveraging(2, mode=mode), epochs=4),  # type: ignore[arg-type]
+                data.shards(),
+            )
+            .history[-1]
+            .loss
+            for mode in ("synchronous", "asynchronous", "hogwild", "round_robin")
+        }
+        for mode, loss in losses.items():
+            found.setdefault(mode, []).append(loss / losses["synchronous"])
+    for mode, ratios in found.items():
+        assert 0.8 < min(ratios) <= max(ratios) < 1.25, (mode, ratios)
+        assert np.mean(ratios) == pytest.approx(1, abs=0.1), (mode, ratios)
