@@ -117,7 +117,8 @@ class Trial:
         job: what is trained.
         shards: files of pickled record batches, one a worker.
         held_out: features and targets on which the loss is taken.
-        budget_s: seconds after which it ends with the epoch that is under way.
+        budget_s: seconds after which it ends with the epoch that is under way, or with the second
+            one: the first has the sending of the center in it.
     """
 
     job: Job
@@ -159,6 +160,11 @@ class LinkedHosts:
         where: TracebackType | None,
     ) -> None:
         self._hosts.close()
+
+    @property
+    def workers(self) -> list[Any]:
+        """The workers' hosts (``tests/cluster/hosts.py``), to make one slow."""
+        return list(self._hosts.hosts[1:])
 
     def limit(self, mbit: float) -> None:
         """Give each link a speed in both directions, in megabits a second."""
@@ -286,7 +292,7 @@ class _Curve(Callback):
         traffic = tuple(map(Traffic.since, now, self._before))
         rows = sum(each.examples for each in training.history)
         self.kept.append((rows, seconds, traffic, [each.clone() for each in self.averager.center]))
-        if seconds > self.budget_s:
+        if seconds > self.budget_s and len(self.kept) > 1:
             training.stop(f"{self.budget_s:g} s are over")
 
 
