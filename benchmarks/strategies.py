@@ -30,6 +30,7 @@ from torch import nn
 from sparkdl.driver import as_builder
 from sparkdl.errors import NonFiniteError
 from sparkdl.strategies import (
+    ASP,
     BSP,
     PBSP,
     PSSP,
@@ -37,6 +38,7 @@ from sparkdl.strategies import (
     AdaScale,
     AsynchronousOuterOptimizer,
     AsynchronousSGD,
+    Barrier,
     DelayedNesterov,
     ElasticAveraging,
     GossipAveraging,
@@ -88,6 +90,11 @@ def always(strategy: Strategy[Any], **settings: bool) -> Contender:
     return Contender(lambda workers: strategy, **settings)
 
 
+def barred(barrier: Barrier) -> Contender:
+    """Asynchronous SGD that moves the center by a mean change for one change of every worker."""
+    return Contender(lambda n: AsynchronousSGD(PERIOD, 1 / n, False, barrier))
+
+
 STREAMING = OuterOptimizer(
     LONG_PERIOD, OuterSGD(0.4), wire_dtype="float4", fragments=4, overlap=2, merge=0.5
 )
@@ -106,10 +113,11 @@ CONTENDERS: dict[str, Contender] = {
     "elastic": always(ElasticAveraging(PERIOD)),
     "elastic, asynchronous": always(ElasticAveraging(PERIOD, mode="asynchronous")),
     "elastic, executors": always(ElasticAveraging(PERIOD, aggregation="executors")),
-    "ASP": always(AsynchronousSGD(PERIOD)),
-    "SSP": always(AsynchronousSGD(PERIOD, barrier=SSP(2))),
-    "PBSP": always(AsynchronousSGD(PERIOD, barrier=PBSP(1))),
-    "PSSP": always(AsynchronousSGD(PERIOD, barrier=PSSP(1, 2))),
+    "ASP": barred(ASP()),
+    "ASP, scaled by staleness": always(AsynchronousSGD(PERIOD)),
+    "SSP": barred(SSP(2)),
+    "PBSP": barred(PBSP(1)),
+    "PSSP": barred(PSSP(1, 2)),
     "BSP": always(AsynchronousSGD(PERIOD, barrier=BSP())),
     "softsync": Contender(lambda n: AsynchronousSGD(PERIOD, barrier=Softsync(max(1, n // 2)))),
     "threshold": always(ThresholdGradientSharing()),
@@ -120,7 +128,8 @@ CONTENDERS: dict[str, Contender] = {
     "DiLoCo": always(OuterOptimizer(LONG_PERIOD)),
     "streaming DiLoCo": always(STREAMING),
     "asynchronous DiLoCo": Contender(
-        lambda n: AsynchronousOuterOptimizer(DelayedNesterov(n), LONG_PERIOD)
+        # With the paper's momentum of 0.9 windows that come this far, and this stale, diverge.
+        lambda n: AsynchronousOuterOptimizer(DelayedNesterov(n, 0.7, 0.5), LONG_PERIOD)
     ),
     "gossip": always(GossipAveraging(PERIOD)),
     "gossip, exponential": always(GossipAveraging(PERIOD, topology="exponential")),
