@@ -11,8 +11,8 @@ workers are four times as slow for spells of 20 s, a quarter of the time.
 import heapq
 import statistics
 import time
-from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import astuple, dataclass
 from functools import partial
 
 import harness
@@ -53,8 +53,10 @@ def main() -> None:
     folded: dict[str, dict[str, Outcome]] = {"exponential": {}, "spells": {}}
     for noise, outcomes in folded.items():
         for name, policy in policies.items():
-            outcomes[name] = outcome = train(policy(), noise, seed=0)
-            print(f"late in the next round, {noise}, {name}: {outcome}", flush=True)
+            runs = [train(policy(), noise, seed) for seed in range(chosen.repeats)]
+            outcomes[name] = outcome = Outcome.median(runs)
+            errors = ", ".join(f"{run.error:.4f}" for run in runs)
+            print(f"late in the next round, {noise}, {name}: {outcome}; {errors}", flush=True)
     claims = claims_of(thrown, folded)
     figures = {
         noise: {name: vars(outcome) for name, outcome in outcomes.items()}
@@ -209,11 +211,16 @@ class Outcome:
         policy_ms: milliseconds of processor time a round in which the policy chose.
     """
 
-    rounds: int
+    rounds: float
     contributions: float
     fresh: float
     error: float
     policy_ms: float
+
+    @classmethod
+    def median(cls, runs: "Sequence[Outcome]") -> "Outcome":
+        """Of each figure."""
+        return cls(*map(statistics.median, zip(*map(astuple, runs), strict=True)))
 
     def __str__(self) -> str:
         return (

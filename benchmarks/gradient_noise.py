@@ -1,8 +1,9 @@
 """What it costs to measure the noise of gradients while they are reduced: steps with and without.
 
 Two workers in processes of their own, gloo, one torch thread each. Every worker has two replicas,
-one of ``GradientAllReduce()`` and one that measures, and trains ten minibatches with the one, then
-the same ten with the other, which of them first in turns. What is compared is, pair by pair, the
+one of ``GradientAllReduce()`` and one that measures, in every tenth step or, as ``AdaScale``, in
+each, and trains ten minibatches with the one, then the same ten with the other, which of them first
+in turns. What is compared is, pair by pair, the
 processor time of all of a worker's threads, for the time on a wall says more of what else runs on
 the machine; that is printed too.
 """
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from sparkdl import GradientAllReduce
+from sparkdl import AdaScale, GradientAllReduce
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.protocols import Batch, ColumnSpec
 from sparkdl.replica import Replica
@@ -42,19 +43,29 @@ WARM_UP = 3
 EPOCHS = 3
 TARGET = 1.02
 OPTIMIZER = partial(torch.optim.SGD, lr=0.01)
+CONTENDERS: dict[str, GradientAllReduce] = {
+    "measure_noise": GradientAllReduce(measure_noise=True),
+    "AdaScale": AdaScale(),
+}
 
 
 @dataclass(frozen=True)
 class InTurns(GradientAllReduce):
-    """Trains two replicas, of which one measures."""
+    """Trains two replicas, of which one measures.
 
+    Attributes:
+        contender: the name of what trains it.
+        path: where rank 0 writes the times.
+    """
+
+    contender: str = ""
     path: str = ""
 
     def start(self, run: Run) -> Any:
         """Start both."""
         other = Replica(copy.deepcopy(run.replica.module), OPTIMIZER, nn.CrossEntropyLoss())
         runs = [run, replace(run, replica=other)]
-        measuring = GradientAllReduce(measure_noise=True)
+        measuring = CONTENDERS[self.contender]
         self._kept.extend([runs, [super().start(run), measuring.start(runs[1])], []])
         return self._kept[1][0]
 
@@ -89,7 +100,7 @@ class InTurns(GradientAllReduce):
             yield
 
 
-def measure(network: str) -> list[Any]:
+def measure(network: str, contender: str) -> list[Any]:
     """Trains once; returns (wall, processor) seconds without and with, of each pair of blocks."""
     draws = np.random.default_rng(0)
     shards = [
@@ -106,7 +117,7 @@ def measure(network: str) -> list[Any]:
             model=networks.BUILDERS[network],
             loss=nn.CrossEntropyLoss(),
             optimizer=OPTIMIZER,
-            strategy=InTurns(path=str(path)),
+            strategy=InTurns(contender=contender, path=str(path)),
             schema=FeedSchema(
                 (ColumnSpec("features", torch.float32, (PIXELS,)),),
                 ColumnSpec("label", torch.int64),
@@ -124,20 +135,25 @@ def measure(network: str) -> list[Any]:
 def main() -> None:
     """Measures, prints and judges."""
     options = harness.arguments(__doc__, repeats=3)
-    turns = {network: partial(measure, network) for network in networks.BUILDERS}
+    turns = {
+        (network, contender): partial(measure, network, contender)
+        for contender in CONTENDERS
+        for network in networks.BUILDERS
+    }
     measured = harness.interleave(turns, repeats=options.repeats)
     claims, facts = [], {}
-    for network, repeats in measured.items():
+    for (network, contender), repeats in measured.items():
         pairs = [pair for repeat in repeats for pair in repeat]
-        for which, kind in enumerate(("without", "with")):
+        for which, kind in enumerate(("without", f"with {contender}")):
             milliseconds = [1000 * pair[which][1] / BLOCK for pair in pairs]
             name = f"processor time of a step {kind}, {network}"
             facts[name] = harness.show(name, milliseconds, unit="ms")
         walls = [measuring[0] / plain[0] for plain, measuring in pairs]
-        facts[f"wall, {network}"] = harness.show(f"with / without, wall, {network}", walls, unit="")
+        name = f"{contender} / without, wall, {network}"
+        facts[name] = harness.show(name, walls, unit="")
         ratio = statistics.median(measuring[1] / plain[1] for plain, measuring in pairs)
         claims.append(
-            harness.Claim(name=f"measuring / not measuring, {network}", ratio=ratio, target=TARGET)
+            harness.Claim(name=f"{contender} / without, {network}", ratio=ratio, target=TARGET)
         )
     harness.report("gradient_noise", claims, facts)
 

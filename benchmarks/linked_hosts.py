@@ -118,12 +118,14 @@ class Trial:
         shards: files of pickled record batches, one a worker.
         held_out: features and targets on which the loss is taken.
         budget_s: seconds after which it ends with the epoch that is under way.
+        least_epochs: how many are trained in any case.
     """
 
     job: Job
     shards: Sequence[Path]
     held_out: tuple[Tensor, Tensor]
     budget_s: float = float("inf")
+    least_epochs: int = 1
 
 
 class LinkedHosts:
@@ -159,6 +161,11 @@ class LinkedHosts:
         where: TracebackType | None,
     ) -> None:
         self._hosts.close()
+
+    @property
+    def workers(self) -> list[Any]:
+        """The workers' hosts (``tests/cluster/hosts.py``), to make one slow."""
+        return list(self._hosts.hosts[1:])
 
     def limit(self, mbit: float) -> None:
         """Give each link a speed in both directions, in megabits a second."""
@@ -272,6 +279,7 @@ class _Curve(Callback):
 
     links: Sequence[str]
     budget_s: float
+    least_epochs: int
     averager: Averager | None = None
     kept: list[tuple[int, float, tuple[Traffic, ...], list[Tensor]]] = field(default_factory=list)
 
@@ -286,13 +294,13 @@ class _Curve(Callback):
         traffic = tuple(map(Traffic.since, now, self._before))
         rows = sum(each.examples for each in training.history)
         self.kept.append((rows, seconds, traffic, [each.clone() for each in self.averager.center]))
-        if seconds > self.budget_s:
+        if seconds > self.budget_s and len(self.kept) >= self.least_epochs:
             training.stop(f"{self.budget_s:g} s are over")
 
 
 def _drive(trial: Trial, links: list[str], folder: Path, host: str) -> tuple[Point, ...]:
     """The driver's part: serves the rounds, and takes the losses when all is over."""
-    curve = _Curve(links, trial.budget_s)
+    curve = _Curve(links, trial.budget_s, trial.least_epochs)
 
     @contextmanager
     def launch(averager: Averager) -> Iterator[None]:

@@ -119,8 +119,7 @@ def best_over_all_reduce(
 def table(runs: Sequence[Run], names: Sequence[str], targets: Mapping[str, float]) -> str:
     """A table in Markdown: losses after as many rows, and MB and seconds to the targets.
 
-    Losses and MB are those on the fastest links, on which most rows are trained in time; seconds
-    are of all others.
+    Losses and MB are those on the fastest links, on which most rows are trained in time.
 
     Args:
         runs: of four workers; others are left out.
@@ -135,11 +134,14 @@ def table(runs: Sequence[Run], names: Sequence[str], targets: Mapping[str, float
             continue
         fastest = [run for run in mine if run.key[1] == max(links)]
         rows = min((run.points[-1][0] for run in fastest), default=0)
-        heads += [f"{task}: loss after {rows:,.0f} rows", f"MB to {target:g}"]
+        heads += [
+            f"{task}: loss after {rows:,.0f} rows at {_speed(max(links))}",
+            f"MB to {target:g} there",
+        ]
         losses = [(run.key[3], _loss_after(run, rows)) for run in fastest]
         megabytes = [(run.key[3], _of(run.to(target), 2)) for run in fastest]
         columns += [_column(losses, names, "{:.3f}"), _column(megabytes, names, "{:.1f}")]
-        for link in links[:-1] or links:
+        for link in links:
             seconds = [(run.key[3], _of(run.to(target), 1)) for run in mine if run.key[1] == link]
             heads.append(f"s at {_speed(link)}")
             columns.append(_column(seconds, names, "{:.1f}"))

@@ -22,6 +22,7 @@ import pyarrow.csv
 import torch
 from torch import Tensor, nn
 
+from sparkdl import LAMB, LARS
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.protocols import ColumnSpec
 from sparkdl.testing import batches_of
@@ -46,6 +47,7 @@ class Task:
         build: makes the model.
         optimizer: makes the optimizer of its parameters.
         adam: the optimizer for strategies that need Adam.
+        layerwise: LARS if the optimizer is SGD, LAMB if it is Adam.
         rows: makes features and targets, those to train on and those held out.
         batch_size: rows a minibatch of each worker.
         epochs: the most that are trained.
@@ -56,6 +58,7 @@ class Task:
     build: Callable[[], nn.Module]
     optimizer: Callable[..., torch.optim.Optimizer]
     adam: Callable[..., torch.optim.Optimizer]
+    layerwise: Callable[..., torch.optim.Optimizer]
     rows: Callable[[], tuple[Arrays, Arrays]]
     batch_size: int
     epochs: int
@@ -225,6 +228,10 @@ def endings(rows: int) -> tuple[Arrays, Arrays]:
     return (features[2048:], targets[2048:]), (features[:2048], targets[:2048])
 
 
+def _lamb(learning_rate: float) -> Callable[..., torch.optim.Optimizer]:
+    return partial(LAMB, lr=learning_rate, betas=(0.9, 0.95))
+
+
 def _adam(learning_rate: float) -> Callable[..., torch.optim.Optimizer]:
     # Second moments that are known after a hundred steps, for trainings of a few hundred.
     return partial(torch.optim.AdamW, lr=learning_rate, betas=(0.9, 0.95))
@@ -235,6 +242,7 @@ TASKS: dict[str, Task] = {
         build=build_cnn,
         optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9),
         adam=_adam(2e-3),
+        layerwise=partial(LARS, lr=5.0),
         rows=digits,
         batch_size=8,
         epochs=12,
@@ -245,6 +253,7 @@ TASKS: dict[str, Task] = {
         build=build_mlp,
         optimizer=_adam(2e-3),
         adam=_adam(2e-3),
+        layerwise=_lamb(1e-2),
         rows=flights,
         batch_size=256,
         epochs=6,
@@ -254,6 +263,7 @@ TASKS: dict[str, Task] = {
         build=Transformer,
         optimizer=_adam(3e-3),
         adam=_adam(3e-3),
+        layerwise=_lamb(1e-2),
         rows=partial(sentences, 2560),
         batch_size=16,
         epochs=10,
@@ -274,6 +284,7 @@ def wide(rows: int) -> Task:
         build=build_wide,
         optimizer=optimizer,
         adam=optimizer,
+        layerwise=_lamb(1e-3),
         rows=partial(endings, rows),
         batch_size=32,
         epochs=1,

@@ -8,15 +8,21 @@ agree, the gain is small; later it approaches S.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sparkdl.errors import ConfigError
+import torch
+from torch import Tensor
+
+from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Needs, Run
 from sparkdl.strategies.gradient_all_reduce import GradientAllReduce, Paced, _Reducer
-from sparkdl.strategies.gradient_noise import NoiseMeter, gain
+from sparkdl.strategies.gradient_noise import NoiseMeter, gain, total_square
+from sparkdl.strategies.model_and_loss import Passenger
 from sparkdl.strategies.worker_group import WorkerGroup
 
 STEPS = "adascale_steps"
@@ -102,7 +108,7 @@ class AdaScale(GradientAllReduce):
     def _meter(self, run: Run, group: WorkerGroup) -> NoiseMeter:
         workers = group.collective.world_size
         decay = max(1 - workers / 1000, 0.0) if self.decay is None else self.decay
-        return NoiseMeter(run, group, decay, every=1, agreeing=True)
+        return _AgreedNoise(run, group, decay, rounded=self.compression is not None)
 
     def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
         """What the noise was, and what the steps were worth."""
@@ -118,6 +124,71 @@ class AdaScale(GradientAllReduce):
     def _measured(self, state: _Reducer, meter: NoiseMeter) -> dict[str, float]:
         assert isinstance(state.paced, _Scaled)
         return {**super()._measured(state, meter), STEPS: state.paced.steps}
+
+
+class _AgreedNoise(NoiseMeter):
+    """Measures every step, and puts together at once what the workers have measured.
+
+    On CPUs that is one gradient more in the message that is sent anyway. With what the forward pass
+    begins, the backward pass of one thread ends: all others have been seen by then. Elsewhere, and
+    where gradients are rounded, it is a message of its own.
+
+    Args:
+        run: this worker's.
+        group: this worker among the others.
+        decay: of the running means.
+        rounded: whether gradients travel in fewer bits.
+    """
+
+    def __init__(self, run: Run, group: WorkerGroup, decay: float, *, rounded: bool) -> None:
+        super().__init__(run, group, decay)
+        parameters = run.replica.trainable()
+        for each in parameters:
+            hook = each.register_hook(self._look_at)  # type: ignore[no-untyped-call]
+            run.cleanup.callback(hook.remove)
+        self._looks = False
+        self._weight = 1.0
+        self._local = 0.0
+        if run.replica.device.type == "cpu" and not rounded:
+            wide = parameters[0].dtype == torch.float64
+            dtype = torch.float64 if wide else torch.float32
+            self.passenger = Passenger(self._square, dtype)
+
+    @contextmanager
+    def backward(self, weight: float, rows: int) -> Iterator[None]:
+        """As every meter, without putting up hooks first."""
+        self._looks, self._weight = rows > 0, weight
+        try:
+            yield
+        finally:
+            self._looks = False
+        if self.passenger is None:
+            self._local += self._square()
+        elif self._norms:
+            raise TrainingError("there were gradients after the sum of their squares had been sent")
+
+    def _look_at(self, gradient: Tensor) -> None:
+        if self._looks:
+            super()._look_at(gradient)
+
+    def _square(self) -> float:
+        """Of the mean gradient of the minibatch."""
+        norms, self._norms = self._norms, []
+        return total_square(torch.stack(norms)) / self._weight**2 if norms else 0.0
+
+    def end_step(self, rows: Sequence[int]) -> bool:
+        """Take note of it."""
+        collective, size = self._group.collective, self._run.batch_size
+        if self.passenger is None:
+            ours = torch.tensor([self._local], dtype=torch.float64, device=collective.device)
+            local, self._local = float(collective.all_reduce(ours)), 0.0
+        else:
+            local = self.passenger.take_sum(collective.world_size)
+        minibatches = [min(size, n - start) for n in rows for start in range(0, n, size)]
+        count, inverse_rows = len(minibatches), sum(1 / n for n in minibatches)
+        mean = total_square(self._mean_norms())
+        self._add(local / count, inverse_rows / count, mean, sum(rows))
+        return math.isfinite(mean)
 
 
 class _Scaled(Paced):

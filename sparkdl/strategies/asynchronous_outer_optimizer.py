@@ -28,7 +28,8 @@ class DelayedNesterov(CenterUpdate):
     Args:
         buffer: N, >= 1; the number of workers in the paper.
         learning_rate: > 0; 0.7, as DiLoCo's.
-        momentum: in [0, 1); 0.9, as DiLoCo's.
+        momentum: in [0, 1); 0.9, as DiLoCo's. In short fits, whose windows go far for changes that
+            are a round old, 0.5.
 
     Raises:
         ConfigError: an argument is out of range.

@@ -93,7 +93,9 @@ class AsynchronousSGD(ContributesChanges):
             algorithm; 5 as in ``ParameterAveraging`` saves traffic. DOWNPOUR gets worse from 16 to
             64 (Zhang, Choromanska & LeCun 2015), where averaging does not.
         rate: how much of a change moves the center, > 0. 1 with ``scale_by_staleness`` or ``BSP``;
-            without these 1 / number of workers, which is parameter averaging if all are as fast.
+            without these 1 / number of workers, which is parameter averaging if all are as fast,
+            and then learns more: changes of n that meet the center one after the other are
+            otherwise divided by 1, 2, ..., n, and add up to more than their mean.
         scale_by_staleness: whether a change is divided by 1 + how often others have updated the
             center since (Zhang et al. 2016); without, ``ASP`` is naive asynchronous SGD.
         barrier: who is waited for: ``ASP()`` nobody; ``SSP(s)`` the slowest, if it is more than s

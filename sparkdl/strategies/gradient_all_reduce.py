@@ -25,7 +25,7 @@ from sparkdl.replica import Replica
 from sparkdl.replica.optimizers import NamedParameters, takes_names
 from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
 from sparkdl.strategies.compression.base import Compression, Compressor
-from sparkdl.strategies.gradient_noise import DECAY, EVERY, NoiseMeter
+from sparkdl.strategies.gradient_noise import DECAY, NoiseMeter
 from sparkdl.strategies.gradients import ROUNDED, FiniteGradients, FiniteSum, reduce_by
 from sparkdl.strategies.kfac import KFACPreconditioner, Preconditioning
 from sparkdl.strategies.model_and_loss import ModelAndLoss, distribute
@@ -191,9 +191,11 @@ class GradientAllReduce(Strategy["_Reducer"]):
             run.replica.rebuild_optimizer(_sharded)
         group = WorkerGroup(run, run.batch_size * self.accumulate)
         forward_pass = synchronize(run.replica.module) if self.sync_batch_norm else None
+        meter = self._meter(run, group) if self.measure_noise else None
         model = distribute(
             run.replica,
             forward_pass,
+            None if meter is None else meter.passenger,
             bucket_mb=self.bucket_mb,
             find_unused_parameters=self.find_unused_parameters,
         )
@@ -204,14 +206,13 @@ class GradientAllReduce(Strategy["_Reducer"]):
         else:
             rounding = self.compression
         finite = reduce_by(rounding, compressor, model, run)
-        meter = self._meter(run, group) if self.measure_noise else None
         preconditioning = None
         if self.preconditioner is not None:
             preconditioning = self.preconditioner.start(run)
         return _Reducer(model, group, finite, compressor, run.batch_size, meter, preconditioning)
 
     def _meter(self, run: Run, group: WorkerGroup) -> NoiseMeter:
-        return NoiseMeter(run, group, DECAY, every=EVERY, agreeing=False)
+        return NoiseMeter(run, group, DECAY)
 
     def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
         """What was left out of the gradients, measured of them and collected, if anything is."""
@@ -368,11 +369,10 @@ class _Reducer:
                     (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
             if batch is not None:
                 yield batch, self.finite.loss
-        self.finite.before_update(trained)
+        if self.meter is None or not self.meter.end_step(rows):
+            self.finite.before_update(trained)
         if self.compressor is not None:
             self.compressor.before_update()
-        if self.meter is not None:
-            self.meter.end_step(total)
         gain = self.paced.gain(total)
         if self.preconditioning is not None:
             self.preconditioning.precondition(replica, total, gain)

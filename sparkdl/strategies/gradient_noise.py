@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.strategies.base import Run
+from sparkdl.strategies.model_and_loss import Passenger
 from sparkdl.strategies.worker_group import HALVES, WorkerGroup
 
 DECAY = 0.99
@@ -116,32 +117,34 @@ def gain(noise: float, signal: float, rows: float, base_rows: float) -> float:
     return (noise / base_rows + signal) / (noise / rows + signal)
 
 
-def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
     """One scalar a gradient, in float32 at least."""
     dense = [each.coalesce()._values() if each.is_sparse else each for each in gradients]
     wide = [each.float() if each.dtype in HALVES else each for each in dense]
     return list(torch._foreach_norm(wide))
 
 
-def _total(norms: Tensor) -> float:
+def total_square(norms: Tensor) -> float:
     """The squared norm of all; rounded once, so that it is the same in whatever order they are."""
     return math.fsum(each * each for each in norms.tolist())
 
 
 @dataclass(frozen=True)
 class _Minibatch:
-    """Of one minibatch of this worker: norms of its mean gradient by parameter, and its rows."""
+    """Of one minibatch of this worker: norms of its gradient by parameter, and its rows."""
 
     norms: Tensor
+    weight: float
     rows: int
 
     @property
     def square(self) -> float:
-        return _total(self.norms)
+        """Of the mean gradient."""
+        return total_square(self.norms) / self.weight**2
 
 
 class NoiseMeter:
-    """Measures the noise of one worker's gradients in some steps.
+    """Measures the noise of one worker's gradients in some steps; each worker its own.
 
     Hooks on the parameters see the gradients of each minibatch before DistributedDataParallel adds
     them up. They are there in the steps that are measured only, for others to cost nothing.
@@ -150,22 +153,18 @@ class NoiseMeter:
         run: this worker's.
         group: this worker among the others.
         decay: of the running means.
-        every: how many steps to the next that is measured.
-        agreeing: whether the workers put together what they measure at once, and so have the same
-            estimates; else each has its own, until somebody asks.
 
     Attributes:
         noise: the estimates.
+        passenger: what it has travel with the gradients; None for nothing.
     """
 
-    def __init__(
-        self, run: Run, group: WorkerGroup, decay: float, *, every: int, agreeing: bool
-    ) -> None:
+    passenger: Passenger | None = None
+
+    def __init__(self, run: Run, group: WorkerGroup, decay: float) -> None:
         self.noise = GradientNoise(decay)
         self._run = run
         self._group = group
-        self._every = every
-        self._agreeing = agreeing
         self._norms: list[Tensor] = []
         self._minibatches: list[_Minibatch] = []
         self._unread: list[tuple[list[_Minibatch], Tensor, int]] = []
@@ -189,53 +188,54 @@ class NoiseMeter:
             for hook in hooks:
                 hook.remove()
         norms, self._norms = self._norms, []
-        self._minibatches.append(_Minibatch(torch.stack(norms).double().div_(weight), rows))
+        self._minibatches.append(_Minibatch(torch.stack(norms), weight, rows))
 
     def _look_at(self, gradient: Tensor) -> None:
-        self._norms.extend(_norms([gradient]))
+        self._norms.extend(norms_of([gradient]))
 
     @property
     def _due(self) -> bool:
-        return self._run.step % self._every == 0
+        return self._run.step % EVERY == 0
 
-    def end_step(self, rows: int) -> None:
+    def end_step(self, rows: Sequence[int]) -> bool:
         """Take note of a step whose gradients have been reduced.
 
         Args:
-            rows: of all workers in it.
+            rows: of each worker in it.
+
+        Returns:
+            Whether all gradients are known to be finite now.
         """
         if not self._due:
-            return
+            return False
         minibatches, self._minibatches = self._minibatches, []
-        parameters = self._run.replica.trainable()
-        means = _norms([each.grad for each in parameters if each.grad is not None])
-        mean = torch.stack(means).double()
-        if self._agreeing:
-            self._agree(minibatches, mean, rows)
-        elif minibatches:
-            self._unread.append((minibatches, mean, rows))
-            if len(self._unread) == _UNREAD or mean.is_cpu:
-                self.settle()
+        if not minibatches:
+            return False
+        mean = self._mean_norms()
+        self._unread.append((minibatches, mean, sum(rows)))
+        if mean.is_cpu:
+            return math.isfinite(self.settle())
+        if len(self._unread) == _UNREAD:
+            self.settle()
+        return False
 
-    def _agree(self, minibatches: Sequence[_Minibatch], mean: Tensor, rows: int) -> None:
-        collective = self._group.collective
-        local = sum(each.square for each in minibatches)
-        ours = [len(minibatches), local, sum(1 / each.rows for each in minibatches)]
-        sums = torch.tensor(ours, dtype=torch.float64, device=collective.device)
-        count, local, inverse_rows = collective.all_reduce(sums).tolist()
-        self._add(local / count, inverse_rows / count, mean, rows)
+    def _mean_norms(self) -> Tensor:
+        gradients = [each.grad for each in self._run.replica.trainable() if each.grad is not None]
+        return torch.stack(norms_of(gradients))
 
-    def settle(self) -> None:
-        """Read what is still on a GPU."""
+    def settle(self) -> float:
+        """Read what is still on a GPU; returns the last mean gradient's squared norm, if any."""
         unread, self._unread = self._unread, []
+        square = 0.0
         for minibatches, mean, rows in unread:
-            count = len(minibatches)
+            square, count = total_square(mean), len(minibatches)
             local = sum(each.square for each in minibatches) / count
-            self._add(local, sum(1 / each.rows for each in minibatches) / count, mean, rows)
+            self._add(local, sum(1 / each.rows for each in minibatches) / count, square, rows)
+        return square
 
-    def _add(self, local: float, inverse_rows: float, mean: Tensor, rows: int) -> None:
+    def _add(self, local: float, inverse_rows: float, mean: float, rows: int) -> None:
         if inverse_rows * rows > 1 + 1e-9:  # or the mean is of this minibatch alone
-            self.noise.add(local, inverse_rows, _total(mean), rows)
+            self.noise.add(local, inverse_rows, mean, rows)
 
     def measured(self) -> dict[str, float]:
         """Noise scale and gain by name, those there are; asked for by all workers group."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,19 +17,71 @@ from sparkdl.replica import Replica
 from sparkdl.strategies.synchronized_norm import ForwardPass
 
 
+class _Told(torch.autograd.Function):
+    """Zero, of which a parameter gets a number for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, seat: Tensor, number: Callable[[], float]) -> Tensor:
+        """The zero."""
+        ctx.seat, ctx.number = seat, number
+        return seat.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """The number, as it is by then."""
+        return torch.full_like(ctx.seat, ctx.number()), None
+
+
+class Passenger(nn.Module):
+    """A number that travels with the gradients, as that of a parameter which is nobody's.
+
+    Args:
+        number: called in the backward pass.
+        dtype: of the gradients.
+    """
+
+    def __init__(self, number: Callable[[], float], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.seat = nn.Parameter(torch.zeros(1, dtype=dtype))
+        self._number = number
+        self._most = torch.finfo(dtype).max / 2  # in a sum that is looked at: it has to be finite
+
+    def forward(self) -> Tensor:
+        """A zero for the loss."""
+        zero: Tensor = _Told.apply(self.seat, self._bounded)  # type: ignore[no-untyped-call]
+        return zero
+
+    def _bounded(self) -> float:
+        return min(self._number(), self._most)
+
+    def take_sum(self, workers: int) -> float:
+        """What all workers have told since the last time; infinity if it was too large."""
+        assert self.seat.grad is not None
+        total = float(self.seat.grad) * workers  # DistributedDataParallel makes it a mean
+        self.seat.grad = None
+        return total if total < self._most * 0.99 else math.inf
+
+
 class ModelAndLoss(nn.Module):
     """From a minibatch to its loss: the whole graph is DDP's, also where there is no minibatch.
 
     Args:
         replica: the worker's.
         forward_pass: of its synchronized BatchNorm layers, if it has any.
+        passenger: what travels with the gradients; None for nothing.
         all_used: whether every parameter takes part in every loss.
     """
 
     def __init__(
-        self, replica: Replica, forward_pass: ForwardPass | None, *, all_used: bool
+        self,
+        replica: Replica,
+        forward_pass: ForwardPass | None,
+        passenger: Passenger | None,
+        *,
+        all_used: bool,
     ) -> None:
         super().__init__()
+        self._passenger = passenger
         self.module = replica.module
         self._forward = replica.forward
         self._trainable = replica.trainable()
@@ -38,6 +92,13 @@ class ModelAndLoss(nn.Module):
 
     def forward(self, batch: Batch | None) -> Tensor:
         """The mean loss; without a batch a zero whose gradients are zero."""
+        if self._passenger is None:
+            return self._loss(batch)
+        zero: Tensor = self._passenger()  # before all else, for backward to have it last
+        loss = self._loss(batch)
+        return loss + zero.to(loss.dtype)
+
+    def _loss(self, batch: Batch | None) -> Tensor:
         if self._forward_pass is not None:
             return self._synchronized(batch, self._forward_pass)
         if batch is None:
@@ -86,6 +147,7 @@ class _NoRows(torch.autograd.Function):
 def distribute(
     replica: Replica,
     forward_pass: ForwardPass | None,
+    passenger: Passenger | None = None,
     *,
     bucket_mb: float,
     find_unused_parameters: bool,
@@ -95,6 +157,7 @@ def distribute(
     Args:
         replica: the worker's.
         forward_pass: of its synchronized BatchNorm layers, if it has any.
+        passenger: as of ``ModelAndLoss``.
         bucket_mb: MB of gradients that are sent off together.
         find_unused_parameters: whether a parameter may take no part in the loss.
 
@@ -105,7 +168,7 @@ def distribute(
         # torch renames the argument; what it is called next is not known to older versions.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
         return DistributedDataParallel(
-            ModelAndLoss(replica, forward_pass, all_used=not find_unused_parameters),
+            ModelAndLoss(replica, forward_pass, passenger, all_used=not find_unused_parameters),
             bucket_cap_mb=bucket_mb,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,

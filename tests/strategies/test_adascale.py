@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.strategies import AdaScale, GradientAllReduce, KFACPreconditioner
+from sparkdl.strategies.model_and_loss import Passenger
 from sparkdl.testing import run_world
 
 cloudpickle.register_pickle_by_value(misbehaving)
@@ -91,6 +93,71 @@ def test_it_is_the_papers_algorithm_with_its_schedule_in_steps_of_one_worker() -
     assert relative_error(outcome.module, module) < 1e-9
     for summary, expected in zip(outcome.history, history, strict=True):
         assert summary.measured == pytest.approx(expected, rel=1e-9)
+
+
+def test_workers_of_unequal_rows_and_steps_of_several_minibatches_are_weighed_as_they_are() -> None:
+    """tr(Sigma) is (mean |g_i|^2 - |g|^2) / (mean 1/n_i - 1/n) of minibatches of n_i rows."""
+    data = classification([22, 13])
+    job = make_job(mlp(), strategy=AdaScale(accumulate=2, decay=0.5), optimizer=SGD, epochs=1)
+    outcome = run_world(job, data.shards(), ranks_as="processes")
+    module = mlp().train()
+    parameters = list(module.parameters())
+    optimizer = SGD(parameters)
+    plans = [batches_by_hand(data, worker, 1, 4) for worker in range(2)]
+    noise, signal, worth, gain = 0.0, 0.0, 0.0, 1.0
+    for start in range(0, 6, 2):
+        parts = [part for plan in plans for part in plan[start : start + 2]]
+        counts = [len(targets) for _, targets in parts]
+        rows, squares, mean = sum(counts), [], [torch.zeros_like(p) for p in parameters]
+        for features, targets in parts:
+            loss = nn.functional.cross_entropy(
+                module(torch.from_numpy(features)), torch.from_numpy(targets)
+            )
+            each = torch.autograd.grad(loss, parameters)
+            squares.append(sum(float(g.square().sum()) for g in each))
+            for total, g in zip(mean, each, strict=True):
+                total += g * len(targets) / rows
+        norm = sum(float(g.square().sum()) for g in mean)
+        now = (np.mean(squares) - norm) / (np.mean([1 / n for n in counts]) - 1 / rows)
+        noise, signal = (noise + now) / 2, (signal + norm - now / rows) / 2
+        kept = max(signal, 0.0)
+        # At the end one worker has rows left for two minibatches, as many as for a step of its own.
+        gain = (noise / 8 + kept) / (noise / rows + kept) if rows > 8 else 1.0
+        for parameter, g in zip(parameters, mean, strict=True):
+            parameter.grad = g
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * gain
+        optimizer.step()
+        worth += gain
+    assert relative_error(outcome.module, module) < 1e-9
+    assert outcome.history[0].measured["adascale_steps"] == pytest.approx(worth, rel=1e-9)
+
+
+def test_rounded_gradients_do_not_round_what_is_measured() -> None:
+    """Their squares would be, to three digits, and of these the difference counts."""
+    data = classification([16, 16])
+    measured = [
+        run_world(
+            make_job(mlp(), strategy=AdaScale(compression=rounding), optimizer=SGD),
+            data.shards(),
+            ranks_as="processes",
+        )
+        .history[0]
+        .measured["adascale_steps"]
+        for rounding in (None, "bf16")
+    ]
+    assert measured[1] == pytest.approx(measured[0], rel=0.02)
+
+
+def test_a_square_that_does_not_fit_is_infinite_and_never_in_the_gradients() -> None:
+    numbers = iter([2.5, 1e200, math.inf])
+    passenger = Passenger(lambda: next(numbers), torch.float32)
+    told = []
+    for _ in range(3):
+        (passenger() * 7).backward()
+        assert torch.isfinite(passenger.seat.grad).all()
+        told.append(passenger.take_sum(3))
+    assert told == [7.5, math.inf, math.inf]
 
 
 def bits(outcome: Outcome) -> list[bytes]:

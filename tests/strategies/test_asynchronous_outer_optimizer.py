@@ -71,6 +71,51 @@ def test_it_is_the_papers_algorithm(
         np.testing.assert_allclose(center.item(), theta, rtol=1e-9, atol=1e-9)
 
 
+def grows_by(reach: float, workers: int, momentum: float) -> float:
+    """By how much a round multiplies the distance from a parabola's minimum; numpy alone.
+
+    Each worker in turn contributes -reach times where the center was at its last turn.
+    """
+
+    def one_round(state: np.ndarray) -> np.ndarray:
+        center, velocity, *begun = state
+        gathered = 0.0
+        for rank in range(workers):
+            change = -reach * begun[rank] / workers
+            center += 0.7 * change
+            gathered += change
+            if rank == workers - 1:
+                velocity = momentum * velocity + gathered
+                center += 0.7 * momentum * velocity
+            begun[rank] = center
+        return np.array([center, velocity, *begun])
+
+    columns = [one_round(unit) for unit in np.eye(2 + workers)]
+    return float(np.abs(np.linalg.eigvals(np.stack(columns, axis=1))).max())
+
+
+@pytest.mark.parametrize(
+    ("workers", "momentum", "reach"),
+    [(4, 0.9, 1.08), (8, 0.9, 0.81), (4, 0.5, 1.64)],
+)
+def test_changes_that_are_a_round_old_are_stable_up_to_windows_of_some_length(
+    workers: int, momentum: float, reach: float
+) -> None:
+    assert grows_by(reach * 0.98, workers, momentum) < 1 < grows_by(reach * 1.02, workers, momentum)
+    update = DelayedNesterov(workers, 0.7, momentum)
+    for factor in (0.9, 1.1):
+        (memory,) = new_memory(update, (Segment("parameters", torch.float64, 1),))
+        center = torch.ones(1, dtype=torch.float64)
+        begun = [center.clone() for _ in range(workers)]
+        for number in range(250 * workers):
+            before = begun[number % workers]
+            change = -factor * reach * before * update.scale(workers - 1)
+            update.step(center, change, memory, Contributions((1,), workers, 3, number + 1))
+            center += change
+            begun[number % workers] = center.clone()
+        assert (abs(center.item()) < 1e-2) == (factor < 1)
+
+
 def test_one_worker_with_a_buffer_of_one_is_diloco() -> None:
     mine, diloco = (
         run_world(job(strategy=strategy, optimizer=MOMENTUM), ALONE.shards()).module
