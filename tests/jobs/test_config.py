@@ -17,6 +17,7 @@ from flights.table import Flights
 from torch import nn
 
 from sparkdl import ParameterAveraging, TorchEstimator
+from sparkdl.callbacks import TrainingReport
 from sparkdl.jobs import Files, command, logs
 from sparkdl.jobs.grammar import JobName, Settings, read_settings
 from sparkdl.jobs.predict import _is_data
@@ -136,6 +137,13 @@ estimator:
     assert scheduler(torch.optim.SGD([torch.zeros(1)], lr=1.0)).step_size == 3
     assert estimator.getCallbacks()[0].patience == 5
     assert estimator.getOutputCols() == {"logit": "logits", "embedding": 1}
+
+
+def test_the_flights_have_a_report_where_the_readme_says() -> None:
+    (report,) = settings().estimator().getCallbacks()
+    assert report == TrainingReport("output/flights-report.html")
+    assert settings("--estimator.callbacks", "null").estimator().getCallbacks() is None
+    assert report.path in (Path(CONFIG).parents[1] / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
