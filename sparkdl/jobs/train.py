@@ -61,13 +61,17 @@ def train(work: Work) -> Found:
         "metrics": {score.name: score.metrics for score in scores} if evaluators else {},
     }
     table = f"\n{format_scores(scores, larger)}" if evaluators else ""
-    reports = "".join(
-        f"\nTraining report in {each.path}"
+    saved = f"Model saved in {settings.output}"
+    return found, f"\n{format_history(history)}\n{table}\n{_reports(estimator)}{saved}"
+
+
+def _reports(estimator: TorchEstimator) -> str:
+    """Where the training's reports are, a line each."""
+    return "".join(
+        f"Training report in {each.path}\n"
         for each in estimator.getCallbacks() or ()
         if isinstance(each, TrainingReport)
     )
-    saved = f"\nModel saved in {settings.output}"
-    return found, f"\n{format_history(history)}\n{table}{reports}{saved}"
 
 
 def _estimator(work: Work) -> TorchEstimator:
