@@ -1,14 +1,14 @@
 """What it costs that workers tell where their time goes: the same training with and without.
 
-Both are trained by the same workers' loop and averager, in turns. Without, the clock stands still
-and nothing is told or kept. A turn is one whole training; what is compared is the processor time of
-all its threads, workers and averager, in the epochs after the first, which has what a process does
-once: the time on a wall says more of what else runs on the machine.
+One training, whose epochs take turns: in some clocks stand still and nothing is told or kept. What
+is compared is the processor time of all threads, workers and averager: the time on a wall says more
+of what else runs on the machine. Epochs come in blocks of four (told, not, not, told), so that a
+machine that slows down meanwhile slows both; a repeat is a block.
 """
 
-import functools
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from sparkdl import ParameterAveraging, worker
-from sparkdl.averager.client import AveragerClient
+from sparkdl import ParameterAveraging
+from sparkdl.averager.run_events import RunEvent, WorkerTimes
+from sparkdl.averager.time_reports import TimeReports
 from sparkdl.events import EpochSummary
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.phases import PhaseClock
@@ -30,14 +31,17 @@ from sparkdl.worker import Job
 
 ROWS = 8_000
 WIDTH = 100
-EPOCHS = 4
 TARGET = 1.01
-CLOCK = {name: vars(PhaseClock)[name] for name in ("switch", "phase", "each")}
-"""What the clock does otherwise."""
+BLOCK = (True, False, False, True)
+"""Whether workers tell, in the epochs of a block."""
 
 
 class Still:
-    """What a clock does that counts nothing and costs as little as a call can."""
+    """What a clock does that counts nothing and costs as little as a call can.
+
+    ``PhaseClock.each`` stays: an epoch's iterator may be made before its turn begins. What it costs
+    besides its switches is a thousandth of what may be told here.
+    """
 
     @staticmethod
     def switch(clock: PhaseClock, phase: int) -> int:
@@ -47,16 +51,69 @@ class Still:
     def phase(clock: PhaseClock, phase: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    @staticmethod
-    def each(clock: PhaseClock, phase: int, items: Any) -> Any:
-        return items
+
+def silent(reports: TimeReports) -> dict[str, Any]:
+    """What a worker's messages say of times if it tells nothing."""
+    return {}
 
 
-class Untold(AveragerClient):
-    """A worker's end of the averager that says nothing of times."""
+class Turns:
+    """Has the workers of this process tell, or not; and sees that they do as they are told.
 
-    def __init__(self, *args: Any, clock: PhaseClock, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    Attributes:
+        heard: how often a worker has told of its time since the last turn began.
+    """
+
+    def __init__(self) -> None:
+        self.heard = 0
+        note = Recording.note
+
+        def told(recording: Recording, event: RunEvent) -> None:
+            self.heard += isinstance(event, WorkerTimes)
+            note(recording, event)
+
+        def untold(recording: Recording, event: RunEvent) -> None:
+            self.heard += isinstance(event, WorkerTimes)
+
+        self._original: list[tuple[type, str, Callable[..., Any]]] = [
+            (PhaseClock, "switch", PhaseClock.switch),
+            (PhaseClock, "phase", PhaseClock.phase),
+            (TimeReports, "header", TimeReports.header),
+            (Recording, "note", note),
+        ]
+        self._ways = {
+            True: [*self._original[:-1], (Recording, "note", told)],
+            False: [
+                (PhaseClock, "switch", Still.switch),
+                (PhaseClock, "phase", Still.phase),
+                (TimeReports, "header", silent),
+                (Recording, "note", untold),
+            ],
+        }
+
+    def take(self, tells: bool) -> None:
+        """Begin a turn."""
+        self.heard = 0
+        self._set(self._ways[tells])
+
+    def end(self, tells: bool) -> None:
+        """End it.
+
+        Raises:
+            RuntimeError: both kinds of turns are the same: what is patched has moved.
+        """
+        if (self.heard > 0) != tells:
+            raise RuntimeError(
+                f"in an epoch with telling={tells} workers told of their time {self.heard} times"
+            )
+
+    def restore(self) -> None:
+        """Have everything as it was."""
+        self._set(self._original)
+
+    def _set(self, ways: list[tuple[type, str, Callable[..., Any]]]) -> None:
+        for owner, name, function in ways:
+            setattr(owner, name, function)
 
 
 def mlp() -> nn.Module:
@@ -65,48 +122,50 @@ def mlp() -> nn.Module:
     return nn.Sequential(*hidden, nn.Linear(200, 10))
 
 
-def built(told: bool) -> nn.Module:
-    """Called by each worker, which has just made its clock and not yet connected."""
-    if not told:
-        for name in ("switch", "phase", "each"):
-            function = getattr(Still, name)
-            setattr(PhaseClock, name, lambda *given, function=function: function(*given))
-        worker.AveragerClient = Untold  # type: ignore[misc]
-    return mlp()
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer."""
+    return torch.optim.SGD(parameters, lr=0.01)
 
 
-def train(told: bool, shards: list[Any], strategy: Strategy[Any]) -> float:
-    """Seconds of processor time, of workers and averager, of the epochs behind the first."""
+def train(blocks: int, shards: list[Any], strategy: Strategy[Any]) -> dict[bool, list[float]]:
+    """Seconds of processor time, of workers and averager, of each epoch behind the first."""
+    turns = Turns()
+    # The first epoch has what a process does once.
+    plan = [True, *BLOCK * blocks]
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    began: list[float] = []
+
+    def on_event(event: object) -> None:
+        if not isinstance(event, EpochSummary):
+            return
+        now = time.process_time()
+        done = plan[event.epoch - 1]
+        turns.end(done)
+        if began:
+            seconds[done].append(now - began[-1])
+        if event.epoch < len(plan):
+            turns.take(plan[event.epoch])
+        began.append(time.process_time())
+
     job = Job(
-        model=functools.partial(built, told),
+        model=mlp,
         loss=nn.CrossEntropyLoss(),
-        optimizer=functools.partial(torch.optim.SGD, lr=0.01),
+        optimizer=sgd,
         strategy=strategy,
         schema=FeedSchema(
             (ColumnSpec("x", torch.float32, (WIDTH,)),), ColumnSpec("y", torch.int64)
         ),
-        epochs=EPOCHS,
+        epochs=len(plan),
         batch_size=32,
         seed=1,
         deadline_s=300.0,
     )
-    ends: list[float] = []
-
-    def on_event(event: object) -> None:
-        if isinstance(event, EpochSummary):
-            ends.append(time.process_time())
-
-    note = Recording.note
-    if not told:
-        Recording.note = lambda self, event: None  # type: ignore[method-assign]
+    turns.take(plan[0])
     try:
         run_world(job, shards, on_event=on_event)
     finally:
-        Recording.note = note  # type: ignore[method-assign]
-        worker.AveragerClient = AveragerClient  # type: ignore[misc]
-        for name, function in CLOCK.items():
-            setattr(PhaseClock, name, function)
-    return ends[-1] - ends[0]
+        turns.restore()
+    return seconds
 
 
 def cost_of_a_switch() -> float:
@@ -121,7 +180,7 @@ def cost_of_a_switch() -> float:
 
 def main() -> None:
     """Measures, prints and judges."""
-    options = harness.arguments(__doc__, repeats=15, quick_repeats=3)
+    options = harness.arguments(__doc__, repeats=60, quick_repeats=3)
     draws = np.random.default_rng(0)
     shards = [
         batches_of(
@@ -134,19 +193,15 @@ def main() -> None:
     torch.set_num_threads(1)
     claims, facts = [], {"switches_us": round(1e6 * cost_of_a_switch(), 3)}
     for period in (5, 1):
-        name, strategy = f"period {period}", ParameterAveraging(period)
-        measured = harness.interleave(
-            {
-                "told": functools.partial(train, True, shards, strategy),
-                "untold": functools.partial(train, False, shards, strategy),
-            },
-            repeats=options.repeats,
-            warmups=1,
-        )
-        for kind, values in measured.items():
-            facts[f"{kind}, {name}"] = harness.show(f"{kind}, {name}", values)
-        # Pair by pair: what else runs on the machine changes from minute to minute.
-        ratios = [a / b for a, b in zip(measured["told"], measured["untold"], strict=True)]
+        name = f"period {period}"
+        seconds = train(options.repeats, shards, ParameterAveraging(period))
+        for tells, kind in ((True, "told"), (False, "untold")):
+            facts[f"{kind}, {name}"] = harness.show(f"{kind}, {name}", seconds[tells])
+        told, untold = (np.array(seconds[tells]).reshape(-1, 2).sum(axis=1) for tells in (1, 0))
+        # Block by block: what else runs on the machine changes from minute to minute.
+        ratios = (told / untold).tolist()
+        low, high = np.quantile(ratios, [0.25, 0.75])
+        print(f"{name}: half of the blocks are within {low:.3f} and {high:.3f}", flush=True)
         claims.append(
             harness.Claim(
                 name=f"telling / not telling, {name}",

@@ -273,6 +273,9 @@ def draw(runs: Sequence[Run], targets: Mapping[str, float], path: Path) -> None:
                 axes.set_xlabel(label)
                 if index == 2:
                     axes.set_xscale("log")
+                    axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+                    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+                    axes.xaxis.set_minor_formatter(NullFormatter())  # which lie on each other
                 axes.spines[["top", "right"]].set_visible(False)
         for axes, task in zip(panels[0], targets, strict=True):
             axes.set_title(task, loc="left", fontsize=12, fontweight="bold")

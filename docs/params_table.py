@@ -13,30 +13,40 @@ from sphinx.util.docutils import SphinxDirective
 
 
 class ParamsTable(SphinxDirective):
-    """``.. params-table:: module.Class``; defaults are those of the constructor's arguments."""
+    """``.. params-table:: module.Class``; defaults are those of the constructor's arguments.
+
+    With a second class behind it only what differs from that one's.
+    """
 
     required_arguments = 1
+    optional_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         """Give the table, in the order in which the constructor has the Params, then by name."""
-        module, name = self.arguments[0].rsplit(".", 1)
-        owner = getattr(importlib.import_module(module), name)
-        arguments = inspect.signature(owner.__init__).parameters
-        found: dict[str, Param[Any]] = {
-            each: value for each, value in inspect.getmembers(owner) if isinstance(value, Param)
-        }
-        order = sorted(found, key=lambda each: ([*arguments, each].index(each), each))
+        known, *others = [_rows(each) for each in self.arguments]
+        rows = [row for row in known if not any(row in other for other in others)]
         lines = [".. list-table::", "   :header-rows: 1", ""]
-        rows = [("Param", "default", "what it says of itself")]
-        for each in order:
-            default = arguments[each].default if each in arguments else inspect.Parameter.empty
-            shown = "" if default is inspect.Parameter.empty else f"``{default!r}``"
-            rows.append((f"``{each}``", shown, found[each].doc.replace("*", r"\*")))
-        for row in rows:
+        for row in [("Param", "default", "what it says of itself"), *rows]:
             lines += [f"   {'* -' if cell is row[0] else '  -'} {cell}" for cell in row]
         holder = nodes.container()
         self.state.nested_parse(StringList(lines, source=self.arguments[0]), 0, holder)
         return holder.children
+
+
+def _rows(path: str) -> list[tuple[str, str, str]]:
+    """Name, default and text of each Param of a class, as reStructuredText."""
+    module, name = path.rsplit(".", 1)
+    owner = getattr(importlib.import_module(module), name)
+    arguments = inspect.signature(owner.__init__).parameters
+    found: dict[str, Param[Any]] = {
+        each: value for each, value in inspect.getmembers(owner) if isinstance(value, Param)
+    }
+    rows = []
+    for each in sorted(found, key=lambda each: ([*arguments, each].index(each), each)):
+        default = arguments[each].default if each in arguments else inspect.Parameter.empty
+        shown = "" if default is inspect.Parameter.empty else f"``{default!r}``"
+        rows.append((f"``{each}``", shown, found[each].doc.replace("*", r"\*")))
+    return rows
 
 
 def setup(app: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from pyspark.ml import Pipeline
 from pyspark.sql import DataFrame
 
+from sparkdl.callbacks import TrainingReport
 from sparkdl.estimator import TorchEstimator
 from sparkdl.jobs import logs
 from sparkdl.jobs.command import Found, Work, run_command
@@ -60,7 +61,17 @@ def train(work: Work) -> Found:
         "metrics": {score.name: score.metrics for score in scores} if evaluators else {},
     }
     table = f"\n{format_scores(scores, larger)}" if evaluators else ""
-    return found, f"\n{format_history(history)}\n{table}\nModel saved in {settings.output}"
+    saved = f"Model saved in {settings.output}"
+    return found, f"\n{format_history(history)}\n{table}\n{_reports(estimator)}{saved}"
+
+
+def _reports(estimator: TorchEstimator) -> str:
+    """Where the training's reports are, a line each."""
+    return "".join(
+        f"Training report in {each.path}\n"
+        for each in estimator.getCallbacks() or ()
+        if isinstance(each, TrainingReport)
+    )
 
 
 def _estimator(work: Work) -> TorchEstimator:

@@ -126,6 +126,8 @@ def _waiting(recording: Recording, total: float) -> Finding | None:
     share = waited / total
     if share < NOTABLE:
         return None
+    if _waited_for_lost(recording) > waited / 2:
+        return _lost(recording, share)
     slow = slowest(recording)
     busy = _busy(recording)
     # Who is done early waits until the last one is, whatever a round costs.
@@ -137,6 +139,31 @@ def _waiting(recording: Recording, total: float) -> Finding | None:
         share,
         f"{_percent(share)} of the time workers wait for {where}.",
         _fewer_rounds(recording),
+    )
+
+
+def _waited_for_lost(recording: Recording) -> float:
+    """Seconds that workers have waited while one of them was not there that had been before."""
+    lost = {each.rank for each in recording.failures if each.rank is not None}
+    bins = recording.lanes
+    # Where several workers share a lane, it is there as long as most of them are.
+    there = bins.sums.sum(axis=2) > bins.width_s / 2
+    awaited = np.zeros(len(there), dtype=bool)
+    for lane in {rank // recording.ranks_a_lane for rank in lost}:
+        seen = np.flatnonzero(there[:, lane])
+        if len(seen):
+            awaited[seen[0] : bins.used] |= ~there[seen[0] : bins.used, lane]
+    return float(bins.sums[awaited, :, WAIT].sum())
+
+
+def _lost(recording: Recording, share: float) -> Finding:
+    ranks = sorted({each.rank for each in recording.failures if each.rank is not None})
+    who = name_of(recording, ranks[0]) if len(ranks) == 1 else f"{len(ranks)} workers"
+    back = "it was" if len(ranks) == 1 else "they were"
+    return Finding(
+        share,
+        f"{_percent(share)} of the time workers wait, most of it for {who}, until {back} back.",
+        "What was lost, when and why is listed under Failures.",
     )
 
 

@@ -53,7 +53,12 @@ def series_of(history: Sequence[EpochSummary]) -> list[tuple[str, list[Series]]]
         title = base if base in found else name
         if any(value for _, value in points):
             charts.setdefault(title, []).append((_label(name, found), points))
-    return [(title.replace("_", " ").capitalize(), series) for title, series in charts.items()]
+    return [(_title(name), series) for name, series in charts.items()]
+
+
+def _title(name: str) -> str:
+    words = name.replace("_", " ")
+    return words[:1].upper() + words[1:]
 
 
 def _label(name: str, found: Mapping[str, object]) -> str:

@@ -42,7 +42,8 @@ def number(value: float, digits: int = 3) -> str:
         return "0"
     size = abs(value)
     if size >= 1e15 or size < 1e-4:
-        return f"{value:.{digits - 1}e}".replace("-", "−")
+        figures, _, power = f"{value:.{digits - 1}e}".partition("e")
+        return f"{figures}e{int(power)}".replace("-", "−")
     if size >= 10 ** (digits - 1):
         return f"{value:,.0f}".replace("-", "−")
     places = digits - 1 - math.floor(math.log10(size))
@@ -175,7 +176,8 @@ def chart(
             high + 0.04 * (high - low),
         )
     xs = [x for x in ticks(left, right, 6) if not whole or x == int(x)]
-    ys = ticks(low, high, 5)
+    # Of values that are all the same there is but one to read.
+    ys = ticks(low, high, 5) if len({y for _, y in finite}) > 1 or from_zero else [finite[0][1]]
 
     def place(x: float, y: float) -> tuple[str, str]:
         across = (x - left) / (right - left) * WIDTH

@@ -72,6 +72,11 @@ def render(recording: Recording) -> str:
 
 def _page(recording: Recording, most_bins: int) -> str:
     title = f"{recording.setup.model or 'Model'}: training report"
+    clocks = (
+        f"Workers' clocks agree with the driver's to within {duration(recording.uncertainty_s)}. "
+        if recording.uncertainty_s
+        else ""
+    )
     parts = [
         _head(recording),
         _findings(recording),
@@ -90,9 +95,8 @@ def _page(recording: Recording, most_bins: int) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{text(title)}</title><style>{STYLE}</style></head><body><main>"
         f"{''.join(parts)}"
-        f"<footer>sparkdl {text(__version__)}. Workers' clocks agree with the driver's to within "
-        f"{duration(recording.uncertainty_s)}. What a worker does within one bin of the timeline "
-        "is shown in the order of the legend, not in that in which it happened.</footer>"
+        f"<footer>sparkdl {text(__version__)}. {clocks}What a worker does within one bin of the "
+        "timeline is shown in the order of the legend, not in that in which it happened.</footer>"
         "</main></body></html>"
     )
 

@@ -37,8 +37,12 @@ def accuracy(space: dict[str, Any]) -> float:
 def test_the_readme_trains_a_model_and_runs_a_function(
     tmp_path: Path,
 ) -> None:
-    first = run(programs("README.md", "In a notebook"), "README")
+    (notebook,) = programs("README.md", "In a notebook")
+    report = tmp_path / "report.html"
+    assert notebook.count('"report.html"') == 1
+    first = run([notebook.replace('"report.html"', repr(str(report)))], "README")
     assert accuracy(first) > 0.95
+    assert "What each worker did when" in report.read_text()
 
     (function,) = programs("README.md", "Your own training function")
     assert function.count('"/shared/run"') == 2  # the only part that a reader has to have
@@ -54,9 +58,9 @@ def test_the_quick_start_works_from_top_to_bottom(
     tmp_path: Path,
 ) -> None:
     # Spark's JVM has a working directory of its own, which would be the repository.
-    place = repr(str(tmp_path / "spirals"))
-    blocks = [each.replace('"output/spirals"', place) for each in programs("docs/quickstart.md")]
+    blocks = [each.replace('"output/', f'"{tmp_path}/') for each in programs("docs/quickstart.md")]
     space = run(blocks, "quick start")
     assert accuracy(space) > 0.95
     assert accuracy({**space, "model": space["again"]}) == accuracy(space)
     assert 1 < len(space["model"].history) < 20  # stopped in time
+    assert "What each worker did when" in (tmp_path / "spirals.html").read_text()

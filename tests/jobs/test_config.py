@@ -17,9 +17,11 @@ from flights.table import Flights
 from torch import nn
 
 from sparkdl import ParameterAveraging, TorchEstimator
+from sparkdl.callbacks import TrainingReport
 from sparkdl.jobs import Files, command, logs
 from sparkdl.jobs.grammar import JobName, Settings, read_settings
 from sparkdl.jobs.predict import _is_data
+from sparkdl.jobs.train import _reports
 
 CONFIG = str(Path(__file__).parents[2] / "conf" / "flights.yaml")
 
@@ -136,6 +138,16 @@ estimator:
     assert scheduler(torch.optim.SGD([torch.zeros(1)], lr=1.0)).step_size == 3
     assert estimator.getCallbacks()[0].patience == 5
     assert estimator.getOutputCols() == {"logit": "logits", "embedding": 1}
+
+
+def test_the_flights_have_a_report_where_the_readme_says() -> None:
+    estimator = settings().estimator()
+    assert estimator.getCallbacks() == [TrainingReport("output/flights-report.html")]
+    (said,) = _reports(estimator).splitlines()
+    assert f"\n{said}\nModel saved in" in (Path(CONFIG).parents[1] / "README.md").read_text()
+    none = settings("--estimator.callbacks", "null").estimator()
+    assert none.getCallbacks() is None
+    assert _reports(none) == ""
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from recordings import Play, Played
 
+from sparkdl.averager.run_events import WorkerLost
 from sparkdl.report.findings import findings, slowest
 
 
@@ -38,6 +39,35 @@ def test_who_works_longest_is_waited_for_and_named(play: Play) -> None:
     )
     assert "host is slower" in first.advice
     assert slowest(played.recording) == (3, pytest.approx(1.0 / 0.55))
+
+
+@pytest.mark.parametrize("ranks", [2, 100])  # of many, several share a line of the timeline
+def test_who_was_lost_is_waited_for_and_not_the_averager(play: Play, ranks: int) -> None:
+    """Rank 1 is not there for 6 of 10 s, for which all others wait."""
+    played = play(ranks)
+    for _ in range(4):
+        for rank in range(ranks):
+            played.spend(rank, f"host-{rank}", compute=0.5)
+            played.window(rank)
+    together = -(-ranks // 32)  # workers on a line of the timeline
+    gone = range(together, 2 * together) if together > 1 else [1]
+    for rank in gone:
+        played.recording.note(WorkerLost(rank, "its host was taken away"))
+        played.at[rank] += 6.0
+    for rank in set(range(ranks)) - set(gone):
+        played.spend(rank, f"host-{rank}", wait=6.0)
+    for rank in range(ranks):
+        played.spend(rank, f"host-{rank}", compute=0.5)
+    first = next(each for each in findings(played.recording) if "wait" in each.sentence)
+    who = "rank 1 on host-1, until it was" if ranks == 2 else f"{together} workers, until they were"
+    assert f"workers wait, most of it for {who} back" in first.sentence
+    assert "Failures" in first.advice
+
+
+def test_a_loss_that_nobody_waited_for_is_not_blamed(play: Play) -> None:
+    played = world(play, [{"compute": 0.42, "wait": 0.58}] * 4)
+    played.recording.note(WorkerLost(1, "its connection broke"))
+    assert "wait for the averager" in findings(played.recording)[0].sentence
 
 
 def test_uneven_rows_are_told_from_a_slow_host(play: Play) -> None:

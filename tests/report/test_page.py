@@ -212,6 +212,11 @@ def test_whole_epochs_are_all_labelled() -> None:
     assert re.findall(r"<span style=\"left:[^>]*>([0-9]+)</span>", drawn) == list("12345")
 
 
+def test_a_number_that_stays_the_same_is_the_only_one_beside_its_chart() -> None:
+    drawn = chart("accuracy", [Curve("accuracy", [(1, 1.0), (2, 1.0)])], x_name="epoch")
+    assert re.findall(r'<span style="bottom:[^>]*>([^<]+)</span>', drawn) == ["1"]
+
+
 def test_a_chart_survives_numbers_that_are_none() -> None:
     gone = [(1.0, float("nan")), (2.0, 1.0), (3.0, float("inf")), (4.0, 1.0)]
     drawn = chart("Loss", [Curve("loss", gone)], x_name="epoch")
@@ -228,6 +233,7 @@ def test_a_chart_survives_numbers_that_are_none() -> None:
         (number(-2.5), "−2.5"),
         (number(float("nan")), "–"),
         (number(0), "0"),
+        (number(0.00009392, 4), "9.392e−5"),
         (duration(0.0042), "4.2 ms"),
         (duration(75), "1 min 15 s"),
         (duration(7500), "2 h 5 min"),
