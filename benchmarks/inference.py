@@ -1,7 +1,7 @@
 """Predictions for the rows of Parquet files, against predict_batch_udf and a bare torch loop.
 
-200,000 rows for an MLP on 784 floats, fewer for a small CNN on encoded images and a transformer
-encoder on tokens, in eight files; local-cluster[2,1,2048]. Every measurement is a process of its
+200,000 rows for an MLP on 784 floats, 90,000 for a small CNN on encoded images and 60,000 for a
+transformer encoder on tokens, so that a call of these takes seconds; in eight files, local-cluster[2,1,2048]. Every measurement is a process of its
 own with a fresh session, which predicts for all rows several times: the first call, from the
 DataFrame to the last row, and rows a second of the later ones. The bare loop is two processes that
 read half of the files each with pyarrow, without Spark; its first call is not compared. All compute

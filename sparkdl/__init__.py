@@ -14,13 +14,10 @@ from sparkdl.version import __version__
 if TYPE_CHECKING:
     from sparkdl.checkpoint.module_files import load_module
     from sparkdl.checkpoint.trust import trusted_modules, trusted_pickles
-    from sparkdl.estimator import TorchEstimator, TorchModel
-    from sparkdl.estimator.predictors import (
-        TorchClassificationModel,
-        TorchClassifier,
-        TorchRegressionModel,
-        TorchRegressor,
-    )
+    from sparkdl.estimator.estimator import TorchEstimator
+    from sparkdl.estimator.model import TorchModel
+    from sparkdl.estimator.predictors.classifier import TorchClassificationModel, TorchClassifier
+    from sparkdl.estimator.predictors.regressor import TorchRegressionModel, TorchRegressor
     from sparkdl.events import EpochSummary
     from sparkdl.large_batches import LAMB, LARS
     from sparkdl.protocols import Batch
@@ -90,13 +87,13 @@ _HOMES = {
     "OuterSGD": "sparkdl.strategies",
     "ParameterAveraging": "sparkdl.strategies",
     "ThresholdGradientSharing": "sparkdl.strategies",
-    "TorchClassificationModel": "sparkdl.estimator.predictors",
-    "TorchClassifier": "sparkdl.estimator.predictors",
+    "TorchClassificationModel": "sparkdl.estimator.predictors.classifier",
+    "TorchClassifier": "sparkdl.estimator.predictors.classifier",
     "TorchDistributor": "sparkdl.spark.functions.torch_distributor",
-    "TorchEstimator": "sparkdl.estimator",
-    "TorchModel": "sparkdl.estimator",
-    "TorchRegressionModel": "sparkdl.estimator.predictors",
-    "TorchRegressor": "sparkdl.estimator.predictors",
+    "TorchEstimator": "sparkdl.estimator.estimator",
+    "TorchModel": "sparkdl.estimator.model",
+    "TorchRegressionModel": "sparkdl.estimator.predictors.regressor",
+    "TorchRegressor": "sparkdl.estimator.predictors.regressor",
     "create_session": "sparkdl.spark.session.session",
     "current_worker": "sparkdl.spark.functions.worker",
     "load_checkpoint": "sparkdl.spark.functions.worker",
