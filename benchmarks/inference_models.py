@@ -107,7 +107,7 @@ CASES = {
     case.name: case
     for case in (
         Case("mlp", 200_000, (784,), False, mlp),
-        Case("cnn", 60_000, (3, 32, 32), True, cnn),
-        Case("transformer", 20_000, (LENGTH,), False, transformer),
+        Case("cnn", 90_000, (3, 32, 32), True, cnn),
+        Case("transformer", 60_000, (LENGTH,), False, transformer),
     )
 }

@@ -3,12 +3,14 @@
 from sparkdl.checkpoint.module_files import load_module as load_module
 from sparkdl.checkpoint.trust import trusted_modules as trusted_modules
 from sparkdl.checkpoint.trust import trusted_pickles as trusted_pickles
-from sparkdl.estimator import TorchEstimator as TorchEstimator
-from sparkdl.estimator import TorchModel as TorchModel
-from sparkdl.estimator.predictors import TorchClassificationModel as TorchClassificationModel
-from sparkdl.estimator.predictors import TorchClassifier as TorchClassifier
-from sparkdl.estimator.predictors import TorchRegressionModel as TorchRegressionModel
-from sparkdl.estimator.predictors import TorchRegressor as TorchRegressor
+from sparkdl.estimator.estimator import TorchEstimator as TorchEstimator
+from sparkdl.estimator.model import TorchModel as TorchModel
+from sparkdl.estimator.predictors.classifier import (
+    TorchClassificationModel as TorchClassificationModel,
+)
+from sparkdl.estimator.predictors.classifier import TorchClassifier as TorchClassifier
+from sparkdl.estimator.predictors.regressor import TorchRegressionModel as TorchRegressionModel
+from sparkdl.estimator.predictors.regressor import TorchRegressor as TorchRegressor
 from sparkdl.events import EpochSummary as EpochSummary
 from sparkdl.large_batches import LAMB as LAMB
 from sparkdl.large_batches import LARS as LARS

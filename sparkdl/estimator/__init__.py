@@ -1,6 +1,5 @@
-"""The pyspark.ml face: ``TorchEstimator`` fits a ``TorchModel``."""
+"""The pyspark.ml face: ``TorchEstimator`` fits a ``TorchModel``.
 
-from sparkdl.estimator.estimator import TorchEstimator
-from sparkdl.estimator.model import TorchModel
-
-__all__ = ["TorchEstimator", "TorchModel"]
+Nothing is imported here: executors are sent functions of this package, and would import all that
+fits a model before they predict with one.
+"""

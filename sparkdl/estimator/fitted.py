@@ -10,7 +10,7 @@ import torch
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame, SparkSession
-from torch import Tensor, nn
+from torch import nn
 
 from sparkdl.checkpoint.module_files import SavedModule
 from sparkdl.checkpoint.trust import TrustArgument
@@ -35,7 +35,7 @@ from sparkdl.spark.inference.columns import prediction_columns, readable
 from sparkdl.spark.inference.evaluation import Evaluation, evaluate
 from sparkdl.spark.inference.function import predict_function
 from sparkdl.spark.inference.predictor import OutputColumn, Predictor
-from sparkdl.spark.inference.scores import Labels, Score
+from sparkdl.spark.inference.scores import Labels, Score, not_of_one_output
 from sparkdl.spark.inference.shared_model import ModelSharing
 from sparkdl.spark.rows.columns import InputColumn, input_column
 from sparkdl.spark.session.session import current_session
@@ -157,7 +157,7 @@ class FittedModel(
         outputs = self.predicted_columns(self._head, self._widths)
         score = self.getScoreCol()
         if score is not None:
-            outputs = [*outputs, OutputColumn(score, None, _no_function, False)]
+            outputs = [*outputs, OutputColumn(score, None, not_of_one_output, False)]
         names = [each.name for each in outputs]
         taken = _taken(names, dataset)
         if taken is not None:
@@ -345,8 +345,3 @@ def _taken(names: Sequence[str], dataset: DataFrame) -> tuple[str, str] | None:
             return name, present[known(name)]
         present[known(name)] = name
     return None
-
-
-def _no_function(output: Tensor) -> Tensor:
-    """In the place of what makes a column of one output: the loss is one of all of them."""
-    raise AssertionError

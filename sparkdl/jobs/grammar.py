@@ -20,7 +20,7 @@ from pyspark.ml.evaluation import Evaluator
 from torch import nn
 
 from sparkdl.errors import ConfigError, SetupError, SparkDLError
-from sparkdl.estimator import TorchEstimator
+from sparkdl.estimator.estimator import TorchEstimator
 from sparkdl.jobs.sources import Rows, Source
 from sparkdl.protocols import ModelBuilder, OptimizerBuilder, SchedulerBuilder
 from sparkdl.spark.session.session import create_session

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.checkpoint.trust import trusted_modules
 from sparkdl.errors import ConfigError
-from sparkdl.estimator import TorchModel
+from sparkdl.estimator.model import TorchModel
 from sparkdl.jobs.locations import locate
 
 

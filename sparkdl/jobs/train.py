@@ -10,7 +10,7 @@ from pyspark.ml import Pipeline
 from pyspark.sql import DataFrame
 
 from sparkdl.callbacks import TrainingReport
-from sparkdl.estimator import TorchEstimator
+from sparkdl.estimator.estimator import TorchEstimator
 from sparkdl.jobs import logs
 from sparkdl.jobs.command import Found, Work, run_command
 from sparkdl.jobs.metrics import Score, format_history, format_scores, measure, require_rows

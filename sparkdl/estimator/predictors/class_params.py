@@ -6,14 +6,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Self
 
-import torch
 from pyspark.ml.param import Param, Params
 from pyspark.ml.param.shared import HasProbabilityCol, HasRawPredictionCol, HasThresholds
-from torch import Tensor
 
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.head import Head
 from sparkdl.estimator.params.data import InputOutputParams
+from sparkdl.estimator.predictors.class_outputs import scores, winners
 from sparkdl.estimator.predictors.classes import Label, labels
 from sparkdl.outputs import Widths
 from sparkdl.spark.inference.predictor import OutputColumn
@@ -78,12 +77,12 @@ class ClassParams(InputOutputParams, HasRawPredictionCol, HasProbabilityCol, Has
                 "or take TorchEstimator with outputCols"
             )
         count = self._count(head, widths[None])
-        function: Any = functools.partial(_raw, head=head)
+        function: Any = functools.partial(scores, head=head)
         columns = [OutputColumn(self.getRawPredictionCol(), None, function, True)]
         if head is not Head.SCORES:
             columns.append(OutputColumn(self.getProbabilityCol(), None, head.probabilities, True))
         function = functools.partial(
-            _predict, head=head, thresholds=self._thresholds(head, count), values=self._values()
+            winners, head=head, thresholds=self._thresholds(head, count), values=self._values()
         )
         columns.append(OutputColumn(self.getPredictionCol(), None, function, False))
         named = [each for each in columns if each.name]
@@ -131,32 +130,3 @@ class ClassParams(InputOutputParams, HasRawPredictionCol, HasProbabilityCol, Has
         """What ``predictionCol`` holds for each class, if not its index."""
         named = self.getLabels()
         return None if named is None or isinstance(named[0], str) else [float(n) for n in named]
-
-
-def _raw(outputs: Tensor, *, head: Head) -> Tensor:
-    """Scores of the classes, shape (n, classes): a larger one is a likelier class."""
-    if head is Head.BINARY_LOGIT:
-        score = outputs.reshape(len(outputs))
-        return torch.stack([-score, score], dim=1)
-    return head.probabilities(outputs) if head is Head.BINARY_PROBABILITY else outputs
-
-
-def _predict(
-    outputs: Tensor, *, head: Head, thresholds: list[float] | None, values: list[float] | None
-) -> Tensor:
-    """The predicted class of each row, shape (n,), float64.
-
-    Of thresholds the class wins whose probability divided by its threshold is the largest, as in
-    pyspark.ml; without them the largest output.
-    """
-    if thresholds is None:
-        winners = head.classes(outputs)
-    else:
-        limits = torch.tensor(thresholds, dtype=torch.float64, device=outputs.device)
-        probabilities = head.probabilities(outputs).double()
-        # 0 / 0 is the least likely, not NaN.
-        scaled = torch.where(probabilities > 0, probabilities / limits, 0.0)
-        winners = scaled.argmax(dim=1).double()
-    if values is None:
-        return winners
-    return torch.tensor(values, dtype=torch.float64, device=outputs.device)[winners.long()]

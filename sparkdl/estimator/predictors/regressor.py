@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.estimator import BaseEstimator, TorchEstimator
 from sparkdl.estimator.fitted import FittedModel
-from sparkdl.estimator.head import Head
+from sparkdl.estimator.head import Head, output_function
 from sparkdl.estimator.params.arguments import arguments_are_params
 from sparkdl.estimator.params.data import InputOutputParams
 from sparkdl.outputs import Widths
@@ -34,12 +33,8 @@ class NumberParams(InputOutputParams):
                 f"{'several outputs' if shown is None else shown}. Take TorchEstimator, whose "
                 "predictionCol holds vectors and whose outputCols name several outputs"
             )
-        function: Any = functools.partial(_number)
+        function, _ = output_function("raw", head, None)
         return [OutputColumn(self.getPredictionCol(), None, function, False)]
-
-
-def _number(outputs: Tensor) -> Tensor:
-    return outputs.reshape(len(outputs))
 
 
 class TorchRegressionModel(FittedModel, NumberParams):

@@ -8,6 +8,7 @@ import os
 import stat
 import sys
 import zipfile
+import zipimport
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -205,3 +206,34 @@ def test_in_a_process_that_looks_in_the_same_folder_the_path_stays(project: Path
     before = list(sys.path)
     with on_path(project / "sub"), importable(arrive(sent)):
         assert sys.path[1:] == before
+
+
+def test_what_has_come_into_a_folder_since_python_looked_there_is_found(project: Path) -> None:
+    with on_path(project):
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("own_later")
+        looked = project.stat()
+        write(project, {"own_later.py": "X = 1"})
+        # As on a file system whose times are coarse.
+        os.utime(project, ns=(looked.st_atime_ns, looked.st_mtime_ns))
+        sent = shipment(ONE, **{"own_one.py": "from own_later import X"})
+        with importable(arrive(sent)):
+            assert importlib.import_module("own_one").X == 1
+
+
+def test_the_lists_of_zip_files_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = tmp_path / "zipped.zip"
+    with zipfile.ZipFile(archive, "w") as packed:
+        packed.writestr("own_zipped/__init__.py", "")
+    again: list[str] = []
+    monkeypatch.setattr(
+        zipimport.zipimporter, "invalidate_caches", lambda self: again.append(self.archive)
+    )
+    with on_path(archive):
+        importlib.import_module("own_zipped")
+        again.clear()
+        with importable(arrive(shipment(ONE, **{"own_one.py": "import own_zipped"}))):
+            importlib.import_module("own_one")
+    assert not again

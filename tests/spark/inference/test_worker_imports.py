@@ -1,0 +1,30 @@
+"""What executors import to predict is a small part of the package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+TIMEOUT_SECONDS = 120.0
+SENT = (
+    "sparkdl.spark.inference.predictor",
+    "sparkdl.estimator.head",
+    "sparkdl.estimator.predictors.class_outputs",
+)
+NOT_NEEDED = ("sparkdl.estimator.estimator", "sparkdl.strategies", "sparkdl.driver", "pyspark.ml")
+
+
+def test_predicting_imports_nothing_that_only_training_needs() -> None:
+    script = (
+        f"import importlib, sys\n"
+        f"for name in {SENT}: importlib.import_module(name)\n"
+        f"print(*(name for name in {NOT_NEEDED} if name in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=True,
+    )
+    assert done.stdout.split() == []
