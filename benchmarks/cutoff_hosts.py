@@ -17,6 +17,7 @@ import os
 import pickle
 import random
 import signal
+import statistics
 import tempfile
 import threading
 import time
@@ -81,7 +82,10 @@ def main() -> None:
             ("predicted", "one backup worker", 1.05),
         ]
     ]
-    harness.report("cutoff_hosts", claims, {"epoch_s": seconds, "nobody_slow_epoch_s": steady})
+    means = {name: round(statistics.mean(run), 2) for name, run in runs.items()}
+    print(f"mean seconds of an epoch: {means}")
+    measured = {"epoch_s": seconds, "mean_epoch_s": means, "nobody_slow_epoch_s": steady}
+    harness.report("cutoff_hosts", claims, measured)
 
 
 class Sleeps(nn.Module):

@@ -133,6 +133,19 @@ def test_workers_of_unequal_rows_and_steps_of_several_minibatches_are_weighed_as
     assert outcome.history[0].measured["adascale_steps"] == pytest.approx(worth, rel=1e-9)
 
 
+def test_it_is_the_same_where_parameters_may_be_unused_and_the_optimizer_is_sharded() -> None:
+    shards = classification([22, 13]).shards()
+    modules = [
+        run_world(
+            make_job(mlp(), strategy=AdaScale(**others), optimizer=SGD),
+            shards,
+            ranks_as="processes",
+        ).module
+        for others in ({}, {"find_unused_parameters": True, "shard_optimizer": True})
+    ]
+    assert relative_error(*modules) < 1e-12
+
+
 def test_rounded_gradients_do_not_round_what_is_measured() -> None:
     """Their squares would be, to three digits, and of these the difference counts."""
     data = classification([16, 16])
