@@ -28,8 +28,8 @@ def columns_in_files(frame: DataFrame, names: Mapping[str, str]) -> dict[str, Fi
     """Which columns can be read straight from files.
 
     Those of arrays, vectors or bytes, of a DataFrame that is read from Parquet files, perhaps
-    filtered or coalesced, on a file system that is mounted on the executors (``file:``). A column that was made
-    by any expression is none of theirs.
+    filtered or coalesced, on a file system that is mounted on the executors (``file:``). A column
+    that was made by any expression is none of theirs.
 
     Args:
         frame: any DataFrame.
