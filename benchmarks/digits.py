@@ -41,6 +41,8 @@ def build_mlp() -> nn.Sequential:
 def write(folder: Path, *, seed: int = 7) -> None:
     """Writes the data set: ``train/part-<rank>.parquet`` for each worker and ``test.parquet``.
 
+    The rows to train on are there a second time, in other files: ``train-in-five``.
+
     Args:
         folder: an existing folder.
         seed: of the shifts, the noise and the order.
@@ -54,10 +56,11 @@ def write(folder: Path, *, seed: int = 7) -> None:
     held_out = torch.randperm(len(images), generator=generator) < len(images) // 5
     train = _augment(images[~held_out], labels[~held_out], TRAIN_ROWS, generator)
     test = _augment(images[held_out], labels[held_out], TEST_ROWS, generator)
-    (folder / "train").mkdir()
-    for rank in range(WORKERS):
-        shard = slice(rank * TRAIN_ROWS // WORKERS, (rank + 1) * TRAIN_ROWS // WORKERS)
-        _write_rows(shard_path(folder, rank), train[0][shard], train[1][shard])
+    for name, files in (("train", WORKERS), ("train-in-five", 5)):
+        (folder / name).mkdir()
+        for number in range(files):
+            part = slice(number * TRAIN_ROWS // files, (number + 1) * TRAIN_ROWS // files)
+            _write_rows(folder / name / f"part-{number}.parquet", train[0][part], train[1][part])
     _write_rows(folder / "test.parquet", *test)
 
 

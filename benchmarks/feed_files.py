@@ -152,8 +152,7 @@ def in_a_session(
     folder: Path, upstream: str, way: str, strategy: str, source: Path
 ) -> dict[str, float]:
     """Measures one way in a process of its own, with the code of a checkout."""
-    environment = harness.child_environment()
-    environment["PYTHONPATH"] = f"{source}:{environment['PYTHONPATH']}"
+    environment = harness.child_environment(source=source)
     script = harness.FOLDER / "feed_files.py"
     command = [sys.executable, script, "--measure", str(folder), upstream, way, strategy]
     measured: dict[str, float] = harness.run_child(command, environment=environment)

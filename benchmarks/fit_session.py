@@ -90,7 +90,7 @@ def fit_all_reduce(
 
 
 def fit_ours(
-    spark: SparkSession, folder: Path, epochs: int, strategy: Any
+    spark: SparkSession, folder: Path, epochs: int, strategy: Any, *, train: str = "train"
 ) -> tuple[nn.Module, float | None]:
     """Fits a TorchEstimator on the Parquet files; returns the model and the first step's time."""
     from functools import partial
@@ -98,7 +98,7 @@ def fit_ours(
     from sparkdl import TorchEstimator
 
     # With the schema given, reading defines a DataFrame and runs nothing before the clock starts.
-    frame = spark.read.schema("features array<float>, label long").parquet(str(folder / "train"))
+    frame = spark.read.schema("features array<float>, label long").parquet(str(folder / train))
     with tempfile.TemporaryDirectory() as stamps:
         estimator = TorchEstimator(
             model=digits.build_mlp,
@@ -114,6 +114,25 @@ def fit_ours(
         )
         model = estimator.fit(frame)
         return model.module, first_step_of_all(Path(stamps))
+
+
+def fit_averaging_on_five(
+    spark: SparkSession, folder: Path, epochs: int, period: int
+) -> tuple[nn.Module, float | None]:
+    """Fits by ParameterAveraging on five files; returns the model and the first step's time."""
+    from sparkdl import ParameterAveraging
+
+    averaging = ParameterAveraging(period=period)
+    return fit_ours(spark, folder, epochs, averaging, train="train-in-five")
+
+
+def fit_all_reduce_on_five(
+    spark: SparkSession, folder: Path, epochs: int, period: int
+) -> tuple[nn.Module, float | None]:
+    """Fits by GradientAllReduce on five files; returns the model and the first step's time."""
+    from sparkdl import GradientAllReduce
+
+    return fit_ours(spark, folder, epochs, GradientAllReduce(), train="train-in-five")
 
 
 def fit_torch_distributor(
@@ -146,6 +165,8 @@ CONTENDERS: dict[str, tuple[Callable[[], SparkSession], Fit]] = {
     "sparkdl_unprepared": (sparkdl_session, fit_averaging),
     "sparkdl_plain_session": (plain_session, fit_averaging),
     "sparkdl_all_reduce": (sparkdl_session, fit_all_reduce),
+    "sparkdl_five_files": (plain_session, fit_averaging_on_five),
+    "sparkdl_all_reduce_five_files": (plain_session, fit_all_reduce_on_five),
     "torch_distributor": (plain_session, fit_torch_distributor),
     "averaging_loop": (plain_session, fit_averaging_loop),
 }

@@ -66,8 +66,7 @@ def main() -> None:
 
 def measured(name: str, source: Path) -> list[float]:
     """Returns the seconds that each run of a fresh session took to start."""
-    environment = harness.child_environment()
-    environment["PYTHONPATH"] = f"{source}:{environment['PYTHONPATH']}"
+    environment = harness.child_environment(source=source)
     script = harness.FOLDER / "function_startup.py"
     command = [sys.executable, script, f"--measure={name}"]
     found: list[float] = harness.run_child(command, environment=environment)["seconds"]

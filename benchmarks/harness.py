@@ -170,14 +170,17 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def child_environment(python: str | Path = sys.executable) -> dict[str, str]:
+def child_environment(
+    python: str | Path = sys.executable, *, source: Path = FOLDER.parent
+) -> dict[str, str]:
     """Returns the environment in which children, and the executors below them, find our modules.
 
     Args:
         python: the interpreter that the executors are to run.
+        source: the checkout whose sparkdl they import.
     """
     environment = dict(os.environ)
-    roots = [str(FOLDER), str(FOLDER.parent), environment.get("PYTHONPATH", "")]
+    roots = [str(FOLDER), str(source.resolve()), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(root for root in roots if root)
     environment["PYSPARK_PYTHON"] = environment["PYSPARK_DRIVER_PYTHON"] = str(python)
     return environment

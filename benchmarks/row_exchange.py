@@ -42,7 +42,7 @@ DEADLINE_S = 120.0
 def main() -> None:
     """Measures and reports, or is one of the hosts' workers."""
     options = harness.parser(__doc__)
-    options.add_argument("--rows", type=int, default=2_000_000, help="of all hosts together")
+    options.add_argument("--rows", type=int, default=4_000_000, help="of all hosts together")
     options.add_argument("--member", help=argparse.SUPPRESS)
     chosen = harness.parse(options, repeats=5)
     if chosen.member:

@@ -3,7 +3,8 @@
 Every measurement is a process of its own with a fresh session on local-cluster[2,1,2048]; it fits
 twice. Both train the same MLP from the same Parquet files on two workers. Ours is timed when the
 later of its workers has taken a step, in a session made by ``sparkdl.create_session`` where
-``sparkdl-prepare`` was run, in one where it was not, and in one that the user built.
+``sparkdl-prepare`` was run, in one where it was not, and in one that the user built. With
+``--source`` against another checkout instead, also on five files and by ``GradientAllReduce``.
 """
 
 import sys
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import checkouts
 import digits
 import harness
 import prepared
@@ -24,7 +26,12 @@ CONTENDERS = ("sparkdl", "sparkdl_unprepared", "sparkdl_plain_session", PEER)
 
 def main() -> None:
     """Measures and reports."""
-    chosen = harness.arguments(__doc__, repeats=5)
+    options = harness.parser(__doc__)
+    options.add_argument("--source", type=Path, help="a checkout to compare with, and nothing else")
+    chosen = harness.parse(options, repeats=5)
+    if chosen.source:
+        checkouts.compare("startup", chosen.source, "first_step", repeats=chosen.repeats, epochs=1)
+        return
     with tempfile.TemporaryDirectory() as folder:
         digits.write(Path(folder))
         prepared.prepare(Path(folder) / "cache")

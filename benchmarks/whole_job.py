@@ -6,7 +6,8 @@ the same period, and with ``--peer elephas`` also elephas 7.3, which needs an en
 own (made on the first use, 3.7 GB). With ``--all-reduce`` ours reduces gradients in every step
 instead, as DDP does, against TorchDistributor alone. Every measurement is a process with a fresh
 session on local-cluster[2,1,2048]; ours are made by ``sparkdl.create_session`` where
-``sparkdl-prepare`` was run and where it was not, and by the user.
+``sparkdl-prepare`` was run and where it was not, and by the user. With ``--source`` against another
+checkout instead, also on five files and by ``GradientAllReduce``.
 """
 
 import statistics
@@ -18,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import checkouts
 import digits
 import harness
 import prepared
@@ -51,7 +53,13 @@ def main() -> None:
     options.add_argument(
         "--all-reduce", action="store_true", help="GradientAllReduce against TorchDistributor"
     )
+    options.add_argument("--source", type=Path, help="a checkout to compare with, and nothing else")
     chosen = harness.parse(options, repeats=3)
+    if chosen.source:
+        checkouts.compare(
+            "whole_job", chosen.source, "seconds", repeats=chosen.repeats, epochs=digits.EPOCHS
+        )
+        return
     ours = ALL_REDUCE if chosen.all_reduce else AVERAGING
     peers = chosen.peer or ["torch_distributor", *([] if chosen.all_reduce else ["averaging_loop"])]
     commands: dict[str, list[str | Path]] = {

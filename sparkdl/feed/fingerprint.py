@@ -4,6 +4,9 @@ Each row's bytes, as they are fed, become one 64-bit number; those of all rows a
 2^64. So the sum is the same for any partitioning, record batches and number of workers, and a row
 that is there twice counts twice. It is no secret and withstands no attack: it is for rows of
 another day, not for forged ones.
+
+By the numbers themselves rows are put into one order, whatever the order in which they arrive: rows
+of the same number are of the same bytes, and it makes no difference which of them comes first.
 """
 
 from __future__ import annotations
@@ -34,12 +37,25 @@ def fingerprint(columns: Sequence[Column], *, may_hold_nan: bool = True) -> int:
     """The sum of the numbers of some rows.
 
     Args:
+        columns: as ``numbers_of_rows`` takes them.
+        may_hold_nan: as there.
+
+    Returns:
+        0 <= sum < 2^64; those of several calls are to be added modulo 2^64.
+    """
+    return int(numbers_of_rows(columns, may_hold_nan=may_hold_nan).sum(dtype=np.uint64))
+
+
+def numbers_of_rows(columns: Sequence[Column], *, may_hold_nan: bool = True) -> np.ndarray:
+    """The number of each of some rows.
+
+    Args:
         columns: of the same number of rows, tensors of shape (n, ...) or ragged, any dtype; always
             the same ones in the same order. 0.0 and -0.0 are different values.
         may_hold_nan: whether to look for NaN, of which there are many: all count as one.
 
     Returns:
-        0 <= sum < 2^64; those of several calls are to be added modulo 2^64.
+        Shape (n,), uint64.
     """
     rows = len(columns[0])
     total = np.full(rows, 1, np.uint64)
@@ -59,7 +75,7 @@ def fingerprint(columns: Sequence[Column], *, may_hold_nan: bool = True) -> int:
     total ^= total >> _HALF
     total *= np.uint64(0xD6E8FEB86659FD93)
     total ^= total >> _HALF
-    return int(total.sum(dtype=np.uint64))
+    return total
 
 
 def _ragged_sums(column: Ragged, index: int, *, may_hold_nan: bool) -> np.ndarray:

@@ -26,9 +26,9 @@ ELEMENTS: dict[str, np.dtype[Any]] = {
 }
 """By its name in SQL, what the numbers of a packed column are."""
 ORDER_COLUMN = "order"
-"""Name of an int64 column after the schema's own that says in which order the rows belong. A
-shuffle delivers the same set of rows in every run, but not in the same order. Rows without it come
-in the same order in every run."""
+"""Name of a column after the schema's own that says in which order the rows belong, by integers of
+64 bits or, if it is one of nulls, by what is in them. A shuffle delivers the same set of rows in
+every run, but not in the same order. Rows without it come in the same order in every run."""
 REST = "rest"
 VECTOR = "vector"
 NUMBERED = re.compile(r"c\d+")

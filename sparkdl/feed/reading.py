@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from sparkdl.feed.column_scan import adds_nothing, scan
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.decode import GROWING, Decoded, decode, decoded_elements, to_column, to_tensor
-from sparkdl.feed.fingerprint import MODULUS, fingerprint
+from sparkdl.feed.fingerprint import MODULUS, numbers_of_rows
 from sparkdl.feed.packed import ORDER_COLUMN
 from sparkdl.feed.ragged import Column, picked
 from sparkdl.feed.statistics import ColumnStatistics, ShardStatistics
@@ -35,7 +36,7 @@ class Reading:
     Attributes:
         rows: how many were read so far.
         statistics: what was found in them, one a column of the schema.
-        keys: of each store, the rows' values of ``ORDER_COLUMN`` if they have it.
+        keys: of each store, by what its rows are ordered if they have ``ORDER_COLUMN``: int64.
     """
 
     def __init__(
@@ -116,10 +117,11 @@ class Reading:
         schema = self._schema.of_lengths([column.longest for column in self.statistics])
         specs = schema.columns
         columns = [to_column(column.values, s) for column, s in zip(decoded, specs, strict=True)]
-        if keys is not None:
+        by_content = keys is not None and pa.types.is_null(keys.type)
+        if keys is not None and not by_content:
             columns.append(to_tensor(keys, ORDER))
         if schema.validation is None:
-            return self._put(self._training, schema.stored, columns)
+            return self._put(self._training, schema.stored, columns, by_content=by_content)
         indicator = columns.pop(len(schema.stored))
         assert isinstance(indicator, Tensor)
         held_out = indicator.bool()
@@ -127,20 +129,32 @@ class Reading:
         for store, chosen in ((self._held_out, held_out), (self._training, ~held_out)):
             rows = chosen.nonzero()[:, 0]
             chosen_rows = [picked(column, rows) for column in columns] if len(rows) else []
-            put = self._put(store, schema.stored, chosen_rows) if chosen_rows else []
+            put = (
+                self._put(store, schema.stored, chosen_rows, by_content=by_content)
+                if chosen_rows
+                else []
+            )
         return put
 
     def _put(
-        self, store: PartitionStore, specs: tuple[ColumnSpec, ...], columns: list[Column]
+        self,
+        store: PartitionStore,
+        specs: tuple[ColumnSpec, ...],
+        columns: list[Column],
+        *,
+        by_content: bool,
     ) -> list[Column]:
         if len(columns) > len(specs):
             self.keys[store].append(_copied(columns.pop()))
         if self._schema.weight is not None and store is self._training:
             self._weights.append(_copied(columns[-1]))
         packed = store.append(specs, columns)
-        found = fingerprint(
+        numbers = numbers_of_rows(
             packed, may_hold_nan=any(statistics.not_finite for statistics in self.statistics)
         )
+        if by_content:
+            self.keys[store].append(torch.from_numpy(numbers.view(np.int64)))
+        found = int(numbers.sum(dtype=np.uint64))
         self._fingerprints[store] = (self._fingerprints[store] + found) % MODULUS
         return columns
 

@@ -33,8 +33,9 @@ from sparkdl.protocols import ColumnSpec
 from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.transport.port import Port
 
-CHUNK_BYTES = 4 << 20
-"""What is sent at once."""
+CHUNK_BYTES = 1 << 20
+"""What is sent at once: still in a core's cache when it is sent, after it was gathered, and when it
+is written, after it was received."""
 LENGTHS_AT_ONCE = CHUNK_BYTES // 8
 """Lengths of rows that are sent at once."""
 WAITING_S = 1.0
@@ -85,7 +86,7 @@ class Offer:
         return self._counts[rank]
 
     def chunks(self, rank: int) -> Iterator[list[Column]]:
-        """What a rank gets, as ``PartitionStore.take_packed`` gives it, a few MiB at once."""
+        """What a rank gets, as ``PartitionStore.take_packed`` gives it, ``CHUNK_BYTES`` at once."""
         if not self._counts[rank]:
             return
         rows = self._rows_of(rank)
@@ -237,7 +238,7 @@ def chunk_sizes(rows: int, specs: Sequence[ColumnSpec], lengths: Sequence[Tensor
     if not isinstance(row_bytes, Tensor):
         size = max(1, CHUNK_BYTES // max(1, row_bytes))
         return [min(size, rows - first) for first in range(0, rows, size)]
-    # The rows that begin within the same 4 MiB.
+    # The rows that begin within the same ``CHUNK_BYTES``.
     begins = (row_bytes.cumsum(0) - row_bytes) // CHUNK_BYTES
     sizes: list[int] = torch.unique_consecutive(begins, return_counts=True)[1].tolist()
     return sizes

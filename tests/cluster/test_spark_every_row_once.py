@@ -151,8 +151,8 @@ def cached(spark: SparkSession, path: Path) -> DataFrame:
     [
         pytest.param(lambda spark, _: frame_of_sizes(spark, [10, 270, 10, 10]), id="skewed"),
         pytest.param(
-            lambda spark, _: frame(spark, rows=1000, partitions=1000).where("id < 300"),
-            id="mostly-empty",
+            lambda spark, _: frame(spark, rows=1300, partitions=1300).where("id < 300"),
+            id="a-thousand-empty",
             marks=pytest.mark.slow,
         ),
         pytest.param(in_many_files, id="many-files", marks=pytest.mark.slow),

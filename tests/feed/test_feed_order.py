@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from feeds import (
     epochs_of,
     ids_of,
+    open_feed,
     record_batch,
 )
 from hypothesis import given, settings
@@ -18,7 +21,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toys import classification, make_job, mlp
 
+from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.packed import ORDER_COLUMN
 from sparkdl.feed.shuffle import permutation
+from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.testing import batches_of, run_world
 
 
@@ -72,6 +78,59 @@ class TestOrder:
         in_order = np.array([40, 41, 42, *range(40)])
         shuffled = permutation(43, seed=4, epoch=1, rank=2).numpy()
         assert ids_of(first) == in_order[shuffled].tolist()
+
+
+def by_content(batch: pa.RecordBatch) -> pa.RecordBatch:
+    return batch.append_column(ORDER_COLUMN, pa.nulls(batch.num_rows))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), batch_size=st.integers(1, 7))
+def test_rows_that_are_ordered_by_content_give_the_same_minibatches_however_they_arrive(
+    data: Any, batch_size: int
+) -> None:
+    """Also rows that are there twice, and those that are held out, each in an order of its own."""
+    schema = FeedSchema(
+        (ColumnSpec("wide", torch.float32, (UNKNOWN,)),),
+        ColumnSpec("id", torch.int64),
+        validation=ColumnSpec("held out", torch.bool),
+    )
+    ids = data.draw(st.lists(st.integers(-3, 3), max_size=20))
+    found = []
+    for _ in range(2):
+        arriving = data.draw(st.permutations(ids))
+        cut = data.draw(st.integers(0, len(ids)))
+        batches = [
+            by_content(
+                record_batch(piece).append_column("held out", pa.array([i % 3 == 0 for i in piece]))
+            )
+            for piece in (arriving[:cut], arriving[cut:])
+        ]
+        with (
+            tempfile.TemporaryDirectory() as name,
+            open_feed(Path(name), batch_size=batch_size, schema=schema) as feed,
+        ):
+            feed.fill(batches)
+            found.append([*feed.epoch(1), *feed.epoch(2), *feed.held_out()])
+    mine, other = found
+    assert sorted(ids_of(mine)) == sorted(
+        2 * [i for i in ids if i % 3] + [i for i in ids if not i % 3]
+    )
+    for batch, twin in zip(mine, other, strict=True):
+        assert torch.equal(batch.targets, twin.targets)
+        assert torch.equal(batch.features[0], twin.features[0])
+
+
+def test_what_becomes_the_same_tensors_need_not_be_told_apart() -> None:
+    """Numbers of 64 bits that are one in 32: their order cannot be seen in what is trained on."""
+    twins = [1.0, 1.0 + 1e-12]
+    schema = FeedSchema((ColumnSpec("x", torch.float32),), ColumnSpec("id", torch.int64))
+    found = []
+    for values in (twins, twins[::-1]):
+        batch = by_content(pa.record_batch({"x": [*values, 2.0], "id": [0, 0, 1]}))
+        (epoch,) = epochs_of([batch], schema=schema, epochs=1)
+        found.append(torch.cat([each.features[0] for each in epoch]))
+    assert torch.equal(*found)
 
 
 def test_a_run_on_ordered_rows_does_not_depend_on_their_arrival() -> None:

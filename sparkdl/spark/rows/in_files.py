@@ -28,8 +28,8 @@ def columns_in_files(frame: DataFrame, names: Mapping[str, str]) -> dict[str, Fi
     """Which columns can be read straight from files.
 
     Those of arrays, vectors or bytes, of a DataFrame that is read from Parquet files, perhaps
-    filtered, on a file system that is mounted on the executors (``file:``). A column that was made
-    by any expression is none of theirs.
+    filtered or coalesced, on a file system that is mounted on the executors (``file:``). A column
+    that was made by any expression is none of theirs.
 
     Args:
         frame: any DataFrame.
@@ -99,9 +99,14 @@ def _wide(kind: T.DataType) -> tuple[str, int] | None:
 
 def _scan_of(plan: Any) -> Any:
     """What a plan reads, if it does no more than that and filter it; else None."""
-    while (name := plan.getClass().getSimpleName()) in _ROW_BY_ROW:
+    while (name := plan.getClass().getSimpleName()) in _ROW_BY_ROW or _coalesces(plan, name):
         plan = plan.children().apply(0)
     return plan if name == "LogicalRelation" and not plan.isStreaming() else None
+
+
+def _coalesces(plan: Any, name: str) -> bool:
+    """Whether a node puts whole partitions behind each other, each with its rows in their order."""
+    return name == "Repartition" and not plan.shuffle()
 
 
 def _is_plain(relation: Any, frame: DataFrame) -> bool:

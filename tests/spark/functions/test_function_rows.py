@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
@@ -95,6 +96,21 @@ def test_a_ddp_loop_on_unequal_partitions_is_single_process_training_on_every_ro
         assert sorted(i for ids in seen for step in ids[epoch] for i in step) == list(range(60))
     assert results[0][1] == results[1][1] == results[2][1]
     np.testing.assert_allclose(results[0][1], train_alone(seen), rtol=1e-4, atol=1e-6)
+
+
+def test_it_is_said_which_way_the_rows_go(
+    spark: SparkSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "sparkdl"):
+        for partitions in (2, 5):
+            rows = frame(spark, rows=20, partitions=partitions)
+            sparkdl.run(lambda: None, num_workers=2, df=rows)
+    assert [line for line in caplog.messages if line.startswith("rows: ")] == [
+        "rows: 2 partitions are read by as many tasks, and exchanged among 2 workers",
+        "rows: Spark's shuffle, because sparkdl.run needs all workers at once, and Spark's barrier "
+        "mode, which does that, cannot have 2 tasks read 5 partitions; they do not come from files "
+        "row by row",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -51,16 +51,18 @@ def found(frame: DataFrame) -> set[str]:
         (lambda df: df.select("id", "x").alias("t"), {"x"}),
         (lambda df: df.withColumnRenamed("x", "y"), {"nested", "raw"}),
         (lambda df: df.withColumn("x", F.expr("x")), {"nested", "raw"}),
+        (lambda df: df.coalesce(1).where("id > 10"), {"x", "nested", "raw"}),
         (lambda df: df.orderBy("id"), set()),
         (lambda df: df.repartition(2), set()),
+        (lambda df: df.repartition(2).coalesce(1), set()),
         (lambda df: df.union(df), set()),
         (lambda df: df.limit(3), set()),
         (lambda df: df.join(df.select("id"), "id"), set()),
         (lambda df: df.sparkSession.range(3).select(F.array("id").alias("x")), set()),
     ],
     ids=[
-        *["read", "filtered", "selected", "renamed", "computed", "sorted"],
-        *["shuffled", "united", "limited", "joined", "made"],
+        *["read", "filtered", "selected", "renamed", "computed", "coalesced"],
+        *["sorted", "shuffled", "coalesced after a shuffle", "united", "limited", "joined", "made"],
     ],
 )
 def test_only_what_is_read_row_by_row_is_in_files(
@@ -124,8 +126,13 @@ def by_spark(frame: DataFrame, column: str) -> DataFrame:
 
 @pytest.mark.parametrize(
     "change",
-    [lambda df: df, lambda df: df.where("id % 3 = 1"), lambda df: df.where("id < 0")],
-    ids=["read", "filtered", "none"],
+    [
+        lambda df: df,
+        lambda df: df.where("id % 3 = 1"),
+        lambda df: df.where("id < 0"),
+        lambda df: df.coalesce(2).where("id % 3 = 1"),
+    ],
+    ids=["read", "filtered", "none", "coalesced"],
 )
 def test_predictions_are_those_of_the_rows_that_spark_reads(
     files: DataFrame, change: Change

@@ -56,23 +56,33 @@ def test_what_shuffles_or_sorts_has_none(files: DataFrame, change: Change) -> No
     changed.unpersist()
 
 
-def fed_columns(frame: DataFrame, way: Way) -> list[str]:
+def order_of(frame: DataFrame, way: Way, ranks_a_task: int = 1) -> str | None:
+    """The type of what workers order the rows by; None if they arrive in their order."""
     workers = Workers(
         frame=frame,
         columns=(input_column(frame, "id", "featuresCol"),),
-        num_workers=2,
+        num_workers=2 * ranks_a_task,
         delivery=Delivery(way),
         device="cpu",
         description="",
         network=network_of(frame.sparkSession),
+        ranks_a_task=ranks_a_task,
     )
-    return worker_frame(workers, seed=1).columns
+    ((first, _), *others) = worker_frame(workers, seed=1).dtypes
+    assert first == "c0"
+    return dict(others).get(ORDER_COLUMN)
 
 
 def test_rows_bring_their_order_unless_they_come_from_files_to_the_workers(
     files: DataFrame,
 ) -> None:
-    assert fed_columns(files, Way.AS_IT_IS) == ["c0"]
-    assert fed_columns(files, Way.GROUPED) == ["c0"]
-    assert fed_columns(files, Way.SHUFFLED) == ["c0", ORDER_COLUMN]
-    assert fed_columns(files.repartition(2), Way.GROUPED) == ["c0", ORDER_COLUMN]
+    assert order_of(files, Way.AS_IT_IS) is None
+    assert order_of(files, Way.GROUPED) is None
+    assert order_of(files, Way.SHUFFLED) == "bigint"
+
+
+def test_rows_of_any_other_plan_are_ordered_by_what_is_in_them(files: DataFrame) -> None:
+    for way in (Way.GROUPED, Way.SHUFFLED):
+        assert order_of(files.repartition(2), way) == "void"
+        # who deals them to several ranks has not looked into them
+        assert order_of(files.repartition(2), way, ranks_a_task=2) == "bigint"
