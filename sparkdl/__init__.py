@@ -6,14 +6,17 @@ small part of this package, and every import there delays the first step of a fi
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
-import re
 from typing import Any
 
-_LIST = __spec__.loader.get_data(os.path.join(*__path__, "__init__.pyi")).decode()
+_LIST = __spec__.loader.get_data(os.path.join(*__path__, "__init__.pyi"))
 _HOMES = {
-    name: home for home, name in re.findall(r"^from (\S+) import (\w+) as", _LIST, re.MULTILINE)
+    each.name: line.module
+    for line in ast.parse(_LIST).body
+    if isinstance(line, ast.ImportFrom)
+    for each in line.names
 }
 __all__ = sorted(_HOMES)
 

@@ -211,22 +211,24 @@ def test_a_step_that_kfac_clips_is_as_long_at_any_gain() -> None:
     assert relative_error(*modules) < 1e-9
 
 
-def test_three_numbers_travel_beside_the_gradients_of_each_step_and_at_each_epochs_end(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("compression", "a_step"), [(None, []), ("bf16", [8])])
+def test_what_is_measured_travels_with_the_gradients_unless_these_are_rounded(
+    compression: Any, a_step: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DistributedDataParallel's own sums, the gradients, are not torch.distributed's to Python."""
     sent: list[int] = []
     all_reduce = dist.all_reduce
 
     def counting(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        sent.append(tensor.nbytes)
+        if tensor.dtype == torch.float64:
+            sent.append(tensor.nbytes)
         return all_reduce(tensor, *args, **options)
 
     monkeypatch.setattr(dist, "all_reduce", counting)
-    job = make_job(mlp(), strategy=AdaScale(), optimizer=SGD, epochs=2)
+    job = make_job(mlp(), strategy=AdaScale(compression=compression), optimizer=SGD, epochs=2)
     run_world(job, classification([22]).shards())
-    steps = 6
-    assert sent == [3 * 8] * (steps + 1) * 2
+    steps, at_an_epochs_end = 6, [3 * 8]
+    assert sent == (a_step * steps + at_an_epochs_end) * 2
 
 
 class Interrupted(Exception):
