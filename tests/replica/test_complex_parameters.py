@@ -26,7 +26,7 @@ from sparkdl.strategies import (
     PowerSGD,
     ThresholdGradientSharing,
 )
-from sparkdl.strategies.gradient_noise import _norms
+from sparkdl.strategies.gradient_noise import norms_of
 from sparkdl.testing import run_world
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -81,7 +81,7 @@ def test_in_every_step_they_agree_on_what_one_process_would_have_come_to(
 
 def test_their_noise_is_that_of_real_and_imaginary_parts() -> None:
     values = torch.tensor([3 + 4j, 0, 12j])
-    assert float(_norms([values])[0]) == pytest.approx(13)
+    assert float(norms_of([values])[0]) == pytest.approx(13)
 
 
 def test_one_that_is_not_finite_is_found() -> None:

@@ -187,7 +187,7 @@ BANDS = {
     "Softsync(2), by staleness": Band(
         AsynchronousSGD(PERIOD, barrier=Softsync(2)), (mean, 1.0), (mean, 2.0)
     ),
-    "elastic": Band(ElasticAveraging(PERIOD, 0.05, "asynchronous"), (springs, 0.05)),
+    "elastic": Band(ElasticAveraging(PERIOD, 0.05, mode="asynchronous"), (springs, 0.05)),
     "delayed Nesterov": Band(
         AsynchronousOuterOptimizer(DelayedNesterov(WORKERS, 0.7, 0.5), PERIOD),
         (nesterov, 0.7, 0.5),
