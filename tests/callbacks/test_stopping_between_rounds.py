@@ -26,18 +26,23 @@ from sparkdl.testing import run_world
 
 SIZES = [20_000, 16_000]
 """Of minibatches of 4; at a fiftieth of a second each, an epoch takes a minute and a half."""
+PAUSE_S = 4.0
+"""In which the driver hears of a round, and stops the training there."""
 
 
 class Unhurried(nn.Module):
-    """Takes its time for each minibatch."""
+    """Takes its time for each minibatch, or pauses behind some of them."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, pause_behind: int | None = None) -> None:
         super().__init__()
         self.net = mlp()
         self.seconds = seconds
+        self.pause_behind = pause_behind
+        self.seen = 0
 
     def forward(self, features: Tensor) -> Tensor:
-        time.sleep(self.seconds)
+        time.sleep(PAUSE_S if self.seen == self.pause_behind else self.seconds)
+        self.seen += 1
         return self.net(features)
 
 
@@ -63,8 +68,8 @@ class StopsAtOnce(Callback):
         training.stop("somebody has pressed the button")
 
 
-def job_of(strategy: Strategy[Any], seconds: float) -> Any:
-    return make_job(Unhurried(seconds), strategy=strategy, deadline_s=60.0)
+def job_of(strategy: Strategy[Any], module: nn.Module) -> Any:
+    return make_job(module, strategy=strategy, deadline_s=60.0)
 
 
 @pytest.mark.slow_variants(fast=1)
@@ -90,7 +95,7 @@ def test_a_time_budget_ends_an_epoch_in_its_middle_with_all_that_was_trained(
     shards = classification(SIZES).shards(rows_a_batch=5000)
     counts = Counts()
     outcome = run_world(
-        job_of(strategy, 0.02),
+        job_of(strategy, Unhurried(0.02)),
         shards,
         ranks_as="processes",
         callbacks=[TimeBudget(0.1), counts],
@@ -106,7 +111,7 @@ def test_a_time_budget_ends_an_epoch_in_its_middle_with_all_that_was_trained(
     if often is not None:
         # The same steps once more, whose last one is known from the start.
         again = run_world(
-            job_of(often, 0.0),
+            job_of(often, Unhurried(0.0, pause_behind=counts.steps)),
             shards,
             ranks_as="processes",
             callbacks=[Counts(last=counts.steps)],

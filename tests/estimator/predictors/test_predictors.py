@@ -70,7 +70,7 @@ def test_texts_are_classes_and_the_columns_are_those_of_pyspark(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     rows = named(frame(spark, ROWS))
-    model = TorchClassifier(model=network(), epochs=3, **SETTINGS).fit(rows)
+    model = TorchClassifier(model=network(), epochs=12, **SETTINGS).fit(rows)
     assert (model.getLabels(), model.numClasses, model.getLabelCol()) == (SORTED, 3, "label")
     added = model.transform(rows)
     assert added.columns[-3:] == ["rawPrediction", "probability", "prediction"]
