@@ -17,6 +17,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -48,6 +49,7 @@ class PartitionStore:
         self._resident_bytes = resident_bytes
         self._specs: tuple[ColumnSpec, ...] = ()
         self._groups: list[_Stored] = []
+        self._mapping = threading.Lock()
         self.rows = 0
 
     @property
@@ -136,7 +138,9 @@ class PartitionStore:
             For each column of unequal lengths, in the order of ``take_packed``, shape (n,), int64.
         """
         sequences = (group for group in self._groups if isinstance(group, StoredSequences))
-        return [group.lengths(rows, self.rows, self._pages()) for group in sequences]
+        pages = self._pages()
+        with self._alone(pages):
+            return [group.lengths(rows, self.rows, pages) for group in sequences]
 
     def slice(self, start: int, stop: int) -> list[Column]:
         """Copy rows that follow each other.
@@ -177,10 +181,11 @@ class PartitionStore:
         """
         pages = self._pages()
         packed: list[Column] = []
-        for group in self._groups:
-            packed.append(group.take(rows, self.rows, pages, pinned=pinned))
-            if pages is not None:
-                group.unmap()
+        with self._alone(pages):
+            for group in self._groups:
+                packed.append(group.take(rows, self.rows, pages, pinned=pinned))
+                if pages is not None:
+                    group.unmap()
         return packed
 
     def _pages(self) -> int | None:
@@ -189,6 +194,10 @@ class PartitionStore:
         if limit is None or self.rows * self.row_bytes <= limit:
             return None
         return max(1, limit // PAGE_BYTES)
+
+    def _alone(self, pages: int | None) -> AbstractContextManager[object]:
+        """Several threads may read, one for each worker that fetches rows: together as much."""
+        return nullcontext() if pages is None else self._mapping
 
     def close(self) -> None:
         """Give the disk space back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +46,22 @@ def test_two_fits_with_one_seed_agree_to_the_bit_after_a_shuffle(
     spark: SparkSession, upstream: Callable[[SparkSession], DataFrame]
 ) -> None:
     assert same_bits(fit(upstream(spark)), fit(upstream(spark)))
+
+
+@pytest.mark.slow
+def test_two_fits_with_one_seed_agree_to_the_bit_on_more_files_than_workers(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    path = (tmp_path / "rows").as_uri()
+    frame(spark, rows=140, partitions=10).write.parquet(path)
+    spark.conf.set("spark.sql.files.openCostInBytes", "1")
+    spark.conf.set("spark.sql.files.maxPartitionBytes", "4096")
+    try:
+        assert spark.read.parquet(path).rdd.getNumPartitions() > 3  # so that workers read several
+        assert same_bits(fit(spark.read.parquet(path)), fit(spark.read.parquet(path)))
+    finally:
+        spark.conf.unset("spark.sql.files.openCostInBytes")
+        spark.conf.unset("spark.sql.files.maxPartitionBytes")
 
 
 def test_two_fits_agree_to_the_bit_and_another_seed_differs(spark: SparkSession) -> None:

@@ -3,15 +3,17 @@
 ``DataFrame.coalesce`` puts neighbours together and never makes more partitions than there are. Here
 any may be together, some may be empty, and a plan whose partitions Spark only decides while it runs
 is run as far as that takes. The rows of each group come in the order of its partitions' numbers,
-and which are together follows from the files' sizes and those numbers alone, never from where
-blocks of rows happen to lie: the same workers have the same rows in every run.
+and which are together follows from sizes and those numbers alone, never from where blocks of rows
+happen to lie: the same workers have the same rows in every run. What a shuffle has written is
+compressed, and a little more or less of it in another run must not matter: only where partitions
+are of quite unequal sizes those count, and by rough measure.
 """
 
 from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,11 +25,20 @@ from pyspark.sql import functions as F
 from sparkdl.errors import SparkDLError
 
 MOST_SIZES = 256
-"""Partitions whose files are asked for, about a millisecond each. Spark numbers them by size, so
-that of more of them the numbers say enough."""
+"""Partitions whose sizes are asked for, of files about a millisecond each. Spark numbers those of
+files by size, so that of more of them the numbers say enough."""
+UNEVEN = 1.25
+"""How many times as much as by sizes the largest group may have by numbers, before sizes count."""
+PARTS_OF_A_GROUP = 16
+"""To which part of a group's share sizes are rounded."""
 
 _RANGE = re.compile(r"range: (\d+)-(\d+), partition values: ")
 """How Spark writes which bytes of a file belong to a partition."""
+_OF_SHUFFLE = re.compile(
+    r"ShuffledRowRDDPartition\(\d+,"
+    r"(?:CoalescedPartitionSpec\((\d+),(\d+),|PartialReducerPartitionSpec\(\d+,\d+,\d+,(\d+)\))"
+)
+"""How Spark writes which of a shuffle's partitions are read as one, or how much of one is."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +115,7 @@ def _grouped(frame: DataFrame, groups: int) -> Grouped:
     if partitions < groups:
         parts.append(context._jsc.parallelize([], groups - partitions).rdd())
     elif partitions > groups:
-        members = balanced(_costs(original, partitions, spark), groups)
+        members = _dealt(frame, original, partitions, groups)
         nothing = jvm.scala.Option.apply(None)
         parts = [
             _pruned(original, numbers, spark).coalesce(1, False, nothing, None)
@@ -149,23 +160,95 @@ def balanced(sizes: Sequence[int], groups: int) -> list[list[int]]:
     return [sorted(numbers) for numbers in chosen]
 
 
-def _costs(rows: Any, partitions: int, spark: SparkSession) -> list[int]:
-    """What reading each partition costs, as Spark estimates it; less by number where it does not.
-
-    Falling numbers make pairs of the same sum: the first and the last to one of two groups.
-    """
-    unknown = list(range(2 * partitions, partitions, -1))
+def _dealt(frame: DataFrame, rows: Any, partitions: int, groups: int) -> list[list[int]]:
+    """The numbers of the partitions of each group, by what is known of what reading them costs."""
+    spark = frame.sparkSession
+    # Falling numbers make pairs of the same sum: the first and the last to one of two groups.
+    by_number = balanced(range(2 * partitions, partitions, -1), groups)
     if partitions > MOST_SIZES:
-        return unknown
+        return by_number
+    costs = _costs_of_files(rows, spark)
+    if costs is not None:
+        return balanced(costs, groups)
+    sizes = _sizes_of_shuffles(frame, rows, partitions)
+    if sizes is None:
+        return by_number
+    unit = max(1, sum(sizes) // (groups * PARTS_OF_A_GROUP))
+    by_size = balanced([round(size / unit) for size in sizes], groups)
+    largest = [max(sum(sizes[k] for k in group) for group in way) for way in (by_number, by_size)]
+    return by_size if largest[0] > UNEVEN * largest[1] else by_number
+
+
+def _costs_of_files(rows: Any, spark: SparkSession) -> list[int] | None:
+    """What reading each partition costs, as Spark estimates it; None if they are not of files."""
     text = cast(Any, spark._jvm).scala.runtime.ScalaRunTime.stringOf
     opening = int(spark._jsparkSession.sessionState().conf().filesOpenCostInBytes())
     costs = []
     for partition in rows.partitions():
         if partition.getClass().getSimpleName() != "FilePartition":
-            return unknown
+            return None
         ranges = _RANGE.findall(text(partition.files()))
         costs.append(sum(opening + int(end) - int(start) for start, end in ranges))
     return costs
+
+
+def _sizes_of_shuffles(frame: DataFrame, rows: Any, partitions: int) -> list[int] | None:
+    """How many bytes finished shuffles have for each partition, those of a join both of its sides.
+
+    None if rows come from elsewhere too.
+    """
+    shuffles = _shuffles_behind(rows, partitions)
+    if shuffles is None:
+        return None
+    text = cast(Any, frame.sparkSession._jvm).scala.runtime.ScalaRunTime.stringOf
+    written = {
+        statistics.shuffleId(): re.findall(r"\d+", text(statistics.bytesByPartitionId()))
+        for statistics in _statistics(frame._jdf.queryExecution().executedPlan())
+    }
+    sizes = np.zeros(partitions, np.int64)
+    for shuffle in shuffles:
+        told = _OF_SHUFFLE.findall(text(shuffle.partitions()))
+        of_it = written.get(shuffle.dependency().shuffleId())
+        if of_it is None or len(told) != partitions:
+            return None
+        before = np.cumsum([0, *map(int, of_it)])
+        sizes += [
+            int(part) if part else before[int(stop)] - before[int(start)]
+            for start, stop, part in told
+        ]
+    found: list[int] = sizes.tolist()
+    return found
+
+
+def _statistics(plan: Any) -> Iterator[Any]:
+    """What Spark has counted of the shuffles that the last stage of a plan reads."""
+    leaves = plan.collectLeaves()
+    for leaf in (leaves.apply(index) for index in range(leaves.size())):
+        kind = leaf.getClass().getSimpleName()
+        if kind == "AdaptiveSparkPlanExec":
+            yield from _statistics(leaf.executedPlan())
+        elif kind == "ResultQueryStageExec":  # around the last stage, since Spark 4
+            yield from _statistics(leaf.plan())
+        elif kind == "ShuffleQueryStageExec" and leaf.mapStats().isDefined():
+            yield leaf.mapStats().get()
+
+
+def _shuffles_behind(rows: Any, partitions: int) -> list[Any] | None:
+    """The shuffles that an RDD reads, partition by partition; None if not only such ones."""
+    if rows.getNumPartitions() != partitions:
+        return None
+    if rows.getClass().getSimpleName() == "ShuffledRowRDD":
+        return [rows]
+    parents, found = rows.dependencies(), []
+    for index in range(parents.size()):
+        parent = parents.apply(index)
+        if parent.getClass().getSimpleName() != "OneToOneDependency":
+            return None
+        behind = _shuffles_behind(parent.rdd(), partitions)
+        if behind is None:
+            return None
+        found += behind
+    return found or None
 
 
 def _set_of(numbers: Sequence[int], jvm: Any) -> Any:
