@@ -116,6 +116,7 @@ def test_without_the_deferral_an_optimizer_does_import_the_compiler() -> None:
 
 def test_a_whole_run_does_not_import_the_compiler() -> None:
     in_a_process("""
+        defer_compiler()
         from sparkdl.testing import run_world
         from toys import classification, make_job, mlp
         run_world(make_job(mlp(), epochs=2), classification([8, 8]).shards())

@@ -151,7 +151,7 @@ class TestDeadlines:
         run.read(0)
         run.read(2)
         assert only(do.End, run.wait(9)) == []
-        words = r"^rank 1 did not start \(2 of 3 workers did; .* within 10 s"
+        words = r"^rank 1 did not start \(2 of 3 workers did, and .* within 10 s"
         expect_failure(run, run.wait(1), DeadlineError, words)
         assert "rank 0" not in str(run.failure)
 
