@@ -38,11 +38,14 @@ def test_a_target_is_reached_at_the_first_loss_that_is_no_more() -> None:
 
 def test_the_table_has_a_dash_where_half_of_the_runs_were_never_there() -> None:
     lines = report.table(RUNS, ["slow", "fast", "absent"], {"digits": 0.5}).splitlines()
-    assert lines[0] == ("| strategy | digits: loss after 100 rows | MB to 0.5 | s at 100 Mbit/s |")
+    assert lines[0] == (
+        "| strategy | digits: loss after 100 rows at 1 Gbit/s | MB to 0.5 there "
+        "| s at 100 Mbit/s | s at 1 Gbit/s |"
+    )
     assert lines[2:] == [
-        "| slow | 1.000 | 9.0 | 2.5 |",
-        "| fast | 1.000 | - | 1.2 |",
-        "| absent | - | - | - |",
+        "| slow | 1.000 | 9.0 | 2.5 | 0.5 |",
+        "| fast | 1.000 | - | 1.2 | - |",
+        "| absent | - | - | - | - |",
     ]
 
 

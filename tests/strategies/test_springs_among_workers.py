@@ -77,6 +77,7 @@ class Together:
     """
 
     deadline_s = 30.0
+    commit_wanted = False
 
     def __init__(self, member: Member) -> None:
         self.index, self.members = member.index, member.members
