@@ -158,7 +158,16 @@ def main() -> None:
     """Measures and reports."""
     chosen = harness.arguments(__doc__, repeats=3)
     sgd = partial(torch.optim.SGD, lr=0.001)
-    task = Task(build=build, optimizer=sgd, adam=sgd, rows=rows, batch_size=1, epochs=1, target=0.0)
+    task = Task(
+        build=build,
+        optimizer=sgd,
+        adam=sgd,
+        layerwise=sgd,
+        rows=rows,
+        batch_size=1,
+        epochs=1,
+        target=0.0,
+    )
     with (
         tempfile.TemporaryDirectory() as name,
         LinkedHosts(WORKERS, Path(name)) as hosts,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from py4j.protocol import Py4JJavaError
-from pyspark import SparkConf
+from pyspark import SparkConf, SparkContext
 from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import DataFrame, SparkSession
 
@@ -78,13 +81,31 @@ def create_session(
     for key, value in settings.items():
         builder = builder.config(key, value)
     try:
-        return builder.getOrCreate()
+        with _compiler_imported_meanwhile():
+            return builder.getOrCreate()
     except Py4JJavaError as error:
         told = str(error.java_exception)
         # spark-submit's own options are among the defaults of a SparkConf.
         if missing := _unreadable_file(told, dict(SparkConf().getAll()) | settings):
             raise SetupError(missing) from error
         raise
+
+
+@contextmanager
+def _compiler_imported_meanwhile() -> Iterator[None]:
+    """Have torch import its compiler while Java starts, for which Python only waits.
+
+    The first step of an optimizer imports it, for about a second, and ``fit`` tries one here.
+    """
+    wanted = "torch" in sys.modules and SparkContext._active_spark_context is None
+    thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True)
+    if wanted:
+        thread.start()
+    try:
+        yield
+    finally:
+        if wanted:
+            thread.join()
 
 
 def _unreadable_file(told: str, settings: Mapping[str, str]) -> str | None:

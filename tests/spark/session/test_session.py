@@ -86,10 +86,11 @@ def test_the_driver_and_the_executors_compile_hot_code_later(spark: SparkSession
 
 
 @pytest.mark.slow
-def test_java_options_of_ones_own_come_beside_ours() -> None:
+def test_java_options_of_ones_own_come_beside_ours_and_the_compiler_beside_java() -> None:
     settings = {"spark.driver.extraJavaOptions": "-Dmine=1", "spark.ui.enabled": "false"}
     script = (
-        f"import sparkdl; spark = sparkdl.create_session('app', 'local[1]', {settings!r}); "
+        f"import torch, sparkdl; spark = sparkdl.create_session('app', 'local[1]', {settings!r}); "
+        "import sys; print('torch._dynamo.eval_frame' in sys.modules); "
         "java = spark._jvm.java.lang; print(java.System.getProperty('mine')); "
         "print(*java.management.ManagementFactory.getRuntimeMXBean().getInputArguments()); "
         "spark.stop()"
@@ -97,8 +98,8 @@ def test_java_options_of_ones_own_come_beside_ours() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
     )
-    mine, arguments = done.stdout.splitlines()[-2:]
-    assert mine == "1"
+    compiler_is_there, mine, arguments = done.stdout.splitlines()[-3:]
+    assert (compiler_is_there, mine) == ("True", "1")
     assert "-XX:Tier4CompileThreshold=" in arguments
 
 
