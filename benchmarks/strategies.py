@@ -112,6 +112,8 @@ CONTENDERS: dict[str, Contender] = {
     "averaging, predicted cut-off": always(ParameterAveraging(PERIOD, cutoff="predicted")),
     "elastic": always(ElasticAveraging(PERIOD)),
     "elastic, asynchronous": always(ElasticAveraging(PERIOD, mode="asynchronous")),
+    "elastic, Hogwild": always(ElasticAveraging(PERIOD, mode="hogwild")),
+    "elastic, round robin": always(ElasticAveraging(PERIOD, mode="round_robin")),
     "elastic, executors": always(ElasticAveraging(PERIOD, aggregation="executors")),
     "ASP": barred(ASP()),
     "ASP, scaled by staleness": always(AsynchronousSGD(PERIOD)),
