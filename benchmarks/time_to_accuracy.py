@@ -59,12 +59,12 @@ GRIDS: dict[str, dict[str, list[Any]]] = {
     "one_process": {"learning_rate": RATES, "threads": [1, 2]},
 }
 SETTINGS: dict[str, dict[str, Any]] = {
-    "sparkdl": {"learning_rate": 0.1, "period": 21, "stream": False},
+    "sparkdl": {"learning_rate": 0.1, "period": 63, "stream": True},
     "sparkdl_all_reduce": {"learning_rate": 0.1, "stream": False},
     "torch_distributor": {"learning_rate": 0.1},
     "elephas": {"learning_rate": 0.1},
-    "averaging_loop": {"learning_rate": 0.1, "period": 63},
-    "averaging_frame": {"learning_rate": 0.1},
+    "averaging_loop": {"learning_rate": 0.03, "period": 63},
+    "averaging_frame": {"learning_rate": 0.06},
     "one_process": {"learning_rate": 0.1, "threads": 1},
 }
 SETTINGS["sparkdl_plain_session"] = SETTINGS["sparkdl"]
