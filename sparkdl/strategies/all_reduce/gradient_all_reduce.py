@@ -23,13 +23,13 @@ from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, OptimizerBuilder
 from sparkdl.replica import Replica
 from sparkdl.replica.optimizers import NamedParameters, takes_names
+from sparkdl.strategies.all_reduce.gradient_noise import DECAY, NoiseMeter
+from sparkdl.strategies.all_reduce.gradients import ROUNDED, FiniteGradients, FiniteSum, reduce_by
+from sparkdl.strategies.all_reduce.model_and_loss import ModelAndLoss, distribute
+from sparkdl.strategies.all_reduce.synchronized_norm import batch_norm_layers, synchronize
 from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
 from sparkdl.strategies.compression.base import Compression, Compressor
-from sparkdl.strategies.gradient_noise import DECAY, NoiseMeter
-from sparkdl.strategies.gradients import ROUNDED, FiniteGradients, FiniteSum, reduce_by
 from sparkdl.strategies.kfac import KFACPreconditioner, Preconditioning
-from sparkdl.strategies.model_and_loss import ModelAndLoss, distribute
-from sparkdl.strategies.synchronized_norm import batch_norm_layers, synchronize
 from sparkdl.strategies.worker_group import WorkerGroup
 
 SWITCHES = ("shard_optimizer", "find_unused_parameters", "sync_batch_norm", "measure_noise")

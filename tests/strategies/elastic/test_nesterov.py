@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparkdl.strategies.nesterov import NesterovMomentum
+from sparkdl.strategies.elastic.nesterov import NesterovMomentum
 
 CURVATURE = np.array([0.3, 1.0, 4.0])
 

@@ -27,7 +27,7 @@ from sparkdl.collective.peers import PeerAwayError, Peers, Visitors
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
 from sparkdl.strategies import GossipAveraging, ParameterAveraging
-from sparkdl.strategies.gossip import Shown
+from sparkdl.strategies.gossip.shown import Shown
 from sparkdl.testing import run_world
 from sparkdl.transport.connection import Connection, ConnectionLostError
 from sparkdl.worker import Job

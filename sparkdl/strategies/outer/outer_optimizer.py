@@ -40,7 +40,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
 from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.cutoff import Cutoff, cutoff_policy, require_cutoff
-from sparkdl.strategies.streaming import Stream
+from sparkdl.strategies.outer.streaming import Stream
 
 INNER_STATES = ("keep", "average", "reset")
 

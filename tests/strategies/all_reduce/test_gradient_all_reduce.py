@@ -22,7 +22,7 @@ from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Run, Strategy
-from sparkdl.strategies.gradients import FiniteGradients
+from sparkdl.strategies.all_reduce.gradients import FiniteGradients
 from sparkdl.testing import run_world
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.replica import Replica
+from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce, Paced, _Reducer
+from sparkdl.strategies.all_reduce.gradient_noise import NoiseMeter, gain, total_square
+from sparkdl.strategies.all_reduce.model_and_loss import Passenger
 from sparkdl.strategies.base import Needs, Run
-from sparkdl.strategies.gradient_all_reduce import GradientAllReduce, Paced, _Reducer
-from sparkdl.strategies.gradient_noise import NoiseMeter, gain, total_square
-from sparkdl.strategies.model_and_loss import Passenger
 from sparkdl.strategies.worker_group import WorkerGroup
 
 STEPS = "adascale_steps"

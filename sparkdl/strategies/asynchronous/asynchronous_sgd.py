@@ -21,8 +21,8 @@ from sparkdl.averager.coordination.round_policy import RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Segment
-from sparkdl.strategies.asynchronous import ContributesChanges
-from sparkdl.strategies.barriers import ASP, Barrier
+from sparkdl.strategies.asynchronous.barriers import ASP, Barrier
+from sparkdl.strategies.asynchronous.base import ContributesChanges
 from sparkdl.strategies.base import require_period
 
 

@@ -41,8 +41,8 @@ from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Needs, Run, Strategy, require_period
-from sparkdl.strategies.hogwild import HogwildSpring
-from sparkdl.strategies.springs import Spring, SpringAmongWorkers
+from sparkdl.strategies.elastic.hogwild import HogwildSpring
+from sparkdl.strategies.elastic.springs import Spring, SpringAmongWorkers
 
 MODES = ("synchronous", "asynchronous", "hogwild", "round_robin")
 AGGREGATIONS = ("driver", "executors")

@@ -23,7 +23,7 @@ from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.strategies import AdaScale, GradientAllReduce, KFACPreconditioner
-from sparkdl.strategies.model_and_loss import Passenger
+from sparkdl.strategies.all_reduce.model_and_loss import Passenger
 from sparkdl.testing import run_world
 
 cloudpickle.register_pickle_by_value(misbehaving)

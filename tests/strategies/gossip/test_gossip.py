@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from visits import connected
 
 from sparkdl.errors import TrainingError
-from sparkdl.strategies import gossip
-from sparkdl.strategies.gossip import MODES, Shown
-from sparkdl.strategies.gossip_averaging import TOPOLOGIES, peer_of
+from sparkdl.strategies.gossip import shown
+from sparkdl.strategies.gossip.gossip_averaging import TOPOLOGIES, peer_of
+from sparkdl.strategies.gossip.shown import MODES, Shown
 from sparkdl.transport.connection import ConnectionLostError
 
 
 @pytest.fixture(autouse=True)
 def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gossip, "STRETCH", 3)
+    monkeypatch.setattr(shown, "STRETCH", 3)
 
 
 class Worker:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.strategies.threshold_encoding import DECAY, Encoding, ThresholdEncoder, short
+from sparkdl.strategies.threshold.threshold_encoding import DECAY, Encoding, ThresholdEncoder, short
 
 SIZES = (70_001, 3)
 """More than one block, and less."""

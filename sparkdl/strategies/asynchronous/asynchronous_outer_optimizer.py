@@ -17,7 +17,7 @@ from torch import Tensor
 from sparkdl.averager.coordination.round_policy import Nobody, RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.errors import ConfigError
-from sparkdl.strategies.asynchronous import ContributesChanges
+from sparkdl.strategies.asynchronous.base import ContributesChanges
 from sparkdl.strategies.base import require_period
 
 

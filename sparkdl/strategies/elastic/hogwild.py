@@ -18,7 +18,7 @@ from typing import Any
 
 from sparkdl.protocols import Batch
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.springs import Spring
+from sparkdl.strategies.elastic.springs import Spring
 from sparkdl.strategies.steps_ahead import StepsAhead
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
-from sparkdl.strategies.synchronized_norm import ForwardPass
+from sparkdl.strategies.all_reduce.synchronized_norm import ForwardPass
 
 
 class _Told(torch.autograd.Function):

@@ -24,7 +24,7 @@ from sparkdl.averager.values.finite import looks_finite, require_finite
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.nesterov import NesterovMomentum
+from sparkdl.strategies.elastic.nesterov import NesterovMomentum
 from sparkdl.strategies.worker_group import HALVES, WorkerGroup
 
 SWAPPED_AT_ONCE = 1 << 20

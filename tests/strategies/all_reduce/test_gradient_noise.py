@@ -19,7 +19,7 @@ from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import WindowReport, summarize_epoch
 from sparkdl.report.history import metrics_of
 from sparkdl.strategies import GradientAllReduce, PowerSGD
-from sparkdl.strategies.gradient_noise import GradientNoise, gain, noise_scale
+from sparkdl.strategies.all_reduce.gradient_noise import GradientNoise, gain, noise_scale
 from sparkdl.testing import run_world
 
 WINDOW = WindowReport(rank=0, epoch=1, step=1, examples=2, loss_sum=0.5, last=True)

@@ -32,7 +32,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
 from sparkdl.protocols import Batch
 from sparkdl.strategies.base import Needs, Run, Strategy, require_period, require_steps
-from sparkdl.strategies.threshold_encoding import Encoding, ThresholdEncoder
+from sparkdl.strategies.threshold.threshold_encoding import Encoding, ThresholdEncoder
 from sparkdl.strategies.worker_group import WorkerGroup
 
 

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparkdl.strategies.all_reduce.model_and_loss import Passenger
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.model_and_loss import Passenger
 from sparkdl.strategies.worker_group import HALVES, WorkerGroup
 
 DECAY = 0.99

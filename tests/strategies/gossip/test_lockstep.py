@@ -26,9 +26,10 @@ from visits import connected
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import TrainingError
 from sparkdl.events import WindowReport
-from sparkdl.strategies import GossipAveraging, lockstep
-from sparkdl.strategies.gossip_averaging import TOPOLOGIES
-from sparkdl.strategies.lockstep import Snapshots, lead_of, neighbors_of
+from sparkdl.strategies import GossipAveraging
+from sparkdl.strategies.gossip import lockstep
+from sparkdl.strategies.gossip.gossip_averaging import TOPOLOGIES
+from sparkdl.strategies.gossip.lockstep import Snapshots, lead_of, neighbors_of
 from sparkdl.testing import run_world
 from sparkdl.transport.connection import Connection
 from sparkdl.worker import Job
