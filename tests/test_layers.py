@@ -37,6 +37,13 @@ LAYERS: list[tuple[str, ...]] = [
 ]
 # The rooms of a layer, and the modules beside them, from top to bottom as well.
 ROOMS: dict[str, list[tuple[str, ...]]] = {
+    "jobs": [
+        ("evaluate", "predict", "train"),
+        ("command",),
+        ("configuration", "metrics", "models"),
+        ("logs", "results", "sources"),
+        ("exits",),
+    ],
     "spark": [
         ("functions", "inference"),
         ("launch",),

@@ -32,9 +32,14 @@ except ImportError as error:
         'jobs need jsonargparse: pip install "sparkdl-torch[jobs]" in the driver\'s Python'
     ) from error
 
-from sparkdl.jobs.building import builder, built, checked_stage
-from sparkdl.jobs.help import HelpFormatter, describe, exit_codes
-from sparkdl.jobs.refusal import JobParser, fill_sections, require_mappings, require_one_path
+from sparkdl.jobs.configuration.building import builder, built, checked_stage
+from sparkdl.jobs.configuration.help import HelpFormatter, describe, exit_codes
+from sparkdl.jobs.configuration.refusal import (
+    JobParser,
+    fill_sections,
+    require_mappings,
+    require_one_path,
+)
 
 JobName = Literal["train", "evaluate", "predict"]
 

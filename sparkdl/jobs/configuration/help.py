@@ -12,7 +12,7 @@ from jsonargparse import DefaultHelpFormatter
 from sparkdl.jobs.exits import Exit
 
 if TYPE_CHECKING:
-    from sparkdl.jobs.grammar import JobName
+    from sparkdl.jobs.configuration.grammar import JobName
 
 _DOES: dict[str, str] = {
     "train": "Train a network on a table, compare it with baselines, and save it.",

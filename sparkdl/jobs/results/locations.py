@@ -6,7 +6,7 @@ import os
 
 from sparkdl.checkpoint.local_files import LocalFiles
 from sparkdl.errors import ConfigError
-from sparkdl.jobs.output import Location
+from sparkdl.jobs.results.output import Location
 from sparkdl.spark.storage.files import hadoop_files, java_errors
 from sparkdl.spark.storage.hadoop_files import open_hadoop
 

@@ -10,9 +10,9 @@ import pytest
 
 from sparkdl.errors import ModelError
 from sparkdl.jobs import command
-from sparkdl.jobs.grammar import JobName, Settings, build_parser, read_settings
+from sparkdl.jobs.configuration.grammar import JobName, Settings, build_parser, read_settings
 
-CONFIG = str(Path(__file__).parents[2] / "conf" / "flights.yaml")
+CONFIG = str(Path(__file__).parents[3] / "conf" / "flights.yaml")
 
 
 def settings(*arguments: str, job: JobName = "train") -> Settings:

@@ -19,11 +19,11 @@ from torch import nn
 from sparkdl import ParameterAveraging, TorchEstimator
 from sparkdl.callbacks import TrainingReport
 from sparkdl.jobs import Files, command, logs
-from sparkdl.jobs.grammar import JobName, Settings, read_settings
+from sparkdl.jobs.configuration.grammar import JobName, Settings, read_settings
 from sparkdl.jobs.predict import _is_data
 from sparkdl.jobs.train import _reports
 
-CONFIG = str(Path(__file__).parents[2] / "conf" / "flights.yaml")
+CONFIG = str(Path(__file__).parents[3] / "conf" / "flights.yaml")
 
 OWN = """
 source:
