@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from pyspark.ml.base import Estimator, Transformer
 from pyspark.ml.evaluation import Evaluator
+from pyspark.ml.param import Param
 from torch import nn
 
 from sparkdl.errors import ConfigError, SetupError, SparkDLError
@@ -319,6 +320,10 @@ def _add_estimator(parser: ArgumentParser) -> None:
         TorchEstimator, "estimator", skip=set(kinds), instantiate=False, fail_untyped=False
     )
     group = (parser.groups or {})["estimator"]
+    for action in group._group_actions:
+        param = getattr(TorchEstimator, action.dest.rpartition(".")[2], None)
+        if isinstance(param, Param):
+            action.help = param.doc
     for name, (kind, means) in kinds.items():
         required = name != "scheduler"
         _take_untyped(

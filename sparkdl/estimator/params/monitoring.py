@@ -1,11 +1,11 @@
-"""The Param of what is called while a fit goes on."""
+"""The Params of what is seen of a fit, and called, while it goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Self
 
-from pyspark.ml.param import Param, Params
+from pyspark.ml.param import Param, Params, TypeConverters
 
 from sparkdl.callbacks import Callback, Hooks, WorkerCallback
 from sparkdl.errors import ConfigError
@@ -27,8 +27,8 @@ def _callbacks(value: Any) -> list[AnyCallback] | None:
     return list(value)
 
 
-class CallbackParams(Params):
-    """The Param of ``TorchEstimator``; its docstring says what it is for."""
+class MonitoringParams(Params):
+    """Params of ``TorchEstimator``; its docstring says what each is for."""
 
     callbacks: Param[list[AnyCallback] | None] = Param(
         Params._dummy(),
@@ -36,6 +36,12 @@ class CallbackParams(Params):
         "called in the driver after rounds, epochs and more, where they may end the training, or "
         "on the workers around each step; None for none",
         typeConverter=_callbacks,
+    )
+    progress: Param[bool] = Param(
+        Params._dummy(),
+        "progress",
+        "whether to show a progress bar in the driver",
+        typeConverter=TypeConverters.toBoolean,
     )
 
     def getCallbacks(self) -> list[AnyCallback] | None:
@@ -45,6 +51,15 @@ class CallbackParams(Params):
     def setCallbacks(self, value: Sequence[AnyCallback] | None) -> Self:
         """Sets the value of callbacks."""
         self._set(callbacks=value)
+        return self
+
+    def getProgress(self) -> bool:
+        """Gets the value of progress or its default value."""
+        return self.getOrDefault(self.progress)
+
+    def setProgress(self, value: bool) -> Self:
+        """Sets the value of progress."""
+        self._set(progress=value)
         return self
 
     def driver_callbacks(self) -> list[Callback]:
