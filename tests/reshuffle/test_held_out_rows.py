@@ -1,4 +1,4 @@
-"""Rows to validate with, dealt among the workers: each validates on as many as every other."""
+"""Rows to validate with, spread over the workers: each validates on as many as every other."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def built(spec: Any) -> Any:
 def checked_stage(place: str, spec: Any) -> Any:
     """One of pyspark.ml's stages or evaluators, whose values its Java class has taken.
 
-    Python hands them over when the stage is used, which for an evaluator is after a training.
+    Python passes them on when the stage is used, which for an evaluator is after a training.
 
     Args:
         place: where in the configuration it stands.

@@ -65,8 +65,8 @@ class GradientAllReduce(Strategy["_Reducer"]):
         and compression send less); for small models on CPUs, whose steps are shorter than a
         message's way; nor where workers come and go, for one that is lost stops all.
 
-    All workers have to run at once: Spark starts them in barrier mode. If one is lost, all leave
-    and are started again, from the last copy that the driver has taken.
+    Workers need a gang-scheduled start, in Spark's barrier mode. If one is lost, all leave and are
+    started again, from the last copy that the driver has taken.
 
     Args:
         bucket_mb: MB of gradients that are sent off together, > 0; smaller buckets start earlier,
@@ -255,7 +255,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
         self.end_epoch(run, state)
 
     def end_epoch(self, run: Run, state: _Reducer) -> None:
-        """Hand the driver a copy of it all."""
+        """Commit the replica's state, which is the same on all workers."""
         if state.meter is not None:
             run.measured = self._measured(state, state.meter)
         state.group.commit(run, self._agreed(run, state), last=True)

@@ -1,6 +1,6 @@
 """Gradients that are not finite, reported with the worker that made them and not all they reach.
 
-DistributedDataParallel hands over each bucket of gradients as soon as backward has filled it. In a
+DistributedDataParallel passes on each bucket of gradients as soon as backward has filled it. In a
 hook it is looked at before it leaves (``FiniteGradients``). A hook in Python takes a tenth of a
 millisecond a step, 3 % where steps are short: on CPUs, where nothing else needs one, the sum is
 looked at instead (``FiniteSum``), and only then who made it.

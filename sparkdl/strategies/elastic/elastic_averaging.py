@@ -109,7 +109,7 @@ class ElasticAveraging(Strategy[Spring]):
             With ``executors`` each worker keeps the center, and they add up among themselves, over
             NCCL (gloo on CPUs), while they train on to the next round; the driver receives one copy
             at the end of each epoch. For many workers or large models, in the synchronous mode: the
-            results are the same but for rounding. All workers then have to run at once, in Spark's
+            results are the same but for rounding. It then needs a gang-scheduled start, in Spark's
             barrier mode; if one is lost, all are started again from the end of the last epoch.
 
     Raises:
@@ -130,10 +130,10 @@ class ElasticAveraging(Strategy[Spring]):
             raise ConfigError(
                 f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {self.aggregation!r}"
             )
-        if self._together and not self._in_step:
+        if self._among_workers and not self._in_step:
             raise ConfigError(
-                f"mode={self.mode!r} is for aggregation='driver': among executors all add up "
-                "together, in step"
+                f"mode={self.mode!r} is for aggregation='driver': among executors the sums are "
+                "all-reduced, in step"
             )
         if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum must be a number >= 0 and < 1, got {self.momentum!r}")
@@ -160,7 +160,7 @@ class ElasticAveraging(Strategy[Spring]):
         return self.mode == "hogwild"
 
     @property
-    def _together(self) -> bool:
+    def _among_workers(self) -> bool:
         return self.aggregation == "executors"
 
     @property
@@ -168,10 +168,10 @@ class ElasticAveraging(Strategy[Spring]):
         """Nothing but the driver, if it has the center; each worker keeps its optimizer's state."""
         return Needs(
             exchanges_optimizer_state=False,
-            collective=self._together,
-            gang_start=self._together,
-            equal_steps=self._together,
-            resumes_alone=not self._together,
+            collective=self._among_workers,
+            gang_start=self._among_workers,
+            equal_steps=self._among_workers,
+            resumes_alone=not self._among_workers,
             steps_ahead=self.period if self._overlaps else 0,
         )
 
@@ -182,8 +182,8 @@ class ElasticAveraging(Strategy[Spring]):
 
     @property
     def center_update(self) -> CenterUpdate:
-        """The center's end of the springs; among executors the driver is handed the center."""
-        if self._together:
+        """The center's end of the springs; among executors the driver is sent the center."""
+        if self._among_workers:
             return ReplaceByMean()
         return ElasticPull(self.moving_rate, buffers=not self._in_step)
 
@@ -227,7 +227,7 @@ class ElasticAveraging(Strategy[Spring]):
         """
         self.require_workers(run.world_size)
         rate = rate_of(self.moving_rate, run.world_size)
-        if self._together:
+        if self._among_workers:
             return SpringAmongWorkers(run, rate, self.momentum, self.period)
         if self._overlaps:
             return HogwildSpring(run, rate, self.momentum)

@@ -188,7 +188,7 @@ class SpringAmongWorkers(Spring):
         self._group.agree(run)
 
     def exchange(self, run: Run, *, last: bool) -> None:
-        """Begin a round; with the epoch's ``last`` one, end all and hand the driver the center."""
+        """Begin a round; with the epoch's ``last`` one, end all and commit the center."""
         if not last:
             self._begin_round(run)
             return
@@ -215,10 +215,10 @@ class SpringAmongWorkers(Spring):
     def _begin_round(self, run: Run) -> None:
         """Send the replica, if it has trained in the window, and do not wait for the others'."""
         self._settle()
-        together = self._group
-        window = range(together.steps, together.steps + self._period)
-        pulls = [min(1, examples) for examples in together.examples_of(window)]
-        takes_part = bool(pulls[together.collective.index])
+        group = self._group
+        window = range(group.steps, group.steps + self._period)
+        pulls = [min(1, examples) for examples in group.examples_of(window)]
+        takes_part = bool(pulls[group.collective.index])
         mine, report = self._segments(), run.window()
         if takes_part:
             if not (math.isfinite(report.loss_sum) and all(map(looks_finite, mine))):
@@ -241,12 +241,12 @@ class SpringAmongWorkers(Spring):
         ]
         for values, center in buffers:
             center.copy_(values)
-        together.average([center for _, center in buffers], pulls, report)
-        arrivals = [together.collective.begin_all_reduce(total) for total in self._sums]
+        group.average([center for _, center in buffers], pulls, report)
+        arrivals = [group.collective.begin_all_reduce(total) for total in self._sums]
         self._arrive = lambda: self._move_center(arrivals, sum(pulls))
-        together.steps = window.stop
-        together.heartbeat(run)
-        together.commit_if_due(run, None, self._settled)
+        group.steps = window.stop
+        group.heartbeat(run)
+        group.commit_if_due(run, None, self._settled)
 
     def _settled(self) -> list[Tensor]:
         """The center, with all that is under way."""

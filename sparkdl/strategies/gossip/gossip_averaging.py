@@ -9,7 +9,7 @@ of replicas from their mean shrinks with W's second largest eigenvalue l: for ra
 workers its square by l = 1 - 1 / (n - 1) a visit, in expectation (Boyd et al. 2006, "Randomized
 Gossip Algorithms"). Nobody waits: x_j is what j has shown last, which is what it had when it last
 called on somebody and what visitors have made of that; what it learns meanwhile is added.
-``gossip`` has the exchange itself.
+``shown`` has the exchange itself, ``lockstep`` that of ``symmetric``.
 
 At the end of an epoch the driver forms the mean of all replicas, weighted by rows, with which all
 begin the next one: it is what is validated and saved. Integer buffers are each worker's own until
@@ -80,14 +80,15 @@ class GossipAveraging(Strategy["_Gossip"]):
         period: local steps between two visits, >= 1; 1 in the papers.
         mode: ``push_pull`` conserves the mean, for twice the bytes of the others. With ``pull`` and
             ``push`` (Jin et al.) a worker that many call on counts for more. ``symmetric`` is
-            D-PSGD: in each turn a worker waits for its neighbours' and mixes with all of them, so
-            that two fits give the same bits, and one that is slow slows those beside it.
+            D-PSGD: in each iteration a worker waits for its neighbours' parameters and mixes with
+            all of them, so that two fits give the same bits, and a slow worker slows those beside
+            it.
         topology: whom a worker calls on. ``random`` draws anyone, and mixes fastest without a plan;
             ``ring`` takes both neighbours in turn, of whom there are few connections, and mixes
             slowly beyond some ten workers; ``exponential`` takes who is 1, 2, 4, ... ranks further
-            (Assran et al. 2019, "Stochastic Gradient Push"): log2(n) turns mix n workers. Those of
-            ``symmetric`` are the same to both sides: two on a ``ring``, on one that is drawn anew
-            each turn if ``random``, and with ``exponential`` all at once.
+            (Assran et al. 2019, "Stochastic Gradient Push"): log2(n) iterations mix n workers.
+            Neighbours of ``symmetric`` are the same to both sides: two on a ``ring``, on one that
+            is redrawn in each iteration if ``random``, and with ``exponential`` all of them.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -128,7 +129,7 @@ class GossipAveraging(Strategy["_Gossip"]):
         """Call on another worker after every ``period`` steps."""
         run.averager.heartbeat()
         if run.step_of_epoch % self.period == 0 and not batch.last:
-            state.mix(run, turn=run.step_of_epoch // self.period - 1)
+            state.mix(run, iteration=run.step_of_epoch // self.period - 1)
 
     def end_epoch(self, run: Run, state: _Gossip) -> None:
         """Contribute what the worker has come to, and take the mean of all."""
@@ -137,7 +138,7 @@ class GossipAveraging(Strategy["_Gossip"]):
         run.averager.exchange(segments, run.close_window(last=True))
 
 
-def peer_of(topology: str, rank: int, world_size: int, epoch: int, turn: int) -> int:
+def peer_of(topology: str, rank: int, world_size: int, epoch: int, iteration: int) -> int:
     """Whom a worker calls on.
 
     Args:
@@ -145,17 +146,17 @@ def peer_of(topology: str, rank: int, world_size: int, epoch: int, turn: int) ->
         rank: of the worker.
         world_size: how many there are, > 1.
         epoch: counted from 1.
-        turn: visits of the epoch before this one.
+        iteration: visits of the epoch before this one.
 
     Returns:
         Another rank.
     """
     if topology == "ring":
-        hop = 1 if turn % 2 == 0 else world_size - 1
+        hop = 1 if iteration % 2 == 0 else world_size - 1
     elif topology == "exponential":
-        hop = 1 << turn % (world_size - 1).bit_length()
+        hop = 1 << iteration % (world_size - 1).bit_length()
     else:
-        hop = random.Random(f"{epoch} {turn} {rank}").randrange(1, world_size)
+        hop = random.Random(f"{epoch} {iteration} {rank}").randrange(1, world_size)
     return (rank + hop) % world_size
 
 
@@ -193,7 +194,7 @@ class _Gossip(ABC):
         """Begin an epoch."""
 
     @abstractmethod
-    def mix(self, run: Run, turn: int) -> None:
+    def mix(self, run: Run, iteration: int) -> None:
         """Mix with whom the topology names, unless there is none."""
 
     @abstractmethod
@@ -213,7 +214,7 @@ class _Gossip(ABC):
 
 
 class _Visiting(_Gossip):
-    """Calls on one other worker in a turn, and waits for nobody."""
+    """Calls on one other worker in an iteration, and waits for nobody."""
 
     _shown: Shown
 
@@ -224,12 +225,12 @@ class _Visiting(_Gossip):
         """Begin an epoch."""
         self._shown.open(run.epoch, self._mine(run))
 
-    def mix(self, run: Run, turn: int) -> None:
+    def mix(self, run: Run, iteration: int) -> None:
         """Call on another worker, unless there is none."""
         strategy = self._strategy
         self._shown.publish(self._finite(run), last=False)
         if run.world_size > 1:
-            peer = peer_of(strategy.topology, run.rank, run.world_size, run.epoch, turn)
+            peer = peer_of(strategy.topology, run.rank, run.world_size, run.epoch, iteration)
             self._peers.visit(peer, lambda there: self._shown.visit(there, strategy.mode))
         self._shown.adopt(self._mine(run))
 
@@ -240,7 +241,7 @@ class _Visiting(_Gossip):
 
 
 class _LockStep(_Gossip):
-    """Mixes with all neighbours of a turn, and waits for them while they are on their way."""
+    """Mixes with all neighbours of an iteration, and waits for them while they are on their way."""
 
     _shown: Snapshots
 
@@ -253,18 +254,20 @@ class _LockStep(_Gossip):
         self._shown.open(run.epoch, lead_of(self._strategy.topology, run.world_size))
         self._began = time.monotonic()
 
-    def mix(self, run: Run, turn: int) -> None:
+    def mix(self, run: Run, iteration: int) -> None:
         """Take a part of each neighbour's; of who is not there the worker keeps its own instead."""
         mine = self._finite(run)
         patience_s = max(PATIENCE_S, AWAY_TIMES * (time.monotonic() - self._began))
-        self._shown.await_visits(turn, self._patience(run, patience_s))
-        shown = self._shown.publish(turn, mine)
-        peers = neighbors_of(self._strategy.topology, run.rank, run.world_size, run.epoch, turn)
+        self._shown.await_visits(iteration, self._patience(run, patience_s))
+        shown = self._shown.publish(iteration, mine)
+        peers = neighbors_of(
+            self._strategy.topology, run.rank, run.world_size, run.epoch, iteration
+        )
         for peer in peers:
             patience = self._patience(run, patience_s)
 
             def talk(there: Connection, waits: Callable[[], bool] = patience) -> bool:
-                return self._shown.visit(there, run.epoch, turn, waits)
+                return self._shown.visit(there, run.epoch, iteration, waits)
 
             if self._peers.visit(peer, talk):
                 weight = 1 / (1 + len(peers))
@@ -284,6 +287,6 @@ class _LockStep(_Gossip):
         return waits
 
     def close(self, run: Run) -> None:
-        """End an epoch; neighbours may still be at the worker's last turn."""
+        """End an epoch; neighbours may still be at the worker's last iteration."""
         self._finite(run)
         self._shown.end()

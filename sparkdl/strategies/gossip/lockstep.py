@@ -1,20 +1,22 @@
-"""What a worker shows of itself turn by turn, for gossip in which neighbours mix at the same time.
+"""What a worker shows at each iteration, for gossip in which neighbours mix at the same time.
 
-Who is at turn t of an epoch asks its neighbours for what they had at turn t, on a connection with
-these messages:
+A worker at iteration t of an epoch asks its neighbours for what they had at iteration t, on a
+connection with these messages:
 
     visitor                                   host
     {"gossip": "symmetric", "epoch": its,
-     "turn": its, "values": how many} ------>
+     "iteration": its,
+     "values": how many}             ------>
                                      <------  {"go": true}, and values of each stretch
                                      <------  or {"wait": true}: not there yet; ask again
                                      <------  or {"past": true}: will not be there, or has been
 
-Of two that are neighbours in each turn neither is more than a turn ahead, so a worker keeps what
-it had at its last two turns. Of two that are neighbours only now and then one may be further ahead,
-for others hold it back but turns later: it does not go on before those with whom it has mixed have
-had its values too. One that was lost and begins its epoch anew is more turns behind, finds that it
-is past, and so do those who ask for it: it trains alone until the epoch ends.
+Of two workers that are neighbours in each iteration neither is more than one iteration ahead, so a
+worker keeps what it had at its last two. Of two that are neighbours only now and then one may be
+further ahead, for others hold it back only iterations later: it does not go on before those with
+whom it has mixed have had its values too. A worker that was lost and starts its epoch over is
+further behind than that, finds its iterations past, and so do those who ask for them: it trains
+alone until the epoch ends.
 """
 
 from __future__ import annotations
@@ -39,16 +41,19 @@ STRETCH = 1 << 18
 """Values in a message."""
 
 
-def neighbors_of(topology: str, rank: int, world_size: int, epoch: int, turn: int) -> list[int]:
-    """With whom a worker mixes in a turn; of any two either both or neither names the other.
+def neighbors_of(
+    topology: str, rank: int, world_size: int, epoch: int, iteration: int
+) -> list[int]:
+    """With whom a worker mixes in an iteration; of any two either both or neither names the other.
 
     Args:
         topology: ``ring`` for the two beside it, ``exponential`` for all that are 1, 2, 4, ...
-            ranks away on either side, ``random`` for two, of a ring that is drawn for each turn.
+            ranks away on either side, ``random`` for two, of a ring that is redrawn in each
+            iteration.
         rank: of the worker.
         world_size: how many there are.
         epoch: counted from 1.
-        turn: mixings of the epoch before this one.
+        iteration: mixings of the epoch before this one.
 
     Returns:
         Other ranks, in ascending order; every rank has as many.
@@ -57,17 +62,17 @@ def neighbors_of(topology: str, rank: int, world_size: int, epoch: int, turn: in
     if topology == "exponential":
         hops = [1 << power for power in range((world_size - 1).bit_length())]
     elif topology == "random":
-        random.Random(f"{epoch} {turn}").shuffle(places)
+        random.Random(f"{epoch} {iteration}").shuffle(places)
     place = places.index(rank)
     met = {places[(place + way * hop) % world_size] for hop in hops for way in (-1, 1)}
     return sorted(met - {rank})
 
 
 def lead_of(topology: str, world_size: int) -> int:
-    """By how many turns a worker may be ahead of one whom it asks, at the most, if none is lost.
+    """By how many iterations a worker may be ahead of one that it asks, if none is lost.
 
-    One that stands still holds back its neighbours, a turn later theirs, and so on: on a ring that
-    is drawn for each turn at least two more each time.
+    A worker that stands still holds back its neighbours, an iteration later theirs, and so on: on a
+    ring that is redrawn in each iteration at least two more each time.
 
     Args:
         topology: as for ``neighbors_of``.
@@ -77,7 +82,7 @@ def lead_of(topology: str, world_size: int) -> int:
 
 
 class Snapshots:
-    """What one worker had at its last two turns.
+    """What one worker had at its last two iterations.
 
     Args:
         values: float32 or float64 tensors, 1-D, on the CPU, of the sizes and types that are shown.
@@ -93,32 +98,32 @@ class Snapshots:
         self._spare = [[torch.empty_like(each) for each in values] for _ in range(2)]
         self._kept: dict[int, list[Tensor]] = {}
         self._epoch: int | None = None
-        self._turn = -1
+        self._iteration = -1
         self._lead = 1
         self._ended = False
-        # By turns: neighbours that were visited, and so come for the same turn, and visits served.
+        # By iteration: neighbours that were visited, and so come for the same one; visits served.
         self._expected: Counter[int] = Counter()
         self._served: Counter[int] = Counter()
         self._changed = threading.Condition()
 
     def open(self, epoch: int, lead: int = 1) -> None:
-        """Begin an epoch, in which others may be so many turns ahead and have to wait."""
+        """Begin an epoch, in which others may be so many iterations ahead and have to wait."""
         with self._changed:
-            self._forget(lambda turn: True)
-            self._epoch, self._turn, self._ended = epoch, -1, False
+            self._forget(lambda iteration: True)
+            self._epoch, self._iteration, self._ended = epoch, -1, False
             self._lead = lead
             self._expected.clear()
             self._served.clear()
             self._changed.notify_all()
 
-    def await_visits(self, turn: int, waits: Callable[[], bool]) -> None:
-        """Wait until neighbours have fetched what is given up once a turn is published.
+    def await_visits(self, iteration: int, waits: Callable[[], bool]) -> None:
+        """Wait until neighbours have fetched what is dropped once an iteration is published.
 
         Args:
-            turn: that is to be published.
+            iteration: that is to be published.
             waits: called now and then; whether to go on waiting.
         """
-        old = turn - 2
+        old = iteration - 2
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self._is_fetched(old), timeout=SAID_EVERY_S):
@@ -126,48 +131,48 @@ class Snapshots:
             if not waits():
                 return
 
-    def publish(self, turn: int, mine: Sequence[Tensor]) -> list[Tensor]:
-        """Show what the worker has at a turn; the same values, as they are shown, are returned."""
+    def publish(self, iteration: int, mine: Sequence[Tensor]) -> list[Tensor]:
+        """Show what the worker has at an iteration; returns the same values, as they are shown."""
         with self._changed:
-            self._forget(lambda kept: kept < turn - 1)
+            self._forget(lambda kept: kept < iteration - 1)
             shown = self._spare.pop()
             for room, values in zip(shown, mine, strict=True):
                 room.copy_(values.detach())
-            self._kept[turn] = shown
-            self._turn = turn
+            self._kept[iteration] = shown
+            self._iteration = iteration
             self._changed.notify_all()
             return shown
 
     def end(self) -> None:
-        """Have no more turns in this epoch; neighbours may still ask for the last."""
+        """Have no more iterations in this epoch; neighbours may still ask for the last."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def _forget(self, is_old: Callable[[int], bool]) -> None:
-        for turn in [turn for turn in self._kept if is_old(turn)]:
-            self._spare.append(self._kept.pop(turn))
+        for iteration in [iteration for iteration in self._kept if is_old(iteration)]:
+            self._spare.append(self._kept.pop(iteration))
 
     # The two ends of a visit.
 
     def visit(
-        self, connection: Connection, epoch: int, turn: int, waits: Callable[[], bool]
+        self, connection: Connection, epoch: int, iteration: int, waits: Callable[[], bool]
     ) -> bool:
-        """Fetch what a neighbour had at a turn, into ``room``.
+        """Fetch what a neighbour had at an iteration, into ``room``.
 
         Args:
             connection: to it.
             epoch: of the visitor.
-            turn: of the visitor.
+            iteration: of the visitor.
             waits: called while the neighbour is not there yet; whether to go on waiting.
 
         Returns:
-            Whether it had such a turn.
+            Whether it had such an iteration.
 
         Raises:
             TrainingError: what came is not what workers of this training send.
         """
-        asked = {"gossip": "symmetric", "epoch": epoch, "turn": turn, "values": self.size}
+        asked = {"gossip": "symmetric", "epoch": epoch, "iteration": iteration, "values": self.size}
         connection.send_header(asked)
         while "go" not in (answer := connection.receive_header()):
             if not answer.keys() & {"wait", "away", "past"}:
@@ -182,7 +187,7 @@ class Snapshots:
                 raise TrainingError(f"{reprlib.repr(header)} came where values were due")
             if bad := count_non_finite(part):
                 raise TrainingError(f"a visit brought {bad} NaN or infinite values")
-        self._expected[turn] += 1
+        self._expected[iteration] += 1
         return True
 
     def host(self, connection: Connection, asked: dict[str, Any]) -> None:
@@ -196,38 +201,42 @@ class Snapshots:
             TrainingError: the other end sends what no worker of this training sends.
             ConnectionLostError: it was so slow that what it asked for is gone.
         """
-        mode, epoch, turn, size = (asked.get(n) for n in ("gossip", "epoch", "turn", "values"))
+        mode, epoch, iteration, size = (
+            asked.get(n) for n in ("gossip", "epoch", "iteration", "values")
+        )
         known = mode == "symmetric" and size == self.size
-        if not known or not isinstance(epoch, int) or not isinstance(turn, int):
+        if not known or not isinstance(epoch, int) or not isinstance(iteration, int):
             raise TrainingError(
                 f"{reprlib.repr(asked)} came where a visit to {self.size} values was due"
             )
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_to_come(epoch, turn), timeout=SAID_EVERY_S)
-            waits = self._is_to_come(epoch, turn)
-            shown = self._kept.get(turn) if epoch == self._epoch else None
+            self._changed.wait_for(
+                lambda: not self._is_to_come(epoch, iteration), timeout=SAID_EVERY_S
+            )
+            waits = self._is_to_come(epoch, iteration)
+            shown = self._kept.get(iteration) if epoch == self._epoch else None
         if shown is None:
             connection.send_header({"wait": True} if waits else {"past": True})
             return
         connection.send_header({"go": True})
         for part in self._stretches(shown):
             with self._changed:
-                if self._kept.get(turn) is not shown:
-                    raise ConnectionLostError(f"turn {turn} is over")
+                if self._kept.get(iteration) is not shown:
+                    raise ConnectionLostError(f"iteration {iteration} is over")
                 copy = part.clone()
             connection.send_values(copy)
         with self._changed:
             if epoch == self._epoch:
-                self._served[turn] += 1
+                self._served[iteration] += 1
                 self._changed.notify_all()
 
-    def _is_fetched(self, turn: int) -> bool:
-        return self._served[turn] >= self._expected[turn]
+    def _is_fetched(self, iteration: int) -> bool:
+        return self._served[iteration] >= self._expected[iteration]
 
-    def _is_to_come(self, epoch: int, turn: int) -> bool:
+    def _is_to_come(self, epoch: int, iteration: int) -> bool:
         if self._epoch is None or (self._ended and epoch == self._epoch + 1):
             return True
-        ahead = turn - self._turn
+        ahead = iteration - self._iteration
         return epoch == self._epoch and 0 < ahead <= self._lead and not self._ended
 
     @staticmethod

@@ -82,8 +82,8 @@ class ThresholdGradientSharing(Strategy["_Sharing"]):
         period: local steps between two exchanges, >= 1; 1 in the paper.
         aggregation: ``driver`` forms the center in the driver; a lost worker is only that worker's
             loss. ``executors`` has each worker send to all others over NCCL (gloo on CPUs): for
-            few workers with a fast network between them. All then have to run at once, in Spark's
-            barrier mode; if one is lost, all are started again from the driver's last copy.
+            few workers with a fast network between them. It needs a gang-scheduled start, in
+            Spark's barrier mode; if one is lost, all are started again from the driver's last copy.
         commit_every: with ``executors``, steps after which the driver takes a copy between, rounded
             up to whole periods; so the most that are repeated after the loss of a worker.
 
@@ -133,13 +133,13 @@ class ThresholdGradientSharing(Strategy["_Sharing"]):
     @property
     def needs(self) -> Needs:
         """Nothing but the driver, if the center is formed there."""
-        together = self.aggregation == "executors"
+        among_workers = self.aggregation == "executors"
         return Needs(
             exchanges_optimizer_state=False,
-            collective=together,
-            gang_start=together,
-            equal_steps=together,
-            resumes_alone=not together,
+            collective=among_workers,
+            gang_start=among_workers,
+            equal_steps=among_workers,
+            resumes_alone=not among_workers,
         )
 
     def start(self, run: Run) -> _Sharing:
@@ -292,7 +292,7 @@ class _AmongWorkers(_Sharing):
         self._group.agree(run)
 
     def exchange(self, run: Run) -> None:
-        """Send to all others, and hand the driver a copy if that is due."""
+        """Exchange with all others, and commit if that is due."""
         group = self._group
         window = range(group.steps, group.steps + self._period)
         self._share(run, group.examples_of(window))
@@ -302,7 +302,7 @@ class _AmongWorkers(_Sharing):
         group.commit_if_due(run, self._commit_every, lambda: self._mine(run))
 
     def finish(self, run: Run) -> None:
-        """Take part in all rounds that are left, and hand the driver a copy."""
+        """Take part in all rounds that are left, and commit."""
         while not self._group.done:
             self.exchange(run)
         self._group.commit(run, self._mine(run), last=True)

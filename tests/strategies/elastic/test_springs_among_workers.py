@@ -37,7 +37,7 @@ class Unhurried:
         return [value]
 
     def commit(self, segments: Sequence[Tensor], window: WindowReport) -> None:
-        self.seen.append("handed over")
+        self.seen.append("committed")
 
 
 def test_among_executors_a_sum_is_awaited_when_the_next_round_begins() -> None:
@@ -48,7 +48,7 @@ def test_among_executors_a_sum_is_awaited_when_the_next_round_begins() -> None:
     strategy = ElasticAveraging(2, aggregation="executors")
     steps = (Batch((row[0],), row[1], last=step == 4) for step in range(5))
     strategy.train_epoch(run, strategy.start(run), steps)
-    assert group.seen == ["begun", "awaited"] * 3 + ["handed over"]
+    assert group.seen == ["begun", "awaited"] * 3 + ["committed"]
 
 
 def test_each_round_adds_up_the_parameters_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,9 +64,9 @@ def test_visits_multiply_the_workers_by_the_mixing_matrices(mode: str, topology:
     n, generator = 5, np.random.default_rng(1)
     expected = generator.normal(size=(n, 7))
     workers = [Worker(row) for row in expected]
-    for turn in range(4):
+    for iteration in range(4):
         for rank, worker in enumerate(workers):
-            peer = peer_of(topology, rank, n, 1, turn)
+            peer = peer_of(topology, rank, n, 1, iteration)
             assert worker.call_on(workers[peer], mode)
             if mode == "push":  # once each, so that a mean is one of two
                 workers[peer].shown._pushed.clear()
@@ -123,17 +123,17 @@ def test_on_a_ring_too_turn_after_turn() -> None:
     """The slowest part of the distance is left in the end, and shrinks by the eigenvalue."""
     n = 6
     both_ways = np.eye(n)
-    for turn in (0, 1):
+    for iteration in (0, 1):
         for rank in range(n):
-            peer = peer_of("ring", rank, n, 1, turn)
+            peer = peer_of("ring", rank, n, 1, iteration)
             both_ways = matrix(n, "push_pull", rank, peer) @ both_ways
     second = sorted(np.abs(np.linalg.eigvals(both_ways)))[-2]
     workers = [Worker(row) for row in np.random.default_rng(2).normal(size=(n, 2))]
     distances = []
-    for turn in range(24):
+    for iteration in range(24):
         for rank, worker in enumerate(workers):
-            worker.call_on(workers[peer_of("ring", rank, n, 1, turn)], "push_pull")
-        if turn % 2:
+            worker.call_on(workers[peer_of("ring", rank, n, 1, iteration)], "push_pull")
+        if iteration % 2:
             shown = np.stack([worker.shown.values[0] for worker in workers])
             distances.append(np.sqrt(off_the_mean(shown)))
     rates = [later / earlier for earlier, later in pairwise(distances)]
@@ -144,8 +144,8 @@ def test_on_a_ring_too_turn_after_turn() -> None:
 def test_log2_turns_of_the_exponential_topology_form_the_mean(n: int) -> None:
     """If all pull at once, as matrices."""
     product = np.eye(n)
-    for turn in range(n.bit_length() - 1):
-        peers = [peer_of("exponential", rank, n, 1, turn) for rank in range(n)]
+    for iteration in range(n.bit_length() - 1):
+        peers = [peer_of("exponential", rank, n, 1, iteration) for rank in range(n)]
         product = (np.eye(n) + np.eye(n)[peers]) / 2 @ product
     np.testing.assert_allclose(product, 1 / n)
 
@@ -154,10 +154,10 @@ def test_log2_turns_of_the_exponential_topology_form_the_mean(n: int) -> None:
 @pytest.mark.parametrize("n", [2, 3, 7, 100])
 def test_a_peer_is_another_worker_and_everyone_is_reached(topology: str, n: int) -> None:
     reached = {0}
-    for turn in range(120):
-        peers = [peer_of(topology, rank, n, 3, turn) for rank in range(n)]
+    for iteration in range(120):
+        peers = [peer_of(topology, rank, n, 3, iteration) for rank in range(n)]
         assert all(0 <= peer < n and peer != rank for rank, peer in enumerate(peers))
-        assert peers == [peer_of(topology, rank, n, 3, turn) for rank in range(n)]
+        assert peers == [peer_of(topology, rank, n, 3, iteration) for rank in range(n)]
         reached |= {peers[rank] for rank in list(reached)}
     assert reached == set(range(n))
 
@@ -191,9 +191,9 @@ def test_workers_that_visit_each_other_at_once_lose_nothing() -> None:
     workers = [Worker(row) for row in start]
 
     def train(rank: int) -> None:
-        for turn in range(15):
+        for iteration in range(15):
             workers[rank].learn(np.full(40, 0.5))
-            workers[rank].call_on(workers[peer_of("random", rank, 4, 1, turn)], "push_pull")
+            workers[rank].call_on(workers[peer_of("random", rank, 4, 1, iteration)], "push_pull")
 
     threads = [threading.Thread(target=train, args=(rank,)) for rank in range(4)]
     for thread in threads:

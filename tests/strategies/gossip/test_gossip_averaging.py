@@ -90,9 +90,9 @@ def test_it_learns_counts_rows_once_and_moves_the_bytes_of_the_formula(
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
     assert outcome.history[-1].loss < outcome.history[0].loss
     # Of 10, 9 and 6 steps: after 2, 4, ... but for the last, which is the epoch's end.
-    turns = {0: 3 * 4, 1: 3 * 4, 2: 3 * 2}
+    iterations = {0: 3 * 4, 1: 3 * 4, 2: 3 * 2}
     made = Counter(caller for caller, _ in visits.made)
-    assert all(0 < made[rank] <= most for rank, most in turns.items())
+    assert all(0 < made[rank] <= most for rank, most in iterations.items())
     size = sum(parameter.nbytes for parameter in outcome.module.parameters())
     ways = {"pull": (0, 1), "push": (1, 0), "push_pull": (1, 1)}[mode]
     expected = [way * len(visits.made) * size for way in ways]
@@ -176,26 +176,26 @@ def test_who_is_not_there_is_skipped_at_once_and_tried_again_later(
     assert tried == [1, 1, 2]
 
 
-def test_who_is_lost_in_the_middle_of_a_visit_is_called_anew_when_it_is_back() -> None:
-    class Line:
+def test_who_is_lost_in_the_middle_of_a_visit_is_called_again_when_it_is_back() -> None:
+    class Closable:
         closed = False
 
         def close(self) -> None:
             self.closed = True
 
-    lines = [Line(), Line()]
-    waiting = list(lines)
+    connections = [Closable(), Closable()]
+    waiting = list(connections)
     others = Peers(0, lambda rank, silence_s: waiting.pop(0), Visitors())  # type: ignore[arg-type, return-value]
 
-    def break_off(line: object) -> bool:
+    def break_off(connection: object) -> bool:
         raise ConnectionLostError("gone")
 
     assert others.visit(1, break_off) is None
-    assert lines[0].closed
+    assert connections[0].closed
     others._away_until.clear()
-    assert others.visit(1, lambda line: line is lines[1]) is True
+    assert others.visit(1, lambda connection: connection is connections[1]) is True
     others.close()
-    assert lines[1].closed
+    assert connections[1].closed
 
 
 class Slow(nn.Module):

@@ -47,10 +47,10 @@ def job(model: nn.Module | None = None, **changes: Any) -> Job:
     return make_job(model or mlp(), **settings)
 
 
-def metropolis(topology: str, n: int, turn: int, there: set[int] | None = None) -> np.ndarray:
+def metropolis(topology: str, n: int, iteration: int, there: set[int] | None = None) -> np.ndarray:
     """Metropolis and Hastings' weights; who is not there is mixed with by nobody."""
     present = set(range(n)) if there is None else there
-    met = [neighbors_of(topology, rank, n, 1, turn) for rank in range(n)]
+    met = [neighbors_of(topology, rank, n, 1, iteration) for rank in range(n)]
     mixing = np.zeros((n, n))
     for i in range(n):
         for j in met[i]:
@@ -65,8 +65,8 @@ def test_the_mixing_matrix_is_symmetric_doubly_stochastic_and_brings_all_togethe
     topology: str, n: int
 ) -> None:
     product = np.eye(n)
-    for turn in range(12 * n):
-        mixing = metropolis(topology, n, turn)
+    for iteration in range(12 * n):
+        mixing = metropolis(topology, n, iteration)
         assert (mixing >= 0).all()
         np.testing.assert_array_equal(mixing, mixing.T)
         np.testing.assert_allclose(mixing.sum(0), 1)
@@ -125,7 +125,7 @@ def test_a_training_is_the_product_of_steps_and_matrices_in_the_same_bits_each_t
 
 
 class Ranks:
-    """Workers that do not learn, in threads; each mixes turn by turn until it is at its end."""
+    """Workers that do not learn, in threads; each mixes for as many iterations as it is told."""
 
     def __init__(self, values: np.ndarray, topology: str = "ring") -> None:
         self.values = torch.from_numpy(values.copy())
@@ -133,25 +133,27 @@ class Ranks:
         self.shown = [Snapshots([row]) for row in self.values]
         self.skipped: list[tuple[int, int, int]] = []
         self.late: set[tuple[int, int]] = set()
-        """Ranks, and the turns to which they come when others could have gone on."""
+        """Ranks, and the iterations to which they come when others could have gone on."""
 
-    def mix(self, turns: list[int], waits: Callable[[], bool] = lambda: True) -> np.ndarray:
+    def mix(self, iterations: list[int], waits: Callable[[], bool] = lambda: True) -> np.ndarray:
         def train(rank: int) -> None:
             shown, mine, n = self.shown[rank], self.values[rank], len(self.values)
             shown.open(1, lead_of(self.topology, n))
             with ExitStack() as stack:
-                lines = {r: stack.enter_context(connected(s)) for r, s in enumerate(self.shown)}
-                for turn in range(turns[rank]):
-                    if (rank, turn) in self.late:
+                connections = {
+                    r: stack.enter_context(connected(s)) for r, s in enumerate(self.shown)
+                }
+                for iteration in range(iterations[rank]):
+                    if (rank, iteration) in self.late:
                         time.sleep(0.1)
-                    shown.await_visits(turn, waits)
-                    (own,) = shown.publish(turn, [mine])
-                    peers = neighbors_of(self.topology, rank, n, 1, turn)
+                    shown.await_visits(iteration, waits)
+                    (own,) = shown.publish(iteration, [mine])
+                    peers = neighbors_of(self.topology, rank, n, 1, iteration)
                     for peer in peers:
-                        if shown.visit(lines[peer], 1, turn, waits):
+                        if shown.visit(connections[peer], 1, iteration, waits):
                             mine += (shown.room[0] - own) / (1 + len(peers))
                         else:
-                            self.skipped.append((rank, peer, turn))
+                            self.skipped.append((rank, peer, iteration))
                 shown.end()
 
         with ThreadPoolExecutor(len(self.values)) as threads:
@@ -176,15 +178,15 @@ def test_the_distance_to_the_mean_is_bounded_by_the_second_eigenvalue() -> None:
 
 def test_who_has_no_more_turns_is_mixed_with_at_its_last_and_by_nobody_after() -> None:
     start = np.random.default_rng(4).normal(size=(5, 4))
-    ranks, turns = Ranks(start), [6, 2, 6, 4, 6]
-    got = ranks.mix(turns)
+    ranks, iterations = Ranks(start), [6, 2, 6, 4, 6]
+    got = ranks.mix(iterations)
     expected = start
-    for turn in range(6):
-        there = {rank for rank, count in enumerate(turns) if turn < count}
-        expected = metropolis("ring", 5, turn, there) @ expected
+    for iteration in range(6):
+        there = {rank for rank, count in enumerate(iterations) if iteration < count}
+        expected = metropolis("ring", 5, iteration, there) @ expected
     np.testing.assert_allclose(got, expected, rtol=1e-12)
-    assert {(peer, turn) for _, peer, turn in ranks.skipped} == {
-        (peer, turn) for peer in (1, 3) for turn in range(turns[peer], 6)
+    assert {(peer, iteration) for _, peer, iteration in ranks.skipped} == {
+        (peer, iteration) for peer in (1, 3) for iteration in range(iterations[peer], 6)
     }
 
 
@@ -199,8 +201,8 @@ def test_who_is_late_is_waited_for_by_those_that_it_meets_turns_later(
     got = ranks.mix([8] * n, lambda: time.monotonic() < until)
     assert not ranks.skipped
     expected = start
-    for turn in range(8):
-        expected = metropolis(topology, n, turn) @ expected
+    for iteration in range(8):
+        expected = metropolis(topology, n, iteration) @ expected
     np.testing.assert_allclose(got, expected, rtol=1e-12)
 
 
@@ -210,8 +212,8 @@ def test_values_are_kept_until_who_was_visited_for_the_same_turn_has_them() -> N
     for each in (shown, other):
         each.open(1)
         each.publish(0, values)
-    with connected(other) as line:
-        assert shown.visit(line, 1, 0, partial(pytest.fail, "it waits"))
+    with connected(other) as connection:
+        assert shown.visit(connection, 1, 0, partial(pytest.fail, "it waits"))
     shown.publish(1, values)
     asking = threading.Timer(0.05, asked, (shown, 1, 0, lambda: True))
     asking.start()
@@ -219,16 +221,16 @@ def test_values_are_kept_until_who_was_visited_for_the_same_turn_has_them() -> N
     asking.join()
     patience = [True]
     shown.await_visits(1, partial(pytest.fail, "nothing is due"))
-    with connected(other) as line:
-        assert shown.visit(line, 1, 0, lambda: True)
+    with connected(other) as connection:
+        assert shown.visit(connection, 1, 0, lambda: True)
     shown.await_visits(2, lambda: bool(patience and patience.pop()))
     assert not patience
 
 
-def asked(shown: Snapshots, epoch: int, turn: int, waits: Callable[[], bool]) -> bool:
+def asked(shown: Snapshots, epoch: int, iteration: int, waits: Callable[[], bool]) -> bool:
     visitor = Snapshots([torch.zeros(4, dtype=torch.float64)])
-    with connected(shown) as line:
-        return visitor.visit(line, epoch, turn, waits)
+    with connected(shown) as connection:
+        return visitor.visit(connection, epoch, iteration, waits)
 
 
 def test_who_is_turns_behind_is_done_without_and_does_without_the_others() -> None:
@@ -236,12 +238,12 @@ def test_who_is_turns_behind_is_done_without_and_does_without_the_others() -> No
     ahead, behind = Snapshots(values), Snapshots(values)
     ahead.open(1)
     behind.open(1)
-    for turn in range(4):
-        ahead.publish(turn, values)
+    for iteration in range(4):
+        ahead.publish(iteration, values)
     never = partial(pytest.fail, "it waits")
     assert not asked(behind, 1, 3, never)
     assert not asked(ahead, 1, 1, never)
-    assert [asked(ahead, 1, turn, never) for turn in (2, 3)] == [True, True]
+    assert [asked(ahead, 1, iteration, never) for iteration in (2, 3)] == [True, True]
     assert not asked(ahead, 3, 0, never)
 
 
@@ -266,18 +268,18 @@ def test_who_has_yet_to_come_there_is_waited_for_until_patience_ends(
     "header",
     [
         {},
-        {"gossip": "pull", "epoch": 1, "turn": 0, "values": 4},
-        {"gossip": "symmetric", "epoch": 1, "turn": "0", "values": 4},
-        {"gossip": "symmetric", "epoch": None, "turn": 0, "values": 4},
-        {"gossip": "symmetric", "epoch": 1, "turn": 0, "values": 5},
+        {"gossip": "pull", "epoch": 1, "iteration": 0, "values": 4},
+        {"gossip": "symmetric", "epoch": 1, "iteration": "0", "values": 4},
+        {"gossip": "symmetric", "epoch": None, "iteration": 0, "values": 4},
+        {"gossip": "symmetric", "epoch": 1, "iteration": 0, "values": 5},
     ],
     ids=str,
 )
 def test_a_visit_that_no_worker_makes_is_refused(header: dict[str, Any]) -> None:
     shown = Snapshots([torch.zeros(4)])
     with pytest.raises(TrainingError, match="where a visit to 4 values was due"):  # noqa: SIM117
-        with connected(shown) as line:
-            line.send_header(header)
+        with connected(shown) as connection:
+            connection.send_header(header)
 
 
 def test_what_is_not_finite_stays_out() -> None:
