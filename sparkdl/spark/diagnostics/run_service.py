@@ -8,7 +8,7 @@
     {"shard": what its rows are} -----> wait for all ranks
                                 <------ {"gathered": [what the rows of all are together]}
     {"lines": [...], "left_out": n} --> shown in the driver
-    {"report": {name: number}}  ------> handed to the caller
+    {"report": {name: number}}  ------> passed to the caller
     {"files": {...}}            ------> see ``driver_files.py``
                                 <------ {"done": ...} or {"refused": text}
                                 <------ {"stacks": true}, at any time; see ``stacks.py``

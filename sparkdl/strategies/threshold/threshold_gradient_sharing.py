@@ -267,7 +267,7 @@ class _AmongWorkers(_Sharing):
         self._period = strategy.period
         self._commit_every = strategy.commit_every
         self._shares = [torch.zeros_like(values) for values in self._center]
-        # The driver is handed the center as replicas hold it.
+        # The driver is sent the center as replicas hold it.
         self._rounded = [
             index
             for index, (values, center) in enumerate(

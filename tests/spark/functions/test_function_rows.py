@@ -118,7 +118,7 @@ def test_it_is_said_which_way_the_rows_go(
     [lambda df: df, lambda df: df.repartition(5)],
     ids=["as many partitions as workers", "more"],
 )
-def test_rows_are_spread_evenly_and_dealt_in_another_order_each_epoch(
+def test_rows_are_spread_evenly_and_fed_in_another_order_each_epoch(
     spark: SparkSession, change: Callable[[DataFrame], DataFrame]
 ) -> None:
     def look() -> Ids:

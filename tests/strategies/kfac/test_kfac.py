@@ -267,7 +267,7 @@ def test_rows_have_a_fraction_of_the_workers_that_divides_them() -> None:
     assert Grid.of(1, 0.1).rows == [(0,)]
 
 
-def test_decompositions_are_dealt_the_longest_first_to_who_has_least() -> None:
+def test_decompositions_are_assigned_the_longest_first_to_who_has_least() -> None:
     shares = assign(Grid.of(2, 1.0), {"a": (10, 2), "b": (8, 7), "c": (6, 1)})
     assert shares.row_of == {"a": 0, "b": 0, "c": 0}
     # 1000 to the first, 512, 343 and 216 to the second, and 8 and 1 to the first
