@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from sparkdl.collective import Collective
 from sparkdl.driver import as_builder
 from sparkdl.strategies import ElasticAveraging, Run
-from sparkdl.strategies.springs import Spring
+from sparkdl.strategies.elastic.springs import Spring
 from sparkdl.worker import Job
 from sparkdl.worker_callback import WorkerCallback, WorkerStep
 

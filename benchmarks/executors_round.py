@@ -71,8 +71,8 @@ def _member(rank: int, folder: Path) -> tuple[Callable[[], None], torch.Tensor]:
     collective = joining.__enter__()
     run = Run(rank, cast(Any, None), cast(Any, averager), rows=64, collective=collective)
     vector = torch.empty(NUMEL)
-    together = WorkerGroup(run, 64)
-    take_part = partial(together.average, [vector], [64] * WORKERS, run.window())
+    group = WorkerGroup(run, 64)
+    take_part = partial(group.average, [vector], [64] * WORKERS, run.window())
     take_part.joining = joining  # type: ignore[attr-defined] # keeps the group alive
     return take_part, vector
 

@@ -3,7 +3,7 @@
 Two tables of float32 in Parquet, 200,000 rows x 784 in one array column and 2,000,000 rows x 16 in
 columns of their own, with a label. On local-cluster[2,1,2048] a job fills the store and passes
 over it once, as a worker does in its first epoch; another passes over the rows while it fills the
-store, as a worker does that streams it; the third only counts the rows that mapInArrow hands over.
+store, as a worker does that streams it; the third only counts the rows that mapInArrow passes on.
 The later epochs are one process on one thread: the feed's shuffled minibatches, against
 indexing tensors in memory with a random permutation, and against torch's DataLoader. Those get all
 columns of the second table as one tensor, which the feed hands out apart.
@@ -187,7 +187,7 @@ def fed_job(frame: DataFrame, function: Callable[..., Iterator[pa.RecordBatch]])
 
 
 def count_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Counts what mapInArrow hands over."""
+    """Counts what mapInArrow passes to Python."""
     rows = sum(batch.num_rows for batch in batches)
     yield pa.record_batch([pa.array([rows])], names=["rows"])
 

@@ -71,7 +71,7 @@ class Task:
         return FeedSchema((_spec("features", features),), _spec("label", targets))
 
     def shards(self, workers: int, folder: Path) -> list[Path]:
-        """Deal the rows to the workers, and write each one's to a file."""
+        """Assign the rows to the workers, and write each one's to a file."""
         (features, targets), _ = self.rows()
         paths = []
         for rank in range(workers):

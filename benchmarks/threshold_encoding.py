@@ -14,7 +14,7 @@ import torch
 
 from sparkdl.averager.values.chunks import MAX_CHUNK_BYTES
 from sparkdl.averager.values.sparse import Sparse
-from sparkdl.strategies.threshold_encoding import Encoding, ThresholdEncoder
+from sparkdl.strategies.threshold.threshold_encoding import Encoding, ThresholdEncoder
 
 PARAMETERS = 25_000_000
 BYTES = 4 * PARAMETERS

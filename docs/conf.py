@@ -62,7 +62,12 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
-napoleon_custom_sections = ["Rule", "Phases", "When", "When not"]  # of strategies
+napoleon_custom_sections = [
+    *("Rule", "Phases", "When", "When not"),  # of strategies
+    # of TorchEstimator's arguments
+    *((each, "params_style") for each in ("Training", "Workers", "Columns", "Rows", "Validation")),
+    *((each, "params_style") for each in ("Outputs", "Monitoring", "Recovery", "Network")),
+]
 
 PAGES = {
     "README.md": "parameters.md",

@@ -358,7 +358,7 @@ def test_other_rows_than_before_are_refused(tmp_path: Path) -> None:
 
 def test_workers_that_cannot_start_again_say_why_they_had_to(tmp_path: Path) -> None:
     def refuse(averager: Averager) -> Any:
-        raise ConfigError("2 workers have to start at once, but there is 1 slot")
+        raise ConfigError("2 workers need a gang-scheduled start, but there is 1 slot")
 
     job = misbehaving(tmp_path / "wild", GradientAllReduce(), after=3)
     launch = another_way_the_second_time(

@@ -156,7 +156,7 @@ def test_rows_are_validated_with_after_the_first_epoch_too() -> None:
     assert all(row.validation_loss is not None for row in outcome.history)
 
 
-def test_rows_are_dealt_anew_after_a_streamed_epoch() -> None:
+def test_rows_are_reshuffled_after_a_streamed_epoch() -> None:
     options = FeedOptions(stream_first_epoch=True, reshuffle_every=1)
     outcome = run_world(streamed(feed=options), classification(SIZES).shards())
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3

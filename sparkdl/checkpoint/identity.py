@@ -28,6 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparkdl.checkpoint.moved import former_name
+
 Parts = dict[str, bytes]
 """By the name of a part its digest."""
 
@@ -349,7 +351,7 @@ def _import_name(value: object) -> str | None:
     found: object = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    return f"{module}:{name}" if found is value else None
+    return f"{former_name(module)}:{name}" if found is value else None
 
 
 def _used_globals(function: types.FunctionType) -> dict[str, object]:

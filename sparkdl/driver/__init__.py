@@ -1,6 +1,6 @@
 """The driver's half of a run: an initial center in, rounds in between, a trained module out.
 
-Knows nothing of Spark: whoever starts the workers is handed in as ``launch``.
+Knows nothing of Spark: whoever starts the workers is passed in as ``launch``.
 """
 
 from sparkdl.driver.center import as_builder, build_replica, first_replica, initial_center

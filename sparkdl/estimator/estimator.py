@@ -202,9 +202,10 @@ class BaseEstimator(
 class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
     """Trains a PyTorch model on a Spark DataFrame, replicas resident in the executors.
 
-    Every argument is a pyspark.ml Param with a getter and a setter.
+    Every argument is a pyspark.ml Param with a getter and a setter. They come in groups, each a
+    file of ``sparkdl.estimator.params``.
 
-    Args:
+    Training:
         model: an nn.Module to start from, or a function or class without arguments that builds
             one. A class or function that executors can import also makes saved models loadable
             without pickle; models that torch refuses to pickle (weight_norm, TorchScript) have to
@@ -226,15 +227,25 @@ class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
             of the optimizer. Steps are then those of the worker with the most rows: workers that
             have fewer catch up at the end of the epoch.
         schedulerMetric: which of the ``metrics`` ``ReduceLROnPlateau`` follows instead of the loss.
-        callbacks: called in the driver after rounds, epochs and more, or, each
-            ``WorkerCallback``, on the workers around each step; see ``sparkdl.callbacks``.
-            ``EarlyStopping`` and ``TimeBudget`` end the training, with the model of the best epoch
-            or with the model so far; ``ModelCheckpoint`` has the best epoch's model returned.
-        metrics: what to measure on the held-out rows after each epoch: by name a
-            ``torchmetrics.Metric``, of which copies are used, or a function or class that makes
-            one; or a ``MetricCollection``. They are in ``model.history``, and callbacks can follow
-            them.
+        epochs: passes over the data.
+        batchSize: rows a minibatch on each worker.
+        clipNorm: the largest norm of all gradients together, to which a larger one is scaled down
+            before each optimizer step; None for no limit.
+        precision: in which forward and loss are computed: ``float32`` (the parameters' own) or
+            ``bf16`` by torch's autocast.
+        seed: of the initial parameters, the shuffling and the workers' random numbers.
+
+    Workers:
         strategy: how the replicas agree; ``ParameterAveraging(period=5)`` by default.
+        numWorkers: replicas to train; None for as many as the cluster has slots. Where Spark's
+            tasks have several GPUs each, one for each GPU, so a multiple of those.
+        device: where replicas live: ``auto`` (a GPU where Spark assigns or torch sees one),
+            ``cpu``, ``cuda`` or ``cuda:N``.
+        shipModules: whether modules of your own that the other arguments need, neither installed
+            nor of the standard library, are sent to the executors, by ``fit`` and by the model's
+            ``transform``; False where the executors have them already.
+
+    Columns:
         featuresCol: the features column: a number, an array of numbers or a vector a row. The model
             receives shape (rows,) for numbers and (rows, k) for arrays and vectors.
         featuresCols: several of them, passed to the model as separate arguments; wins over
@@ -245,11 +256,6 @@ class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
         labelCols: several of them, passed to the loss as a tuple; wins over ``labelCol``.
         weightCol: how much each row's loss counts, any unit: weights are scaled to a mean of 1. A
             loss of your own must then give one value a row.
-        validationIndicatorCol: a boolean column; rows where it is true are not trained on, and the
-            loss on them is in ``model.history``.
-        validationFraction: the fraction of the rows that is held out instead, 0 < fraction < 1. A
-            row's side follows from its content (features, labels, weight) and ``seed``, so that it
-            is the same in every fit; rows of the same content are on the same side.
         columnShapes: the shape of one row by column, for nested arrays, matrices, binary columns
             and images ([channels, height, width]). The length of padded rows is None.
         columnDtypes: the tensor's dtype by column, for example ``{"x": "bfloat16"}``; of a binary
@@ -261,21 +267,12 @@ class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
         padInputs: what the model is given behind its features of those that are padded, by column:
             ``padding_mask`` (bool, true at padding), ``attention_mask`` (1 at values, 0 at padding)
             or ``lengths``. None for a padding mask of each; ``{}`` for nothing.
+        handleInvalid: ``error`` refuses NaN and infinity among the features, ``keep`` feeds them.
+
+    Rows:
+        dropLast: whether a worker leaves out the last minibatch of an epoch if it is short.
         groupByLength: whether rows of about equal length share a minibatch: of 50 minibatches the
             rows are sorted by length, and the minibatches shuffled.
-        handleInvalid: ``error`` refuses NaN and infinity among the features, ``keep`` feeds them.
-        predictionCol: the column that the fitted model adds.
-        outputCols: the columns that it adds instead, if the model returns several outputs: by the
-            name of each its output's name, or position in a tuple, for example ``{"prediction":
-            "logits", "embedding": "pooler_output"}``. ``predictionCol`` among them holds what
-            ``outputType`` says, the others the output as it is.
-        outputType: what ``predictionCol`` holds: ``class``, ``probability``, ``raw`` or ``auto``
-            (class for a classification loss, else raw).
-        scoreCol: the column of each row's loss that the fitted model adds too, to rows that have
-            ``labelCol``; None for none. Of a loss of your own it has to give one value a row.
-        epochs: passes over the data.
-        batchSize: rows a minibatch on each worker.
-        dropLast: whether a worker leaves out the last minibatch of an epoch if it is short.
         shuffleRows: how the rows are spread over the workers. ``exchange``: each reads whole
             partitions, then they exchange all rows among themselves, at random and evenly;
             ``spark``: by Spark's shuffle, unless there are as many partitions as workers and about
@@ -290,16 +287,37 @@ class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
             which each worker takes whole partitions; each block of 16 MiB is shuffled for itself.
         storeIn: where each worker keeps its rows: ``disk``, in Spark's local directory, which the
             system caches in memory as it has room; or ``memory``, in /dev/shm of its host.
-        numWorkers: replicas to train; None for as many as the cluster has slots. Where Spark's
-            tasks have several GPUs each, one for each GPU, so a multiple of those.
-        device: where replicas live: ``auto`` (a GPU where Spark assigns or torch sees one),
-            ``cpu``, ``cuda`` or ``cuda:N``.
-        seed: of the initial parameters, the shuffling and the workers' random numbers.
+
+    Validation:
+        validationIndicatorCol: a boolean column; rows where it is true are not trained on, and the
+            loss on them is in ``model.history``.
+        validationFraction: the fraction of the rows that is held out instead, 0 < fraction < 1. A
+            row's side follows from its content (features, labels, weight) and ``seed``, so that it
+            is the same in every fit; rows of the same content are on the same side.
+        metrics: what to measure on the held-out rows after each epoch: by name a
+            ``torchmetrics.Metric``, of which copies are used, or a function or class that makes
+            one; or a ``MetricCollection``. They are in ``model.history``, and callbacks can follow
+            them.
+
+    Outputs:
+        predictionCol: the column that the fitted model adds.
+        outputCols: the columns that it adds instead, if the model returns several outputs: by the
+            name of each its output's name, or position in a tuple, for example ``{"prediction":
+            "logits", "embedding": "pooler_output"}``. ``predictionCol`` among them holds what
+            ``outputType`` says, the others the output as it is.
+        outputType: what ``predictionCol`` holds: ``class``, ``probability``, ``raw`` or ``auto``
+            (class for a classification loss, else raw).
+        scoreCol: the column of each row's loss that the fitted model adds too, to rows that have
+            ``labelCol``; None for none. Of a loss of your own it has to give one value a row.
+
+    Monitoring:
+        callbacks: called in the driver after rounds, epochs and more, or, each
+            ``WorkerCallback``, on the workers around each step; see ``sparkdl.callbacks``.
+            ``EarlyStopping`` and ``TimeBudget`` end the training, with the model of the best epoch
+            or with the model so far; ``ModelCheckpoint`` has the best epoch's model returned.
         progress: whether to show a progress bar.
-        clipNorm: the largest norm of all gradients together, to which a larger one is scaled down
-            before each optimizer step; None for no limit.
-        precision: in which forward and loss are computed: ``float32`` (the parameters' own) or
-            ``bf16`` by torch's autocast.
+
+    Recovery:
         timeout: the longest that any worker or round is waited for, in seconds.
         maxFailures: how often workers may be lost during a fit: their process, executor or host
             died, or they were silent for too long. The others go on, and Spark starts them again;
@@ -317,6 +335,8 @@ class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
         resume: ``auto`` resumes from the newest checkpoint in ``checkpointPath`` if there is one,
             or gives its model if that training has ended, and refuses one of other rows, code or
             settings; ``never`` starts over.
+
+    Network:
         collectiveInterface: for strategies whose workers exchange among themselves, the network
             interface by which they do: its name (``eth1``), or an address or subnet
             (``10.1.0.0/16``) in which each host has one. None for what the Spark setting
@@ -326,9 +346,6 @@ class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
             free one.
         tls: whether the connections of workers to the driver and to each other are encrypted, with
             a certificate made for this fit; they also are where Spark's settings demand it.
-        shipModules: whether modules of your own that the other arguments need, neither installed
-            nor of the standard library, are sent to the executors, by ``fit`` and by the model's
-            ``transform``; False where the executors have them already.
 
     Raises:
         ConfigError: an argument is unknown or out of range.
@@ -338,16 +355,25 @@ class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
     def __init__(
         self,
         *,
+        # Training
         model: nn.Module | ModelBuilder,
         loss: LossFunction | Literal["model"],
         optimizer: OptimizerBuilder,
         scheduler: SchedulerBuilder | None = None,
         schedulerEvery: str = "epoch",
         schedulerMetric: str | None = None,
-        callbacks: list[Callback | WorkerCallback] | None = None,
-        metrics: Mapping[str, Any] | None = None,
+        epochs: int = 1,
+        batchSize: int = 32,
+        clipNorm: float | None = None,
+        precision: str = "float32",
+        seed: int = 0,
+        # Workers
         # Without its argument: what reads job configurations looks for the subclasses of a class.
         strategy: Strategy | None = None,  # type: ignore[type-arg]
+        numWorkers: int | None = None,
+        device: str = "auto",
+        shipModules: bool = True,
+        # Columns
         featuresCol: str = "features",
         featuresCols: list[str] | None = None,
         featuresAsDict: bool = False,
@@ -355,34 +381,34 @@ class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
         labelCol: str = "label",
         labelCols: list[str] | None = None,
         weightCol: str | None = None,
-        validationIndicatorCol: str | None = None,
-        validationFraction: float | None = None,
         columnShapes: dict[str, list[int | None]] | None = None,
         columnDtypes: dict[str, str] | None = None,
         imageCols: list[str] | None = None,
         padCols: dict[str, float] | None = None,
         padInputs: dict[str, SequenceInput] | None = None,
-        groupByLength: bool = False,
         handleInvalid: str = "error",
-        predictionCol: str = "prediction",
-        outputCols: dict[str, str | int] | None = None,
-        outputType: str = "auto",
-        scoreCol: str | None = None,
-        epochs: int = 1,
-        batchSize: int = 32,
+        # Rows
         dropLast: bool = False,
+        groupByLength: bool = False,
         shuffleRows: str = "exchange",
         reshuffleEvery: int = 0,
         batchTransform: BatchTransform | None = None,
         memoryBudget: int | None = None,
         streamFirstEpoch: bool = False,
         storeIn: str = "disk",
-        numWorkers: int | None = None,
-        device: str = "auto",
-        seed: int = 0,
+        # Validation
+        validationIndicatorCol: str | None = None,
+        validationFraction: float | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        # Outputs
+        predictionCol: str = "prediction",
+        outputCols: dict[str, str | int] | None = None,
+        outputType: str = "auto",
+        scoreCol: str | None = None,
+        # Monitoring
+        callbacks: list[Callback | WorkerCallback] | None = None,
         progress: bool = True,
-        clipNorm: float | None = None,
-        precision: str = "float32",
+        # Recovery
         timeout: float = 600.0,
         maxFailures: int = 3,
         minWorkers: int = 1,
@@ -391,10 +417,10 @@ class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
         checkpointRounds: int | None = None,
         keepLast: int = 2,
         resume: str = "auto",
+        # Network
         collectiveInterface: str | None = None,
         collectivePorts: str | None = None,
         tls: bool = False,
-        shipModules: bool = True,
     ) -> None:
         super().__init__()
 

@@ -18,9 +18,9 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import Head
 from sparkdl.estimator.labels import label_tensors
 from sparkdl.estimator.metric_inputs import MetricInputs
-from sparkdl.estimator.params.data import InputOutputParams
+from sparkdl.estimator.params.columns import LabelParams
 from sparkdl.estimator.params.inference import InferenceParams
-from sparkdl.estimator.params.labels import LabelParams
+from sparkdl.estimator.params.outputs import InputOutputParams
 from sparkdl.estimator.persistence import ModelReader, ModelWriter
 from sparkdl.estimator.schema import scalar_column
 from sparkdl.events import EpochSummary, MetricValue

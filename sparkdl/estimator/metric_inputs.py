@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.head import Head
-from sparkdl.estimator.params.data import InputOutputParams
+from sparkdl.estimator.params.outputs import InputOutputParams
 from sparkdl.outputs import OutputKey, pick
 from sparkdl.protocols import Targets
 

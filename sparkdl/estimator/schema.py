@@ -11,7 +11,7 @@ from torch import nn
 
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import Head
-from sparkdl.estimator.params.data import DataParams
+from sparkdl.estimator.params.estimator import EstimatorParams
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.protocols import LossFunction
 from sparkdl.spark.rows.column_overrides import (
@@ -39,7 +39,7 @@ class FedColumns:
 
 
 def fed_columns(
-    params: DataParams,
+    params: EstimatorParams,
     frame: DataFrame,
     loss: LossFunction,
     head: Head,
@@ -106,7 +106,7 @@ def fed_columns(
     return FedColumns(schema, columns)
 
 
-def _require_paddable(params: DataParams, schema: FeedSchema) -> None:
+def _require_paddable(params: EstimatorParams, schema: FeedSchema) -> None:
     """Refuse what does not go with padded columns, or not without."""
     if schema.by_name:
         require_distinct(schema.features)

@@ -15,12 +15,12 @@ from pyspark.sql import SparkSession
 
 from sparkdl.errors import CheckpointError, SparkDLError
 from sparkdl.jobs import logs
+from sparkdl.jobs.configuration.grammar import JobName, Settings, read_settings
+from sparkdl.jobs.configuration.refusal import Refused, result_file_of
 from sparkdl.jobs.exits import Exit, exit_of
-from sparkdl.jobs.grammar import JobName, Settings, read_settings
-from sparkdl.jobs.locations import locate, spark_path
-from sparkdl.jobs.output import Output, Run
-from sparkdl.jobs.refusal import Refused, result_file_of
-from sparkdl.jobs.result import circumstances, clear_result, failure, finite, write_result
+from sparkdl.jobs.results.locations import locate, spark_path
+from sparkdl.jobs.results.output import Output, Run
+from sparkdl.jobs.results.result import circumstances, clear_result, failure, finite, write_result
 from sparkdl.spark.session.session import create_session
 
 logger = logging.getLogger(__name__)

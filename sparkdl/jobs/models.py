@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 from sparkdl.checkpoint.trust import trusted_modules
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.model import TorchModel
-from sparkdl.jobs.locations import locate
+from sparkdl.jobs.results.locations import locate
 
 
 def load_model(path: str, trust: Sequence[str], spark: SparkSession) -> Any:

@@ -11,9 +11,9 @@ from pyspark.sql import functions as F
 from sparkdl.errors import CheckpointError
 from sparkdl.jobs import logs
 from sparkdl.jobs.command import Found, Work, run_command
-from sparkdl.jobs.grammar import TableFormat
-from sparkdl.jobs.locations import locate
+from sparkdl.jobs.configuration.grammar import TableFormat
 from sparkdl.jobs.models import load_model
+from sparkdl.jobs.results.locations import locate
 
 
 def main(arguments: list[str] | None = None) -> int:

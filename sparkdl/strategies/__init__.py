@@ -1,4 +1,8 @@
-"""The algorithms by which replicas agree, one a file; and what another one is made of."""
+"""The algorithms by which replicas agree, one a file; and what another one is made of.
+
+``parameter_averaging`` is here, the other families have rooms of their own: ``all_reduce`` (with
+``compression`` and ``kfac``), ``asynchronous``, ``elastic``, ``gossip``, ``outer``, ``threshold``.
+"""
 
 from sparkdl.averager.coordination.round_policy import All, Nobody, RoundPolicy, RoundRobin
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions, ReplaceByMean
@@ -13,25 +17,25 @@ from sparkdl.averager.values.wire_format import (
     SparseChanges,
     WireFormat,
 )
-from sparkdl.strategies.adascale import AdaScale
-from sparkdl.strategies.asynchronous_outer_optimizer import (
+from sparkdl.strategies.all_reduce.adascale import AdaScale
+from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce
+from sparkdl.strategies.asynchronous.asynchronous_outer_optimizer import (
     AsynchronousOuterOptimizer,
     DelayedNesterov,
 )
-from sparkdl.strategies.asynchronous_sgd import AsynchronousSGD
-from sparkdl.strategies.barriers import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
+from sparkdl.strategies.asynchronous.asynchronous_sgd import AsynchronousSGD
+from sparkdl.strategies.asynchronous.barriers import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
 from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.compression.base import Compression, Compressor
 from sparkdl.strategies.compression.one_bit_adam import OneBitAdam
 from sparkdl.strategies.compression.power_sgd import PowerSGD
 from sparkdl.strategies.compression.top_k import TopK
-from sparkdl.strategies.elastic_averaging import ElasticAveraging
-from sparkdl.strategies.gossip_averaging import GossipAveraging
-from sparkdl.strategies.gradient_all_reduce import GradientAllReduce
+from sparkdl.strategies.elastic.elastic_averaging import ElasticAveraging
+from sparkdl.strategies.gossip.gossip_averaging import GossipAveraging
 from sparkdl.strategies.kfac import KFACPreconditioner
-from sparkdl.strategies.outer_optimizer import OuterOptimizer, OuterSGD
+from sparkdl.strategies.outer.outer_optimizer import OuterOptimizer, OuterSGD
 from sparkdl.strategies.parameter_averaging import ParameterAveraging
-from sparkdl.strategies.threshold_gradient_sharing import ThresholdGradientSharing
+from sparkdl.strategies.threshold.threshold_gradient_sharing import ThresholdGradientSharing
 
 __all__ = [
     "ASP",

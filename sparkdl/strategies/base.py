@@ -26,7 +26,7 @@ from sparkdl.worker_callback import StepCalls
 
 @dataclass
 class Run:
-    """One worker's training in progress: its replica, its line to the averager, its counters."""
+    """One worker's training in progress: its replica, its end of the averager, its counters."""
 
     rank: int
     replica: Replica
@@ -171,7 +171,7 @@ class Needs:
     """Whether a worker visits others, one at a time, while all train: who is lost is missed by
     nobody."""
     gang_start: bool = False
-    """Whether all workers have to run at once: Spark then starts them in barrier mode."""
+    """Whether the workers need a gang-scheduled start: Spark's barrier mode."""
     equal_steps: bool = False
     """Whether the workers agree on the number of steps before an epoch's first, so that all rows
     have to be read before."""
@@ -192,8 +192,8 @@ class Needs:
     def __post_init__(self) -> None:
         if self.collective and (self.resumes_alone or not self.gang_start):
             raise ConfigError(
-                "a strategy that needs a collective needs all workers at once, and all again if "
-                "one is lost: set gang_start=True and resumes_alone=False"
+                "a strategy that needs a collective needs a gang-scheduled start, and all workers "
+                "again if one is lost: set gang_start=True and resumes_alone=False"
             )
 
 

@@ -2,7 +2,7 @@
 
 Deeplearning4j's ParameterAveragingTrainingMaster, known as local SGD (Stich 2019, "Local SGD
 Converges Fast and Communicates Little"). The mean is formed in the driver, or among the workers
-(``aggregation="executors"``), which costs the driver nothing but needs all workers to run at once,
+(``aggregation="executors"``), which costs the driver nothing but needs a gang-scheduled start,
 or on each host first (``"hierarchical"``). With a cut-off (``cutoff``) a round is of those who are
 fast enough, and of those who were too slow for the round before.
 """
@@ -69,11 +69,11 @@ class ParameterAveraging(Strategy["Aggregation"]):
             where the driver's link is what rounds wait for.
         aggregation: ``driver`` averages in the driver; a lost worker is only that worker's loss.
             ``executors`` averages among the workers over NCCL (gloo on CPUs), and the driver
-            receives one copy at the end of each epoch: for many workers or large models. All
-            workers then have to run at once, in Spark's barrier mode; if one is lost, all are
-            started again from the driver's last copy. ``hierarchical`` averages among the workers
-            of each host first, and each host contributes once to the driver's round: for many
-            workers on few hosts. It needs all workers at once too.
+            receives one copy at the end of each epoch: for many workers or large models. The
+            workers then need a gang-scheduled start, in Spark's barrier mode; if one is lost, all
+            are started again from the driver's last copy. ``hierarchical`` averages among the
+            workers of each host first, and each host contributes once to the driver's round: for
+            many workers on few hosts. It needs a gang-scheduled start too.
         commit_every: with ``executors``, steps after which the driver takes a copy between, rounded
             up to whole periods; so the most that are repeated after the loss of a worker. None for
             none but at the end of an epoch, which is enough where that takes minutes.
@@ -142,13 +142,13 @@ class ParameterAveraging(Strategy["Aggregation"]):
     @property
     def needs(self) -> Needs:
         """Nothing but the driver, if the mean is formed there."""
-        together = not AGGREGATIONS[self.aggregation].in_driver
+        among_workers = not AGGREGATIONS[self.aggregation].in_driver
         return Needs(
             exchanges_optimizer_state=self.average_optimizer_state,
-            collective=together,
-            gang_start=together,
-            equal_steps=together,
-            resumes_alone=not together,
+            collective=among_workers,
+            gang_start=among_workers,
+            equal_steps=among_workers,
+            resumes_alone=not among_workers,
         )
 
     def start(self, run: Run) -> Aggregation:
@@ -233,7 +233,7 @@ class AmongExecutors(Aggregation):
         self._group.agree(run)
 
     def average(self, run: Run, segments: list[Tensor]) -> None:
-        """Form the mean, and hand the driver a copy if that is due."""
+        """Form the mean, and commit it if that is due."""
         group = self._group
         window = range(group.steps, group.steps + self._period)
         group.average(segments, group.examples_of(window), run.window())
@@ -242,7 +242,7 @@ class AmongExecutors(Aggregation):
         group.commit_if_due(run, self._commit_every, lambda: segments)
 
     def finish(self, run: Run, segments: list[Tensor]) -> None:
-        """Take part in all rounds that are left, and hand the driver a copy."""
+        """Take part in all rounds that are left, and commit the last mean."""
         while not self._group.done:
             self.average(run, segments)
         self._group.commit(run, segments, last=True)

@@ -67,8 +67,8 @@ class Job:
     def survivable_losses(self) -> int:
         """How often workers may be lost and come back.
 
-        Never if all have to run at once, nor if what a lost worker had came from others who do not
-        have it any more.
+        Never if they need a gang-scheduled start, nor if what a lost worker had came from others
+        who do not have it any more.
         """
         feed = self.feed
         given_away = feed.reshuffle_every or (feed.exchange_rows and not feed.keep_exchanged)

@@ -20,7 +20,7 @@ from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.strategies import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
-from sparkdl.strategies.barriers import BoundedStaleness, SampledStaleness
+from sparkdl.strategies.asynchronous.barriers import BoundedStaleness, SampledStaleness
 from sparkdl.testing.simulation import Outcome, Violation, random_plan, simulate
 
 MANY = 99

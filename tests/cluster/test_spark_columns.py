@@ -273,7 +273,7 @@ def test_a_minibatch_that_no_worker_can_fill_is_refused_by_what_each_will_have(
 @pytest.mark.parametrize(
     "strategy", [ParameterAveraging(2), GradientAllReduce()], ids=["averaging", "all-reduce"]
 )
-def test_rows_dealt_anew_are_trained_on_once_an_epoch_on_real_executors(
+def test_reshuffled_rows_are_trained_on_once_an_epoch_on_real_executors(
     spark: SparkSession, tmp_path: Any, strategy: Strategy
 ) -> None:
     trace = tmp_path / "ids"

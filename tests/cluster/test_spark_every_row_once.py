@@ -256,9 +256,9 @@ def test_it_is_said_which_way_the_rows_go(
         said(two) == "rows: 2 partitions are read by as many tasks, and exchanged among 2 workers"
     )
     assert said(five, strategy=GradientAllReduce()) == (
-        "rows: Spark's shuffle, because GradientAllReduce needs all workers at once, and Spark's "
-        "barrier mode, which does that, cannot have 2 tasks read 5 partitions; they do not "
-        "come from files row by row"
+        "rows: Spark's shuffle, because GradientAllReduce needs a gang-scheduled start, and "
+        "Spark's barrier mode, which gives that, cannot have 2 tasks read 5 partitions; they do "
+        "not come from files row by row"
     )
 
 

@@ -47,4 +47,4 @@ def test_the_code_has_the_message(message: str) -> None:
 def test_a_message_that_nobody_says_would_be_noticed() -> None:
     assert len(HEADINGS) > 40
     assert not has("the workers … are tired and went home")
-    assert not has("slots … but the cluster has …, and all workers must run at once")
+    assert not has("slots … but the cluster has …, and all workers must run at the same time")

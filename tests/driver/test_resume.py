@@ -262,7 +262,7 @@ def test_workers_that_exchange_among_themselves_resume_with_the_same_bits(
     assert same_bits(resumed, whole)
 
 
-def test_workers_that_exchange_gradients_resume_with_the_rows_that_they_were_dealt(
+def test_workers_that_exchange_gradients_resume_with_the_rows_that_they_were_assigned(
     tmp_path: Path,
 ) -> None:
     job = make_job(

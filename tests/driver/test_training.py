@@ -1,4 +1,4 @@
-"""A checkpoint is of one training: never continued, nor its model handed out, for another one."""
+"""A checkpoint is of one training: never continued, nor its model returned, for another one."""
 
 from __future__ import annotations
 

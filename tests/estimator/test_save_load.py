@@ -255,7 +255,7 @@ def pipeline(model: object) -> Pipeline:
     return Pipeline(stages=[assembler, estimator(model=model)])
 
 
-RECIPES = ("model", "loss", "optimizer", "scheduler")
+OBJECTS = ("model", "loss", "optimizer", "scheduler")
 
 
 def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
 
     assert not list((tmp_path / "estimator").rglob("*.pkl"))
     assert loaded.uid == original.uid
-    plain = [p.name for p in original.params if p.name not in RECIPES]
+    plain = [p.name for p in original.params if p.name not in OBJECTS]
     assert {n: loaded.getOrDefault(n) for n in plain} == {
         n: original.getOrDefault(n) for n in plain
     }

@@ -26,7 +26,7 @@ from sparkdl.strategies import (
     PowerSGD,
     ThresholdGradientSharing,
 )
-from sparkdl.strategies.gradient_noise import norms_of
+from sparkdl.strategies.all_reduce.gradient_noise import norms_of
 from sparkdl.testing import run_world
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -201,7 +201,7 @@ def test_workers_with_fewer_rows_catch_up_at_the_end_of_each_epoch() -> None:
     assert rates["sparkdl-rank-1"] == [*by_step[:3], *by_step[5:8]]
 
 
-def test_no_rate_comes_twice_when_rows_are_dealt_anew() -> None:
+def test_no_rate_comes_twice_when_rows_are_reshuffled() -> None:
     rates: dict[str, list[float]] = {}
     job = make_job(
         mlp(),

@@ -1,4 +1,4 @@
-"""Rows to validate with, dealt among the workers: each validates on as many as every other."""
+"""Rows to validate with, spread over the workers: each validates on as many as every other."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_rows_that_nobody_exchanges_are_validated_with_where_they_are(
     assert last.validation_loss == pytest.approx(loss_by_torch(outcome.module, rows), rel=1e-9)
 
 
-def test_dealing_rows_to_validate_with_changes_nothing_of_the_model() -> None:
+def test_spreading_rows_to_validate_with_changes_nothing_of_the_model() -> None:
     job, shards, _ = sorted_job([0, 31], [25, 4])
     without = dataclasses.replace(job, schema=schema())
     kept = [

@@ -204,7 +204,7 @@ def test_workers_that_exchange_among_themselves_train_on_every_row_once_an_epoch
     assert all(len(set(rows[-27:-18])) == 9 for rows in seen)
 
 
-def test_gradients_of_rows_dealt_anew_are_those_of_one_process_on_the_same_minibatches(
+def test_gradients_of_reshuffled_rows_are_those_of_one_process_on_the_same_minibatches(
     tmp_path: Path,
 ) -> None:
     data, adam = classification([23, 0, 4]), partial(torch.optim.Adam, lr=0.02)
@@ -231,7 +231,7 @@ def test_gradients_of_rows_dealt_anew_are_those_of_one_process_on_the_same_minib
     assert relative_error(trained, oracle) <= 1e-10
 
 
-def test_all_reduced_gradients_of_rows_dealt_anew_end_in_the_same_bits_every_time(
+def test_all_reduced_gradients_of_reshuffled_rows_end_in_the_same_bits_every_time(
     tmp_path: Path,
 ) -> None:
     data = classification([22, 9])
@@ -257,7 +257,7 @@ def test_a_plan_gives_away_every_row_and_leaves_all_with_the_same_number(
     assert received.max() - received.min() <= 1
 
 
-def test_a_plan_deals_as_if_every_assignment_were_equally_likely() -> None:
+def test_a_plan_assigns_as_if_every_assignment_were_equally_likely() -> None:
     plans = np.array([exchange_plan([30, 10], seed=1, epoch=e)[0, 0] for e in range(1, 2001)])
     # hypergeometric: 20 of the 40 places are rank 0's, 30 draws are rank 0's rows
     assert abs(plans.mean() - 15.0) < 0.12
@@ -265,7 +265,7 @@ def test_a_plan_deals_as_if_every_assignment_were_equally_likely() -> None:
 
 
 @pytest.mark.parametrize("rows", [[600_000_000, 399_999_999, 1], [7 * 10**12, 0, 3, 10**10 + 1]])
-def test_a_plan_deals_more_rows_than_numpy_draws_from(rows: list[int]) -> None:
+def test_a_plan_assigns_more_rows_than_numpy_draws_from(rows: list[int]) -> None:
     plan = exchange_plan(rows, seed=1, epoch=2)
     assert (plan >= 0).all()
     assert plan.sum(axis=1).tolist() == rows

@@ -18,7 +18,7 @@ PATIENCE_S = 30.0
 
 @dataclass
 class Member:
-    """Of a ``Collective``, what the exchange of gradients uses; counts what it hands over."""
+    """Of a ``Collective``, what the exchange of gradients uses; counts what it sends."""
 
     index: int
     world_size: int

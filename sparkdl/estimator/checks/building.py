@@ -10,7 +10,8 @@ from sparkdl.driver import build_replica
 from sparkdl.errors import ModelError
 from sparkdl.estimator.checks.hints import SHOW_ZEROS, fail, how_to_build
 from sparkdl.estimator.head import head_of
-from sparkdl.estimator.params.estimator import SEVERAL_OPTIMIZERS, EstimatorParams
+from sparkdl.estimator.params.estimator import EstimatorParams
+from sparkdl.estimator.params.training import SEVERAL_OPTIMIZERS
 from sparkdl.estimator.schema import fed_columns
 from sparkdl.protocols import UNKNOWN, LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.replica import Replica

@@ -165,9 +165,9 @@ class Preflight:
             )
         strategy = self.job.strategy
         strategy.require_workers(num_workers)
-        at_once = _name(strategy) if strategy.needs.gang_start else None
+        gang_start_for = _name(strategy) if strategy.needs.gang_start else None
         delivery, replanned = delivered(
-            frame, num_workers // ranks, ranks, params.getShuffleRows(), at_once
+            frame, num_workers // ranks, ranks, params.getShuffleRows(), gang_start_for
         )
         self.workers = Workers(
             frame=frame if replanned is None else replanned.frame,

@@ -1,1 +1,1 @@
-"""The Params of the estimators, a file a subject."""
+"""The Params of the estimators, a file for each group of ``TorchEstimator``'s arguments."""

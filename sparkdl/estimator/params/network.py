@@ -1,10 +1,10 @@
-"""The Params that say how the workers of a training reach each other."""
+"""The Params of how workers and driver reach each other, and whether others may listen."""
 
 from __future__ import annotations
 
 from typing import Any, Self
 
-from pyspark.ml.param import Param, Params
+from pyspark.ml.param import Param, Params, TypeConverters
 
 from sparkdl.errors import ConfigError
 from sparkdl.spark.cluster.network import parse_ports
@@ -43,6 +43,13 @@ class NetworkParams(Params):
         "spark.sparkdl.collective.ports, or any free one",
         typeConverter=_ports,
     )
+    tls: Param[bool] = Param(
+        Params._dummy(),
+        "tls",
+        "whether the connections between workers and driver are encrypted; they also are where "
+        "Spark's settings demand it",
+        typeConverter=TypeConverters.toBoolean,
+    )
 
     def getCollectiveInterface(self) -> str | None:
         """Gets the value of collectiveInterface or its default value."""
@@ -60,4 +67,13 @@ class NetworkParams(Params):
     def setCollectivePorts(self, value: str | None) -> Self:
         """Sets the value of collectivePorts."""
         self._set(collectivePorts=value)
+        return self
+
+    def getTls(self) -> bool:
+        """Gets the value of tls or its default value."""
+        return self.getOrDefault(self.tls)
+
+    def setTls(self, value: bool) -> Self:
+        """Sets the value of tls."""
+        self._set(tls=value)
         return self

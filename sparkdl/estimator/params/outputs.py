@@ -1,20 +1,79 @@
-"""The Params of which columns ``transform`` adds, of an estimator for any task and its model."""
+"""The Params of which columns ``transform`` adds, of the estimators and their models."""
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from pyspark.ml.param import Param, Params
+from pyspark.ml.param.shared import HasPredictionCol
 
 from sparkdl.estimator.head import Head
-from sparkdl.estimator.params.data import InputOutputParams
+from sparkdl.estimator.params.columns import FeatureParams
+from sparkdl.estimator.params.workers import ModuleParams
 from sparkdl.estimator.predictions import predicted_columns
 from sparkdl.outputs import OutputKey, Widths
 from sparkdl.spark.inference.predictor import OutputColumn
 from sparkdl.spark.rows.column_overrides import outputs
-from sparkdl.spark.rows.converters import one_of
+from sparkdl.spark.rows.converters import one_of, optional_name
 
 OUTPUT_TYPES = ("auto", "class", "probability", "raw")
+
+
+class PredictionParams(HasPredictionCol):
+    """Params of every estimator and model: the columns that all models may add."""
+
+    scoreCol: Param[str | None] = Param(
+        Params._dummy(),
+        "scoreCol",
+        "the column of each row's loss, which transform adds to rows that have labels; None for "
+        "none",
+        typeConverter=optional_name("scoreCol"),
+    )
+
+    def getScoreCol(self) -> str | None:
+        """Gets the value of scoreCol or its default value."""
+        return self.getOrDefault(self.scoreCol)
+
+    def setScoreCol(self, value: str | None) -> Self:
+        """Sets the value of scoreCol."""
+        self._set(scoreCol=value)
+        return self
+
+    def setPredictionCol(self, value: str) -> Self:
+        """Sets the value of predictionCol."""
+        self._set(predictionCol=value)
+        return self
+
+    def output_keys(self) -> dict[str, OutputKey | None]:
+        """By the name of each column that the model adds its output; None for the only one."""
+        return {self.getPredictionCol(): None}
+
+    def setter_of(self, column: str) -> str:
+        """The method that gives a column which the model adds another name."""
+        return "setPredictionCol"
+
+    def predicted_columns(self, head: Head, widths: Widths) -> list[OutputColumn]:
+        """The columns that the model adds, in their order.
+
+        Args:
+            head: what the outputs mean.
+            widths: of the model's outputs.
+
+        Raises:
+            ConfigError: outputs of this meaning and width have no such columns.
+        """
+        raise NotImplementedError(type(self).__name__)
+
+
+class InputOutputParams(FeatureParams, PredictionParams, ModuleParams):
+    """Params shared by the estimator and the model: what goes in and what comes out."""
+
+    def _set(self, **values: Any) -> Self:
+        # pyspark.ml lets None pass without a look at it.
+        for name, value in values.items():
+            if value is None:
+                self.getParam(name).typeConverter(value)
+        return super()._set(**values)
 
 
 class OutputParams(InputOutputParams):

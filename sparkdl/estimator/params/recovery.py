@@ -8,7 +8,7 @@ from pyspark.ml.param import Param, Params
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
-from sparkdl.spark.rows.converters import one_of, optional_whole, whole
+from sparkdl.spark.rows.converters import one_of, optional_whole, positive, whole
 from sparkdl.spark.storage.hadoop_files import open_hadoop
 
 
@@ -21,6 +21,24 @@ def _path(value: Any) -> str | None:
 class RecoveryParams(Params):
     """Params of ``TorchEstimator``; its docstring says what each is for."""
 
+    timeout: Param[float] = Param(
+        Params._dummy(),
+        "timeout",
+        "the longest that any worker or round is waited for, in seconds (> 0)",
+        typeConverter=positive("timeout"),
+    )
+    maxFailures: Param[int] = Param(
+        Params._dummy(),
+        "maxFailures",
+        "how often workers may be lost during a fit (>= 0); 0 ends it at the first loss",
+        typeConverter=whole("maxFailures", 0),
+    )
+    minWorkers: Param[int] = Param(
+        Params._dummy(),
+        "minWorkers",
+        "with how many workers training goes on while others are lost (>= 1)",
+        typeConverter=whole("minWorkers", 1),
+    )
     checkpointPath: Param[str | None] = Param(
         Params._dummy(),
         "checkpointPath",
@@ -52,18 +70,14 @@ class RecoveryParams(Params):
         typeConverter=one_of("resume", ("auto", "never")),
     )
 
-    maxFailures: Param[int] = Param(
-        Params._dummy(),
-        "maxFailures",
-        "how often workers may be lost during a fit (>= 0); 0 ends it at the first loss",
-        typeConverter=whole("maxFailures", 0),
-    )
-    minWorkers: Param[int] = Param(
-        Params._dummy(),
-        "minWorkers",
-        "with how many workers training goes on while others are lost (>= 1)",
-        typeConverter=whole("minWorkers", 1),
-    )
+    def getTimeout(self) -> float:
+        """Gets the value of timeout or its default value."""
+        return self.getOrDefault(self.timeout)
+
+    def setTimeout(self, value: float) -> Self:
+        """Sets the value of timeout."""
+        self._set(timeout=value)
+        return self
 
     def getMaxFailures(self) -> int:
         """Gets the value of maxFailures or its default value."""

@@ -1,14 +1,20 @@
-"""The Params of which rows are held out, to validate with."""
+"""The Params of which rows are held out, and what is measured on them."""
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 from pyspark.ml.param import Param, Params
 from pyspark.ml.param.shared import HasValidationIndicatorCol
 
 from sparkdl.errors import ConfigError
+from sparkdl.metrics import Metrics
 from sparkdl.spark.rows.converters import optional_fraction
+
+
+def _metrics(value: Any) -> dict[str, Any] | None:
+    return None if value is None else dict(Metrics.of(value).makers)
 
 
 class ValidationParams(HasValidationIndicatorCol):
@@ -21,11 +27,12 @@ class ValidationParams(HasValidationIndicatorCol):
         "but validated with (0 < fraction < 1); None for none",
         typeConverter=optional_fraction("validationFraction"),
     )
-
-    def setValidationIndicatorCol(self, value: str) -> Self:
-        """Sets the value of validationIndicatorCol."""
-        self._set(validationIndicatorCol=value)
-        return self
+    metrics: Param[dict[str, Any] | None] = Param(
+        Params._dummy(),
+        "metrics",
+        "torchmetrics by name, measured on the held-out rows after each epoch; None for none",
+        typeConverter=_metrics,
+    )
 
     def getValidationFraction(self) -> float | None:
         """Gets the value of validationFraction or its default value."""
@@ -34,6 +41,20 @@ class ValidationParams(HasValidationIndicatorCol):
     def setValidationFraction(self, value: float | None) -> Self:
         """Sets the value of validationFraction."""
         self._set(validationFraction=value)
+        return self
+
+    def getMetrics(self) -> dict[str, Any] | None:
+        """Gets the value of metrics or its default value."""
+        return self.getOrDefault(self.metrics)
+
+    def setMetrics(self, value: Mapping[str, Any] | None) -> Self:
+        """Sets the value of metrics."""
+        self._set(metrics=value)
+        return self
+
+    def setValidationIndicatorCol(self, value: str) -> Self:
+        """Sets the value of validationIndicatorCol."""
+        self._set(validationIndicatorCol=value)
         return self
 
     def held_out_by(self) -> str | float | None:

@@ -11,7 +11,7 @@ from pyspark.ml.param.shared import HasProbabilityCol, HasRawPredictionCol, HasT
 
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.head import Head
-from sparkdl.estimator.params.data import InputOutputParams
+from sparkdl.estimator.params.outputs import InputOutputParams
 from sparkdl.estimator.predictors.class_outputs import scores, winners
 from sparkdl.estimator.predictors.classes import Label, labels
 from sparkdl.outputs import Widths

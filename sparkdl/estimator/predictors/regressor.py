@@ -11,7 +11,7 @@ from sparkdl.estimator.estimator import BaseEstimator, TorchEstimator
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.head import Head, output_function
 from sparkdl.estimator.params.arguments import arguments_are_params
-from sparkdl.estimator.params.data import InputOutputParams
+from sparkdl.estimator.params.outputs import InputOutputParams
 from sparkdl.outputs import Widths
 from sparkdl.spark.inference.predictor import OutputColumn
 

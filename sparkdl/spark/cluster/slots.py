@@ -1,4 +1,4 @@
-"""How many tasks a cluster can run at once: all workers have to."""
+"""How many tasks a cluster can run at the same time, which all workers must."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAST_EXECUTOR_S = 5.0
 """Seconds after which no further executor is expected, where the configuration does not say how
 many there will be."""
 OTHERS_END_S = 10.0
-"""Seconds to wait for other jobs to give slots back to workers that all have to start at once."""
+"""Seconds to wait for other jobs to give slots back, where workers need a gang-scheduled start."""
 
 
 def count_slots(spark: SparkSession, profile: ResourceProfile | None = None) -> int:
@@ -99,8 +99,8 @@ def choose_num_workers(
         )
     if not one_gpu_each and wanted > most_slots(spark):
         raise ConfigError(
-            f"{name} is {wanted}, but the cluster has {slots} slots (tasks that run at the "
-            f"same time), and all workers must run at once. Set {name} to at most {slots}, "
+            f"{name} is {wanted}, but the cluster has {slots} slots (concurrent tasks), and "
+            f"all workers must run at the same time. Set {name} to at most {slots}, "
             "or add executors or cores (spark.executor.instances, spark.executor.cores; "
             f"spark.task.cpus cores make one slot){_gpus_asked_for(spark)}"
         )
@@ -133,7 +133,7 @@ def _seconds_since_last_executor(spark: SparkSession) -> float:
 
 
 def require_static_allocation(spark: SparkSession) -> None:
-    """Check that Spark can start all workers at once, which it does in barrier mode only.
+    """Check that Spark can gang-schedule the workers, which it does in barrier mode only.
 
     Raises:
         ConfigError: dynamic allocation is on, which barrier mode does not support.
@@ -159,7 +159,7 @@ def require_free_slots(
 
     Args:
         spark: the session.
-        needed: tasks that have to start at once.
+        needed: tasks that must start at the same time.
         profile: what each of them needs; what the session's settings say by default.
         ranks_a_task: workers that each of them is, for messages.
 
@@ -168,7 +168,7 @@ def require_free_slots(
     """
     executors_due = time.monotonic() + EXECUTORS_START_S
     others_due = math.inf
-    who = f"{needed * ranks_a_task} workers have to start at once"
+    who = f"{needed * ranks_a_task} workers need a gang-scheduled start"
     if ranks_a_task > 1:
         who += f", {ranks_a_task} in each of {needed} tasks"
     while True:

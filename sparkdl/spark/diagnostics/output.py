@@ -104,7 +104,7 @@ class Output:
 
 
 class _Copy(io.TextIOWrapper):
-    """A stream that hands over each complete line and perhaps writes to another one too.
+    """A stream that passes on each complete line and perhaps writes to another one too.
 
     A whole one, with bytes below its text, because scripts use all that standard output has.
     """
@@ -122,7 +122,7 @@ class _Copy(io.TextIOWrapper):
         )
 
     def finish(self) -> None:
-        """Hand over a last line that was not ended."""
+        """Pass on a last line that was not ended."""
         with contextlib.suppress(ValueError):  # closed, or detached from its bytes
             self.flush()
         self._copied.finish()
@@ -168,7 +168,7 @@ class _CopiedBytes(io.BufferedIOBase):
         self._original.flush()
 
     def finish(self) -> None:
-        """Hand over a last line that was not ended."""
+        """Pass on a last line that was not ended."""
         if last := self._started + self._decoder.decode(b"", final=True):
             self._take(last)
         self._started = ""

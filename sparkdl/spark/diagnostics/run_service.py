@@ -8,7 +8,7 @@
     {"shard": what its rows are} -----> wait for all ranks
                                 <------ {"gathered": [what the rows of all are together]}
     {"lines": [...], "left_out": n} --> shown in the driver
-    {"report": {name: number}}  ------> handed to the caller
+    {"report": {name: number}}  ------> passed to the caller
     {"files": {...}}            ------> see ``driver_files.py``
                                 <------ {"done": ...} or {"refused": text}
                                 <------ {"stacks": true}, at any time; see ``stacks.py``
@@ -235,7 +235,7 @@ class RunService(Console):
                 return
             given = self._giving
             # Until this is known they wait, and are told if it fails.
-            gathered = _together([given[each][0] for each in sorted(given)])
+            gathered = _merged([given[each][0] for each in sorted(given)])
             self._giving = {}
         _tell((each for _, each in given.values()), gathered)
 
@@ -262,7 +262,7 @@ def _tell(attendees: Iterable[Attendee], gathered: list[Any]) -> None:
         attendee.channel.send([message])
 
 
-def _together(values: list[Any]) -> list[Any]:
+def _merged(values: list[Any]) -> list[Any]:
     """What every rank is told of what all have given: of their rows, the statistics' sum."""
     shards = [value for value in values if isinstance(value, ShardStatistics)]
     if not shards:

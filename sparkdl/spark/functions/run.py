@@ -67,7 +67,7 @@ def run(
     shipModules: bool = True,
     **kwargs: Any,
 ) -> list[Any]:
-    """Run a function on several workers at once, each in a Spark task, as ranks of one group.
+    """Run a function on several workers, each in a Spark task, as ranks of one group.
 
     A task that has several GPUs (``spark.task.resource.gpu.amount``) is as many workers, each in a
     process of its own.
@@ -95,8 +95,8 @@ def run(
         groupByLength: as the estimator's Param: whether rows of about equal length share a
             minibatch.
         shuffleRows: as the estimator's Param: how the rows are spread over the workers,
-            ``exchange``, ``spark`` or ``none``. All workers run at once, for which Spark gives each
-            task one partition: of other numbers it makes as many by its shuffle.
+            ``exchange``, ``spark`` or ``none``. Workers need a gang-scheduled start, for which
+            Spark gives each task one partition: of other numbers it makes as many by its shuffle.
         shuffleSeed: of the orders in which the rows of ``df`` come; a ``seed`` is the function's.
         memoryBudget: as the estimator's Param: MiB of its stored rows that a worker keeps mapped;
             None for no limit.

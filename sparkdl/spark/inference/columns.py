@@ -63,7 +63,7 @@ def prediction_columns(
     def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         def whole() -> Iterator[pa.RecordBatch]:
             for batch in batches:
-                # Spark hands over a bare array if there is but one column.
+                # Spark passes a bare array if there is but one column.
                 arrays = batch if isinstance(batch, tuple) else (batch,)
                 yield pa.RecordBatch.from_arrays(list(arrays), names=input_names)
 

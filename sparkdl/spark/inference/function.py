@@ -41,7 +41,7 @@ def predict_function(predictor: Predictor, features: Sequence[ColumnSpec]) -> An
     def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         def rows() -> Iterator[tuple[Sequence[pa.Array], Sequence[ColumnSpec]]]:
             for batch in batches:
-                # Spark hands over a bare array if there is but one column.
+                # Spark passes a bare array if there is but one column.
                 arrays = batch if isinstance(batch, tuple) else (batch,)
                 if len(arrays) != len(features):
                     taken = ", ".join(each.name for each in features)

@@ -143,7 +143,7 @@ class _Rank:
             self._tell(functools.partial(pickle.dump, part, self._input, protocol=5))
 
     def put(self, batch: pa.RecordBatch) -> None:
-        """Hand over rows."""
+        """Pass rows on to the ranks."""
         if batch.num_rows:
             self._tell(lambda: self._rows_like(batch).write_batch(batch))
 

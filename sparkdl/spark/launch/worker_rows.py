@@ -45,7 +45,7 @@ class Workers:
     Attributes:
         frame: the user's DataFrame.
         columns: the columns to feed, in the order of the job's schema.
-        num_workers: ranks to run at once.
+        num_workers: ranks to run at the same time.
         delivery: which way the rows go to them.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         description: shown in the Spark UI.
@@ -70,12 +70,12 @@ class Workers:
 
     @property
     def num_tasks(self) -> int:
-        """Tasks to run at once."""
+        """Tasks to run at the same time."""
         return self.num_workers // self.ranks_a_task
 
 
 def delivered(
-    frame: DataFrame, tasks: int, ranks_a_task: int, wish: str, at_once: str | None
+    frame: DataFrame, tasks: int, ranks_a_task: int, wish: str, gang_start_for: str | None
 ) -> tuple[Delivery, Replanned | None]:
     """Choose the way of a DataFrame's rows, with files planned again where that avoids a shuffle.
 
@@ -86,7 +86,7 @@ def delivered(
         tasks: that want them.
         ranks_a_task: how many workers each of them is.
         wish: one of ``SHUFFLES``.
-        at_once: who needs all tasks to run at once; None if nobody does.
+        gang_start_for: what needs a gang-scheduled start; None if nothing does.
 
     Returns:
         The way, and what is to be read instead of ``frame``, if anything is.
@@ -94,14 +94,14 @@ def delivered(
     Raises:
         ConfigError: the rows are to stay where they are, and cannot.
     """
-    delivery = delivery_of(known_partitions(frame), tasks, ranks_a_task, wish, at_once)
+    delivery = delivery_of(known_partitions(frame), tasks, ranks_a_task, wish, gang_start_for)
     if delivery.way is not Way.SHUFFLED or wish == "spark":
         return delivery, None
     try:
         again = replanned(frame, tasks)
     except NotSplitError as error:
         return replace(delivery, reason=f"{delivery.reason}; {error}"), None
-    return delivery_of(tasks, tasks, ranks_a_task, wish, at_once), again
+    return delivery_of(tasks, tasks, ranks_a_task, wish, gang_start_for), again
 
 
 def worker_frame(workers: Workers, seed: int, *, barrier: bool = False) -> DataFrame:
@@ -115,10 +115,10 @@ def worker_frame(workers: Workers, seed: int, *, barrier: bool = False) -> DataF
     Args:
         workers: whose rows.
         seed: of the rows' order.
-        barrier: whether the tasks have to run at once.
+        barrier: whether the tasks need a gang-scheduled start.
 
     Raises:
-        ConfigError: they have to, and there are more or fewer partitions, which are to stay.
+        ConfigError: they do, and there are more or fewer partitions, which are to stay.
     """
     rows = _with_order(workers, seed)
     if workers.delivery.way is Way.SHUFFLED:
@@ -156,7 +156,7 @@ def _with_order(workers: Workers, seed: int) -> DataFrame:
         return rows
     if workers.ranks_a_task == 1:
         return rows.select("*", F.lit(None).alias(ORDER_COLUMN))
-    # Who deals the rows to ranks does not look into them.
+    # Who assigns the rows to ranks does not look into them.
     return rows.select("*", order(*[quoted(name) for name in rows.columns]))
 
 
@@ -248,7 +248,7 @@ def run_on_rows(
         seed: of the rows' order.
         task: what to run on each partition.
         output: the schema of what it yields, as DDL.
-        barrier: whether all have to run at once.
+        barrier: whether they need a gang-scheduled start.
 
     Returns:
         What the tasks have yielded.

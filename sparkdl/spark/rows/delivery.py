@@ -61,7 +61,7 @@ class Delivery:
 
 
 def delivery_of(
-    partitions: int | None, tasks: int, ranks_a_task: int, wish: str, at_once: str | None
+    partitions: int | None, tasks: int, ranks_a_task: int, wish: str, gang_start_for: str | None
 ) -> Delivery:
     """Choose the way.
 
@@ -70,8 +70,8 @@ def delivery_of(
         tasks: that want rows.
         ranks_a_task: how many workers each of them is.
         wish: one of ``SHUFFLES``.
-        at_once: who needs all tasks to run at once, which Spark's barrier mode does for few
-            lineages; None if nobody does.
+        gang_start_for: what needs a gang-scheduled start, which Spark's barrier mode gives to few
+            lineages; None if nothing does.
 
     Raises:
         ConfigError: the rows are to stay where they are, and cannot.
@@ -84,7 +84,7 @@ def delivery_of(
         return Delivery(
             Way.SHUFFLED, reason=f"shuffleRows is 'spark', and {tasks} tasks read {found}partitions"
         )
-    if at_once is None:
+    if gang_start_for is None:
         return Delivery(Way.GROUPED, exchanged, stays)
     if stays:
         if partitions is not None:
@@ -92,8 +92,8 @@ def delivery_of(
         return Delivery(Way.GROUPED, stays=True)
     return Delivery(
         Way.SHUFFLED,
-        reason=f"{at_once} needs all workers at once, and Spark's barrier mode, which does that, "
-        f"cannot have {tasks} tasks read {found}partitions",
+        reason=f"{gang_start_for} needs a gang-scheduled start, and Spark's barrier mode, which "
+        f"gives that, cannot have {tasks} tasks read {found}partitions",
     )
 
 
@@ -106,7 +106,7 @@ def require_one_each(partitions: int, tasks: int) -> None:
     if partitions != tasks:
         raise ConfigError(
             f"shuffleRows='none' leaves rows in their partitions, but the DataFrame has "
-            f"{partitions} for {tasks} tasks that have to run at once, and Spark's barrier mode "
-            "gives each exactly one. Leave shuffleRows out, or make as many partitions as tasks: "
-            f"df.repartition({tasks})"
+            f"{partitions} for {tasks} tasks that need a gang-scheduled start, and Spark's barrier "
+            "mode gives each exactly one. Leave shuffleRows out, or make as many partitions as "
+            f"tasks: df.repartition({tasks})"
         )

@@ -115,7 +115,7 @@ def _grouped(frame: DataFrame, groups: int) -> Grouped:
     if partitions < groups:
         parts.append(context._jsc.parallelize([], groups - partitions).rdd())
     elif partitions > groups:
-        members = _dealt(frame, original, partitions, groups)
+        members = _assigned(frame, original, partitions, groups)
         nothing = jvm.scala.Option.apply(None)
         parts = [
             _pruned(original, numbers, spark).coalesce(1, False, nothing, None)
@@ -160,7 +160,7 @@ def balanced(sizes: Sequence[int], groups: int) -> list[list[int]]:
     return [sorted(numbers) for numbers in chosen]
 
 
-def _dealt(frame: DataFrame, rows: Any, partitions: int, groups: int) -> list[list[int]]:
+def _assigned(frame: DataFrame, rows: Any, partitions: int, groups: int) -> list[list[int]]:
     """The numbers of the partitions of each group, by what is known of what reading them costs."""
     spark = frame.sparkSession
     # Falling numbers make pairs of the same sum: the first and the last to one of two groups.

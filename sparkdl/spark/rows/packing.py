@@ -88,7 +88,7 @@ def packed_columns(sources: Sequence[Source], spark: SparkSession) -> dict[str, 
         why = "this Spark keeps them in other bytes"
     except (Py4JError, TypeError) as error:
         why = f"this Spark lacks one of its methods: {error}"
-    logger.info("arrays are handed to Python as they are, not as bytes: %s", why)
+    logger.info("arrays are passed to Python as they are, not as bytes: %s", why)
     return _packed_columns(sources, None)
 
 

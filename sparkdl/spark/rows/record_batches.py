@@ -15,7 +15,7 @@ Spark's own are 10,000 rows, 31 MB of 784 floats: reading those took a quarter l
 
 @contextmanager
 def small_record_batches(context: SparkContext) -> Iterator[None]:
-    """Have the Spark jobs of this thread hand over ``RECORD_BATCH_BYTES`` at once, give or take.
+    """Have the Spark jobs of this thread send ``RECORD_BATCH_BYTES`` at a time, give or take.
 
     Executors learn of it by a property of the job, which the session's setting of the same name
     overrides: nobody else's jobs change, and who has set it gets what they have set.

@@ -124,7 +124,7 @@ class _Reader(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         with java_errors():
-            # As a value, because py4j hands over copies of arrays.
+            # As a value, because py4j passes copies of arrays.
             many = self._stream.readAllBytes() if size < 0 else self._stream.readNBytes(size)
             return bytes(many)
 

@@ -6,7 +6,7 @@ and e what it has left out so far, which is 0 at first:
 
     M  <-  g + e          send what stands for M          e  <-  M - what was sent
 
-DistributedDataParallel hands over each bucket of gradients as soon as backward has filled it, and
+DistributedDataParallel passes on each bucket of gradients as soon as backward has filled it, and
 takes back what all workers have come to. Backward waits meanwhile: an exchange has several
 messages, which all workers have to send in the same order.
 

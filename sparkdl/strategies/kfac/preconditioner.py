@@ -46,8 +46,8 @@ class KFACPreconditioner:
     Phases:
         1. The workers' gradients are added up, as without it.
         2. Every ``factors_every`` steps so are the factors A and G.
-        3. Every ``decompositions_every`` steps each worker decomposes the factors that are dealt to
-           it, and those who hold a layer are sent its decompositions.
+        3. Every ``decompositions_every`` steps each worker decomposes the factors that are
+           assigned to it, and those who hold a layer are sent its decompositions.
         4. Gradients are preconditioned where those are, sent on to the other workers with
            ``fraction`` below 1, and scaled by nu. The optimizer takes its step on them.
 

@@ -1,4 +1,4 @@
-"""How many workers a cluster can run at once."""
+"""How many workers a cluster can run at the same time."""
 
 from __future__ import annotations
 

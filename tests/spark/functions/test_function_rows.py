@@ -107,9 +107,9 @@ def test_it_is_said_which_way_the_rows_go(
             sparkdl.run(lambda: None, num_workers=2, df=rows)
     assert [line for line in caplog.messages if line.startswith("rows: ")] == [
         "rows: 2 partitions are read by as many tasks, and exchanged among 2 workers",
-        "rows: Spark's shuffle, because sparkdl.run needs all workers at once, and Spark's barrier "
-        "mode, which does that, cannot have 2 tasks read 5 partitions; they do not come from files "
-        "row by row",
+        "rows: Spark's shuffle, because sparkdl.run needs a gang-scheduled start, and Spark's "
+        "barrier mode, which gives that, cannot have 2 tasks read 5 partitions; they do not come "
+        "from files row by row",
     ]
 
 
@@ -118,7 +118,7 @@ def test_it_is_said_which_way_the_rows_go(
     [lambda df: df, lambda df: df.repartition(5)],
     ids=["as many partitions as workers", "more"],
 )
-def test_rows_are_spread_evenly_and_dealt_in_another_order_each_epoch(
+def test_rows_are_spread_evenly_and_fed_in_another_order_each_epoch(
     spark: SparkSession, change: Callable[[DataFrame], DataFrame]
 ) -> None:
     def look() -> Ids:

@@ -1,4 +1,4 @@
-"""Workers that exchange among themselves all start at once, from any DataFrame, or not at all."""
+"""Workers that exchange among themselves are gang-scheduled, from any DataFrame, or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that start at once read files without Spark's shuffle, and exchange the rows."""
+"""Workers with a gang-scheduled start read files without Spark's shuffle, and exchange the rows."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_a_ranks_rows_are_the_same_in_whatever_order_and_batches_they_come(
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 20), max_size=5), st.integers(1, 9))
-def test_rows_that_come_in_the_same_order_every_time_are_dealt_in_turn(
+def test_rows_that_come_in_the_same_order_every_time_are_assigned_in_turn(
     sizes: list[int], ranks: int
 ) -> None:
     before, found = 0, [[] for _ in range(ranks)]  # type: ignore[var-annotated]

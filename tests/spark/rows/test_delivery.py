@@ -11,7 +11,7 @@ AS_IT_IS, GROUPED, SHUFFLED = Way.AS_IT_IS, Way.GROUPED, Way.SHUFFLED
 
 
 @pytest.mark.parametrize(
-    ("wish", "partitions", "at_once", "way", "exchanged"),
+    ("wish", "partitions", "gang_start_for", "way", "exchanged"),
     [
         ("exchange", 2, None, AS_IT_IS, True),
         ("exchange", 5, None, GROUPED, True),
@@ -29,9 +29,9 @@ AS_IT_IS, GROUPED, SHUFFLED = Way.AS_IT_IS, Way.GROUPED, Way.SHUFFLED
     ],
 )
 def test_rows_go_this_way_to_two_tasks(
-    wish: str, partitions: int | None, at_once: str | None, way: Way, exchanged: bool
+    wish: str, partitions: int | None, gang_start_for: str | None, way: Way, exchanged: bool
 ) -> None:
-    found = delivery_of(partitions, 2, 1, wish, at_once)
+    found = delivery_of(partitions, 2, 1, wish, gang_start_for)
     assert (found.way, found.exchanged) == (way, exchanged)
     assert bool(found.reason) is (way is SHUFFLED)
 

@@ -165,8 +165,11 @@ def test_only_who_needs_all_tasks_at_once_and_exchanges_plans_again(files: DataF
     assert read != 2
     delivery, again = delivered(files, 2, 1, "exchange", "X")
     assert (delivery.way, delivery.exchanged, again is None) == (Way.AS_IT_IS, True, False)
-    for wish, at_once, way in (("exchange", None, Way.GROUPED), ("spark", "X", Way.SHUFFLED)):
-        delivery, again = delivered(files, 2, 1, wish, at_once)
+    for wish, gang_start_for, way in (
+        ("exchange", None, Way.GROUPED),
+        ("spark", "X", Way.SHUFFLED),
+    ):
+        delivery, again = delivered(files, 2, 1, wish, gang_start_for)
         assert (delivery.way, again) == (way, None)
 
 
@@ -177,7 +180,7 @@ def test_files_that_cannot_be_split_are_shuffled_and_the_reason_says_so(
     spark.range(0, 100, 1, 2).write.option("compression", "gzip").csv(path)
     delivery, again = delivered(spark.read.csv(path), 3, 1, "exchange", "X")
     assert (delivery.way, delivery.exchanged, again) == (Way.SHUFFLED, False, None)
-    assert "X needs all workers at once" in delivery.reason
+    assert "X needs a gang-scheduled start" in delivery.reason
     assert delivery.reason.endswith("the files make 2 partitions")
 
 

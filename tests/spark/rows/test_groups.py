@@ -25,7 +25,7 @@ def test_the_largest_goes_first_and_each_to_the_smallest_group() -> None:
     assert balanced([3, 9, 4, 8, 5], 2) == [[0, 1, 2], [3, 4]]
 
 
-def test_what_has_no_size_is_dealt_out_evenly() -> None:
+def test_what_has_no_size_is_spread_evenly() -> None:
     assert [len(numbers) for numbers in balanced([0] * 1000, 3)] == [334, 333, 333]
 
 
@@ -93,7 +93,7 @@ def test_every_plan_has_the_same_rows_in_as_many_partitions_as_asked_for(
     assert sorted(chain(*parts)) == expected
 
 
-def test_files_are_dealt_by_what_they_take_to_read(spark: SparkSession, tmp_path: Path) -> None:
+def test_files_are_assigned_by_what_they_take_to_read(spark: SparkSession, tmp_path: Path) -> None:
     """One with more than the other four together, though there are as many rows in each."""
     path = tmp_path / "table"
     for number, length in enumerate([1, 5, 300, 1, 2]):
@@ -141,7 +141,7 @@ def numbered(rows: DataFrame) -> DataFrame:
 
 @pytest.mark.usefixtures("small_partitions")
 @pytest.mark.parametrize("change", [joined, numbered], ids=["join", "window"])
-def test_what_a_shuffle_has_made_unequal_is_dealt_by_what_it_has_written(
+def test_what_a_shuffle_has_made_unequal_is_assigned_by_what_it_has_written(
     spark: SparkSession, change: Callable[[DataFrame], DataFrame]
 ) -> None:
     """A key has 60 % of the rows; by numbers half of the others would go to the same task."""
@@ -156,7 +156,7 @@ def test_what_a_shuffle_has_made_unequal_is_dealt_by_what_it_has_written(
 
 
 @pytest.mark.usefixtures("small_partitions")
-def test_what_a_shuffle_has_made_about_equal_is_dealt_by_number(spark: SparkSession) -> None:
+def test_what_a_shuffle_has_made_about_equal_is_assigned_by_number(spark: SparkSession) -> None:
     """The bytes are not the same in every run."""
     rows = spark.range(0, 4000, 1, 4).selectExpr("id as key", "id")
     found = grouped(numbered(rows), 2)

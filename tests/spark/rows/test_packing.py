@@ -156,7 +156,7 @@ def test_a_spark_without_those_methods_hands_arrays_over_as_they_are(
     with caplog.at_level(logging.INFO, "sparkdl.spark.rows.packing"):
         frame = packed(files.select("c5", "c6"))
     assert frame.dtypes == [("c5", "array<float>"), ("c6", "array<double>")]
-    assert "arrays are handed to Python as they are" in caplog.text
+    assert "arrays are passed to Python as they are" in caplog.text
 
 
 def test_a_spark_that_keeps_arrays_in_other_bytes_hands_them_over_as_they_are(

@@ -84,5 +84,5 @@ def test_rows_bring_their_order_unless_they_come_from_files_to_the_workers(
 def test_rows_of_any_other_plan_are_ordered_by_what_is_in_them(files: DataFrame) -> None:
     for way in (Way.GROUPED, Way.SHUFFLED):
         assert order_of(files.repartition(2), way) == "void"
-        # who deals them to several ranks has not looked into them
+        # who assigns them to several ranks has not looked into them
         assert order_of(files.repartition(2), way, ranks_a_task=2) == "bigint"

@@ -1,0 +1,356 @@
+"""The grammar of a job's configuration: one file for train.py, evaluate.py and predict.py.
+
+Each of them checks the sections that it uses, and takes the others as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pyspark.ml.base import Estimator, Transformer
+from pyspark.ml.evaluation import Evaluator
+from pyspark.ml.param import Param
+from torch import nn
+
+from sparkdl.errors import ConfigError, SetupError, SparkDLError
+from sparkdl.estimator.estimator import TorchEstimator
+from sparkdl.jobs.sources import Rows, Source
+from sparkdl.protocols import ModelBuilder, OptimizerBuilder, SchedulerBuilder
+from sparkdl.spark.session.session import create_session
+
+try:
+    from jsonargparse import ArgumentParser, Namespace
+except ImportError as error:
+    raise SetupError(
+        'jobs need jsonargparse: pip install "sparkdl-torch[jobs]" in the driver\'s Python'
+    ) from error
+
+from sparkdl.jobs.configuration.building import builder, built, checked_stage
+from sparkdl.jobs.configuration.help import HelpFormatter, describe, exit_codes
+from sparkdl.jobs.configuration.refusal import (
+    JobParser,
+    fill_sections,
+    require_mappings,
+    require_one_path,
+)
+
+JobName = Literal["train", "evaluate", "predict"]
+
+SECTIONS: dict[JobName, tuple[str, ...]] = {
+    "train": ("estimator", "stages", "baselines", "evaluators", "model"),
+    "evaluate": ("model", "trust", "evaluators", "evaluation"),
+    "predict": ("model", "trust", "predictions", "write"),
+}
+"""What each job uses besides ``session``, ``source``, ``rows`` and what is said of the run."""
+OUTPUTS: dict[JobName, str] = {
+    "train": "model",
+    "evaluate": "evaluation",
+    "predict": "predictions",
+}
+"""The key that says where each job's output goes."""
+BUILDERS = ("model", "optimizer", "scheduler")
+"""Arguments of the estimator that are called to make what they are named after."""
+NO_MATTER = ("progress", "checkpointPath", "timeout", "maxFailures")
+"""Arguments of the estimator that do not decide what comes out."""
+
+_MEANS: dict[str, str] = {
+    "model": "directory of the model: train.py writes it, the others read it",
+    "evaluation": "directory of the metrics, which are in its _result.json",
+    "predictions": "directory of the table of predictions",
+    "evaluators": "pyspark.ml evaluators by the names of their metrics, for example {AUC: "
+    "{class_path: pyspark.ml.evaluation.BinaryClassificationEvaluator}}",
+    "stages": "pyspark.ml stages before the estimator, saved with the model",
+    "baselines": "pyspark.ml estimators by name, which are fitted and evaluated on the same rows",
+    "trust": "modules that the model's own classes are of, which may be imported to load it",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFormat:
+    """How predictions are written.
+
+    Args:
+        format: ``parquet``, ``orc``, ``json``, ``csv`` or another that Spark has a writer for.
+        columns: of the predictions' table; all by default.
+        partition_by: columns that become folders.
+        options: of the writer, for example ``{compression: zstd}``.
+        files: how many files to write; as many as there are partitions by default.
+    """
+
+    format: str = "parquet"
+    columns: list[str] | None = None
+    partition_by: list[str] | None = None
+    options: dict[str, str] | None = None
+    files: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.files is not None and self.files < 1:
+            raise ConfigError(f"write.files must be at least 1, got {self.files}")
+        if self.columns is not None and not self.columns:
+            raise ConfigError("write.columns names no column; leave it out for all of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a job was asked for; sections that it does not use are None.
+
+    Attributes:
+        job: which.
+        session: arguments of ``create_session``.
+        source: where the rows come from.
+        rows: which of them, for what.
+        output: the output's path.
+        sections: the sections of ``SECTIONS[job]``, not yet built.
+        run_id: of which run the output is.
+        result_file: where the result is written too.
+        log_format: ``text`` or ``json``.
+        log_level: from which on messages are logged.
+        digest: SHA-256 of all that decides the output.
+    """
+
+    job: JobName
+    session: dict[str, Any]
+    source: Source
+    rows: Rows
+    output: str
+    sections: Namespace
+    run_id: str | None
+    result_file: str | None
+    log_format: str
+    log_level: str | None
+    digest: str
+
+    def estimator(self) -> TorchEstimator:
+        """The network's estimator, of the section of that name.
+
+        Raises:
+            ConfigError: an argument is out of range.
+        """
+        given = {
+            name: builder(value) if name in BUILDERS else built(value)
+            for name, value in vars(self.sections.estimator).items()
+        }
+        return TorchEstimator(**given)
+
+    def stages(self) -> list[Any]:
+        """The stages before it; needs a session.
+
+        Raises:
+            ConfigError: an argument is not what pyspark.ml takes.
+        """
+        given = self.sections.stages or []
+        return [checked_stage(f"stages[{index}]", each) for index, each in enumerate(given)]
+
+    def named(self, section: str) -> dict[str, Any]:
+        """Evaluators or baselines by name; needs a session.
+
+        Raises:
+            ConfigError: an argument is not what pyspark.ml takes.
+        """
+        given = self.sections[section] or {}
+        return {name: checked_stage(f"{section}.{name}", each) for name, each in given.items()}
+
+
+def build_parser(job: JobName) -> ArgumentParser:
+    """The parser of a job's command line and configuration.
+
+    Args:
+        job: which.
+    """
+    used = SECTIONS[job]
+    parser = JobParser(
+        prog=f"{job}.py",
+        usage=f"{job}.py --config FILE [--KEY VALUE] ...",
+        description=describe(job),
+        epilog=exit_codes(),
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument(
+        "--config",
+        action="config",
+        help="a YAML file; of several, and of the command line, what is said last counts",
+    )
+    _add_run(parser)
+    parser.add_subclass_arguments(
+        Source,
+        "source",
+        required=True,
+        fail_untyped=False,
+        help="where the rows come from: {class_path: sparkdl.jobs.Files, init_args: {path: ...}}, "
+        "sparkdl.jobs.Table, sparkdl.jobs.Query, or a subclass of sparkdl.jobs.Source of your own",
+    )
+    parser.add_class_arguments(Rows, "rows")
+    for name, means in _MEANS.items():
+        if name in used and name not in ("evaluators", "stages", "baselines", "trust"):
+            parser.add_argument(f"--{name}", type=str | None, default=None, help=means)
+    if "trust" in used:
+        parser.add_argument("--trust", type=list[str], default=[], help=_MEANS["trust"])
+    if "estimator" in used:
+        _add_estimator(parser)
+    if "stages" in used:
+        kinds = list[Estimator | Transformer]  # type: ignore[type-arg]
+        _take_untyped(
+            parser.add_argument("--stages", type=kinds, default=[], help=_MEANS["stages"])
+        )
+    for name, kind in (("baselines", Estimator), ("evaluators", Evaluator)):
+        if name in used:
+            named = dict[str, kind]  # type: ignore[valid-type]
+            _take_untyped(
+                parser.add_argument(f"--{name}", type=named, default={}, help=_MEANS[name])
+            )
+    if "write" in used:
+        parser.add_class_arguments(TableFormat, "write")
+    parser.add_function_arguments(create_session, "session")
+    for name in sorted({name for names in SECTIONS.values() for name in names} - set(used)):
+        parser.add_argument(f"--{name}", type=Any, default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+def read_settings(job: JobName, arguments: list[str] | None = None) -> Settings:
+    """Parse the command line, and build what needs no session.
+
+    Args:
+        job: which.
+        arguments: the command line; None for this process's own.
+
+    Raises:
+        SystemExit: something is wrong, which was said; of code 2, or 0 after --help.
+    """
+    importlib.import_module("sparkdl.callbacks")  # so that short names are found
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    parser = build_parser(job)
+    require_mappings(parser, arguments)
+    config = parser.parse_args(arguments)
+    fill_sections(parser, config)
+    output = config.get(OUTPUTS[job])
+    if not output:
+        parser.error(f"say with --{OUTPUTS[job]} where the {OUTPUTS[job]} is to be written")
+    if job != "train" and not config.model:
+        parser.error("say with --model which model")
+    require_one_path(parser, config, {"model", "predictions"} & set(SECTIONS[job]))
+    if config.run_id is not None and not config.run_id.strip():
+        parser.error("--run_id is empty, and so the same for all runs: give it, or leave it out")
+    if job == "evaluate" and not config.evaluators:
+        parser.error("say with --evaluators what to measure")
+    if job == "train" and config.evaluators and config.rows.test is None:
+        parser.error("evaluators need rows: say with --rows.test which ones")
+    if job == "train" and config.baselines and not config.evaluators:
+        parser.error("baselines are compared by metrics: say with --evaluators which")
+    try:
+        settings = Settings(
+            job=job,
+            session=vars(config.session),
+            source=built(config.source),
+            rows=Rows(**vars(config.rows)),
+            output=output,
+            sections=config,
+            run_id=config.run_id,
+            result_file=config.result_file,
+            log_format=config.log_format,
+            log_level=config.log_level,
+            digest=_digest(job, config),
+        )
+        if job == "train":
+            settings.estimator()
+        if job == "predict":
+            TableFormat(**vars(config.write))
+    except (SparkDLError, ValueError, TypeError) as error:
+        if isinstance(error, SparkDLError) and not isinstance(error, ConfigError):
+            raise
+        parser.error(str(error))
+    return settings
+
+
+def _add_run(parser: ArgumentParser) -> None:
+    run = parser.add_argument_group("the run")
+    run.add_argument(
+        "--run_id",
+        type=str | None,
+        default=None,
+        help="what the scheduler calls this run, the same in each attempt: an output that is "
+        "complete for it is not made again, and an interrupted training goes on. Without one "
+        "each start is a run of its own",
+    )
+    run.add_argument(
+        "--result_file",
+        type=str | None,
+        default=None,
+        help="a file of this machine to which the result is written as JSON, also of a failure",
+    )
+    run.add_argument(
+        "--log_format",
+        type=Literal["text", "json"],
+        default="text",
+        help="json writes one object a line to stderr, and the result as the last line of stdout",
+    )
+    run.add_argument(
+        "--log_level",
+        type=Literal["DEBUG", "INFO", "WARNING", "ERROR"] | None,
+        default=None,
+        help="from which level on messages are logged; WARNING as text, INFO as json",
+    )
+
+
+def _add_estimator(parser: ArgumentParser) -> None:
+    # Taken in a wider sense than the arguments themselves are: a class with its arguments stands
+    # for what builds such a thing. A bare Callable takes functions that are not annotated, too.
+    kinds: dict[str, tuple[Any, str]] = {
+        "model": (ModelBuilder | nn.Module | Callable, "the network: a class with its arguments"),
+        "loss": (
+            nn.Module | Literal["model"] | Callable,
+            "(outputs, targets) -> scalar: a function, or a class with its arguments; `model` for "
+            "a network that computes its own",
+        ),
+        "optimizer": (OptimizerBuilder | Callable, "torch's or another class, with its arguments"),
+        "scheduler": (
+            SchedulerBuilder | Callable | None,
+            "torch's or another class, with its arguments",
+        ),
+    }
+    parser.add_class_arguments(
+        TorchEstimator, "estimator", skip=set(kinds), instantiate=False, fail_untyped=False
+    )
+    group = (parser.groups or {})["estimator"]
+    for action in group._group_actions:
+        param = getattr(TorchEstimator, action.dest.rpartition(".")[2], None)
+        if isinstance(param, Param):
+            action.help = param.doc
+    for name, (kind, means) in kinds.items():
+        required = name != "scheduler"
+        _take_untyped(
+            group.add_argument(f"--estimator.{name}", type=kind, required=required, help=means)
+        )
+
+
+def _take_untyped(action: Any) -> None:
+    """Let the classes and functions that are named have arguments without annotations."""
+    action.sub_add_kwargs = {"fail_untyped": False}
+
+
+def _digest(job: JobName, config: Namespace) -> str:
+    names = {"source", "rows", *SECTIONS[job]} - {OUTPUTS[job]}
+    said = {name: _plain(config[name]) for name in names}
+    for name in NO_MATTER:
+        said.get("estimator", {}).pop(name, None)
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Namespace):
+        return {name: _plain(each) for name, each in vars(value).items()}
+    if isinstance(value, dict):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', repr(value))}"

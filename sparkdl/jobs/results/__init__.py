@@ -1,0 +1,1 @@
+"""What a job leaves: its output, there whole or not at all, and its result as JSON."""

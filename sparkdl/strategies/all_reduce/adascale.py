@@ -1,0 +1,220 @@
+"""AdaScale: synchronous SGD whose learning rate follows what many workers gain in each step.
+
+Johnson, Agrawal, Gu, Guestrin 2020, "AdaScale SGD: A User-Friendly Algorithm for Distributed
+Training" (arXiv 2007.05105), algorithm 1. Learning rate and schedule are those of one worker,
+whatever the number S of workers is. Where S times the rate would diverge, early or where gradients
+agree, the gain is small; later it approaches S.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkdl.errors import ConfigError, TrainingError
+from sparkdl.replica import Replica
+from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce, Paced, _Reducer
+from sparkdl.strategies.all_reduce.gradient_noise import NoiseMeter, gain, total_square
+from sparkdl.strategies.all_reduce.model_and_loss import Passenger
+from sparkdl.strategies.base import Needs, Run
+from sparkdl.strategies.worker_group import WorkerGroup
+
+STEPS = "adascale_steps"
+
+
+@dataclass(frozen=True)
+class AdaScale(GradientAllReduce):
+    """``GradientAllReduce`` at the learning rate and the schedule of one worker.
+
+    Rule:
+        With S workers whose mean gradients g_i of m rows each have the mean g, and running means
+        with the decay max(1 - S / 1000, 0), corrected for their start::
+
+            variance  <-  running mean of (mean_i |g_i|^2 - |g|^2) * S / (S - 1)
+            square    <-  running mean of |g|^2 - the same estimate / S
+            gain      <-  (variance + square) / (variance / S + square)           from 1 to S
+            w         <-  optimizer step on g at gain * (rate of the schedule at floor(steps))
+            steps     <-  steps + gain
+
+    Phases:
+        1. As of ``GradientAllReduce``, up to the gradients' mean.
+        2. The workers add up the squares of their own gradients, which finds the gain.
+        3. All step at the learning rate times the gain, and the schedule goes on by it.
+
+    When:
+        For SGD, with momentum or without, that was tuned on one worker and is to run on any number
+        of them without being tuned again.
+
+    When not:
+        For Adam and others that divide by the size of the gradients, for which the rule was not
+        derived; nor to train all rows as many times as before: to be done sooner, lower ``epochs``
+        by about the gain, or end the fit by ``adascale_steps``.
+
+    The learning rate is multiplied by the gain, and a schedule by the step (``schedulerEvery=
+    "step"``) takes gain many for one of the optimizer's; one by the epoch stays with the epochs.
+    What is gained is in each epoch's ``measured``: ``adascale_gain`` as it was at its end, and
+    ``adascale_steps``, how many of one worker's steps those since the start were worth.
+
+    Args:
+        bucket_mb, compression, shard_optimizer, commit_every: as of ``GradientAllReduce``.
+        find_unused_parameters, sync_batch_norm, preconditioner: likewise.
+        accumulate: makes each worker's step, to which the gain is relative, one of so many
+            minibatches; 1 in the paper.
+        measure_noise: always.
+        decay: of the running means, in [0, 1); None for the paper's max(1 - S / 1000, 0).
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    measure_noise: bool = True
+    decay: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.measure_noise:
+            raise ConfigError("AdaScale follows the noise of gradients: leave out measure_noise")
+        known = self.decay is None or type(self.decay) in (int, float)
+        if not known or not 0 <= (self.decay or 0) < 1:
+            raise ConfigError(f"decay must be None or a number in [0, 1), got {self.decay!r}")
+
+    @property
+    def needs(self) -> Needs:
+        """As ``GradientAllReduce``, but for the schedule."""
+        return replace(super().needs, leads_schedule=True)
+
+    def require_fits(self, replica: Replica) -> None:
+        """Check that there is a learning rate to multiply."""
+        super().require_fits(replica)
+        if any("lr" not in group for group in replica.optimizer.param_groups):
+            raise ConfigError(
+                f"{type(replica.optimizer).__name__} has no learning rate by the name of 'lr', "
+                "which AdaScale multiplies. Use SGD, or GradientAllReduce"
+            )
+
+    def start(self, run: Run) -> _Reducer:
+        """As ``GradientAllReduce``, with steps that are worth more."""
+        state = super().start(run)
+        assert state.meter is not None
+        state.paced = _Scaled(state.meter, state.group.rows_a_step)
+        return state
+
+    def _meter(self, run: Run, group: WorkerGroup) -> NoiseMeter:
+        workers = group.collective.world_size
+        decay = max(1 - workers / 1000, 0.0) if self.decay is None else self.decay
+        return _AgreedNoise(run, group, decay, rounded=self.compression is not None)
+
+    def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
+        """What the noise was, and what the steps were worth."""
+        assert isinstance(state.paced, _Scaled)
+        return {**super().saved_state(state), "steps": state.paced.steps}
+
+    def restore_state(self, state: _Reducer, saved: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        super().restore_state(state, saved)
+        assert isinstance(state.paced, _Scaled)
+        state.paced.steps = saved["steps"]
+
+    def _measured(self, state: _Reducer, meter: NoiseMeter) -> dict[str, float]:
+        assert isinstance(state.paced, _Scaled)
+        return {**super()._measured(state, meter), STEPS: state.paced.steps}
+
+
+class _AgreedNoise(NoiseMeter):
+    """Measures every step, and puts together at once what the workers have measured.
+
+    On CPUs that is one gradient more in the message that is sent anyway. With what the forward pass
+    begins, the backward pass of one thread ends: all others have been seen by then. Elsewhere, and
+    where gradients are rounded, it is a message of its own.
+
+    Args:
+        run: this worker's.
+        group: this worker among the others.
+        decay: of the running means.
+        rounded: whether gradients travel in fewer bits.
+    """
+
+    def __init__(self, run: Run, group: WorkerGroup, decay: float, *, rounded: bool) -> None:
+        super().__init__(run, group, decay)
+        parameters = run.replica.trainable()
+        for each in parameters:
+            hook = each.register_hook(self._look_at)  # type: ignore[no-untyped-call]
+            run.cleanup.callback(hook.remove)
+        self._looks = False
+        self._weight = 1.0
+        self._local = 0.0
+        if run.replica.device.type == "cpu" and not rounded:
+            wide = parameters[0].dtype == torch.float64
+            dtype = torch.float64 if wide else torch.float32
+            self.passenger = Passenger(self._square, dtype)
+
+    @contextmanager
+    def backward(self, weight: float, rows: int) -> Iterator[None]:
+        """As every meter, without putting up hooks first."""
+        self._looks, self._weight = rows > 0, weight
+        try:
+            yield
+        finally:
+            self._looks = False
+        if self.passenger is None:
+            self._local += self._square()
+        elif self._norms:
+            raise TrainingError("there were gradients after the sum of their squares had been sent")
+
+    def _look_at(self, gradient: Tensor) -> None:
+        if self._looks:
+            super()._look_at(gradient)
+
+    def _square(self) -> float:
+        """Of the mean gradient of the minibatch."""
+        norms, self._norms = self._norms, []
+        return total_square(torch.stack(norms)) / self._weight**2 if norms else 0.0
+
+    def end_step(self, rows: Sequence[int]) -> bool:
+        """Take note of it."""
+        collective, size = self._group.collective, self._run.batch_size
+        if self.passenger is None:
+            ours = torch.tensor([self._local], dtype=torch.float64, device=collective.device)
+            local, self._local = float(collective.all_reduce(ours)), 0.0
+        else:
+            local = self.passenger.take_sum(collective.world_size)
+        minibatches = [min(size, n - start) for n in rows for start in range(0, n, size)]
+        count, inverse_rows = len(minibatches), sum(1 / n for n in minibatches)
+        mean = total_square(self._mean_norms())
+        self._add(local / count, inverse_rows / count, mean, sum(rows))
+        return math.isfinite(mean)
+
+
+class _Scaled(Paced):
+    """Steps at the rate of one worker's, times what they gain.
+
+    Args:
+        meter: measures the noise.
+        base_rows: of one worker in a step.
+
+    Attributes:
+        steps: of one worker that those until now were worth.
+    """
+
+    def __init__(self, meter: NoiseMeter, base_rows: int) -> None:
+        self.steps = 0.0
+        self._noise = meter.noise
+        self._base_rows = base_rows
+
+    def gain(self, rows: int) -> float:
+        """What the noise says; 1 for those of one worker, which are left at an epoch's end."""
+        means = self._noise.means
+        if means is None or rows <= self._base_rows:
+            return 1.0
+        return gain(*means, rows, self._base_rows)
+
+    def taken(self, replica: Replica, worth: float) -> None:
+        """Take the schedule along."""
+        self.steps += worth
+        replica.schedule.lead_to(int(self.steps))

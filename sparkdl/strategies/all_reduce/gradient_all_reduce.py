@@ -1,0 +1,412 @@
+"""Synchronous SGD: the workers add up their gradients in every step, while backward still runs.
+
+Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training". The
+driver takes copies of the result, to go on from should a worker be lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
+from sparkdl.collective import release_model
+from sparkdl.errors import ConfigError
+from sparkdl.protocols import Batch, OptimizerBuilder
+from sparkdl.replica import Replica
+from sparkdl.replica.optimizers import NamedParameters, takes_names
+from sparkdl.strategies.all_reduce.gradient_noise import DECAY, NoiseMeter
+from sparkdl.strategies.all_reduce.gradients import ROUNDED, FiniteGradients, FiniteSum, reduce_by
+from sparkdl.strategies.all_reduce.model_and_loss import ModelAndLoss, distribute
+from sparkdl.strategies.all_reduce.synchronized_norm import batch_norm_layers, synchronize
+from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
+from sparkdl.strategies.compression.base import Compression, Compressor
+from sparkdl.strategies.kfac import KFACPreconditioner, Preconditioning
+from sparkdl.strategies.worker_group import WorkerGroup
+
+SWITCHES = ("shard_optimizer", "find_unused_parameters", "sync_batch_norm", "measure_noise")
+
+
+@dataclass(frozen=True)
+class GradientAllReduce(Strategy["_Reducer"]):
+    """Reduce gradients among the workers over NCCL, or gloo on CPUs, in every step.
+
+    Rule:
+        With workers r = 1..R, of which worker r has n_r examples in this step (none, once its rows
+        are used up)::
+
+            g  <-  sum_r n_r * grad(mean loss of worker r's examples) / sum_r n_r
+            w  <-  optimizer step on g, the same on every worker
+
+        which is single-process SGD on the union of the workers' minibatches, for any optimizer.
+
+    Phases:
+        1. The workers agree on the number of steps, that of the one with the most rows.
+        2. In each step every worker computes gradients of its minibatch, and sends them off by
+           buckets while the backward pass still runs.
+        3. When the last bucket has arrived all take the same optimizer step.
+        4. After ``commit_every`` steps, and at the end of the epoch, the driver takes a copy of one
+           worker's parameters and optimizer state, which is validated at the end.
+
+    When:
+        Where links are fast beside the time that a step takes, or the result has to be that of one
+        process: nothing learns more from each row.
+
+    When not:
+        On links that need longer for the gradients than a step takes (averaging, outer optimizers
+        and compression send less); for small models on CPUs, whose steps are shorter than a
+        message's way; nor where workers come and go, for one that is lost stops all.
+
+    Workers need a gang-scheduled start, in Spark's barrier mode. If one is lost, all leave and are
+    started again, from the last copy that the driver has taken.
+
+    Args:
+        bucket_mb: MB of gradients that are sent off together, > 0; smaller buckets start earlier,
+            larger ones cost fewer messages. 25 is torch's own.
+        accumulate: minibatches on each worker for one optimizer step, >= 1. 1, unless the minibatch
+            that you want does not fit in memory.
+        compression: ``fp16`` or ``bf16`` send rounded gradients, half the bytes of float32;
+            ``PowerSGD``, ``TopK`` and ``OneBitAdam`` send far fewer, and later what they leave out.
+            Workers still agree, with another result than without.
+        shard_optimizer: whether each worker keeps the optimizer's state of its share of the
+            parameters only (ZeRO stage 1). The state is then not part of the driver's copy: there
+            are no checkpoints, and a lost worker ends the fit.
+        commit_every: optimizer steps after which the driver takes a copy, so the most that are
+            repeated after the loss of a worker; None for one at the end of each epoch only, which
+            is enough where that takes minutes.
+        find_unused_parameters: whether a parameter may take no part in the loss; costs a look at
+            the graph in every step.
+        sync_batch_norm: whether BatchNorm layers normalize over the minibatches of all workers
+            together, also on CPUs; costs two messages a layer and step. Every worker needs rows.
+        measure_noise: whether the history says of each epoch, in ``measured``, at its end the
+            ``gradient_noise_scale``, the rows up to which larger steps pay, and what would be the
+            ``adascale_gain``. Every tenth step takes a look more at each gradient. It takes two or
+            more workers, or minibatches a step.
+        preconditioner: what is done to the gradients before the optimizer steps; None for nothing.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    bucket_mb: float = 25
+    accumulate: int = 1
+    compression: Literal["fp16", "bf16"] | Compression | None = None
+    shard_optimizer: bool = False
+    commit_every: int | None = None
+    find_unused_parameters: bool = False
+    sync_batch_norm: bool = False
+    measure_noise: bool = False
+    preconditioner: KFACPreconditioner | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bucket_mb, bool) or not isinstance(self.bucket_mb, (int, float)):
+            raise ConfigError(f"bucket_mb must be a number of MB > 0, got {self.bucket_mb!r}")
+        if not self.bucket_mb > 0:
+            raise ConfigError(f"bucket_mb must be a number of MB > 0, got {self.bucket_mb!r}")
+        whole = isinstance(self.accumulate, int) and not isinstance(self.accumulate, bool)
+        if not whole or self.accumulate < 1:
+            raise ConfigError(
+                f"accumulate must be a whole number >= 1 of minibatches, got {self.accumulate!r}"
+            )
+        smaller = isinstance(self.compression, Compression) or self.compression in ROUNDED
+        if self.compression is not None and not smaller:
+            raise ConfigError(
+                "compression must be None, 'fp16', 'bf16' or one such as PowerSGD(2), got "
+                f"{self.compression!r}"
+            )
+        require_steps("commit_every", self.commit_every)
+        for name in SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if not isinstance(self.preconditioner, KFACPreconditioner | None):
+            raise ConfigError(
+                "preconditioner must be None or a KFACPreconditioner, got "
+                f"{self.preconditioner!r:.200}"
+            )
+        if isinstance(self.compression, Compression):
+            self._require_compressible(self.compression)
+
+    def _require_compressible(self, given: Compression) -> None:
+        compression = type(given).__name__
+        if self.shard_optimizer and given.reads_optimizer:
+            raise ConfigError(
+                f"compression={compression}(...) needs the optimizer's state on every worker, and "
+                "shard_optimizer leaves each a part of it: leave one of the two out"
+            )
+        if self.measure_noise:
+            raise ConfigError(
+                f"compression={compression}(...) leaves too little of the gradients to measure "
+                "their noise: leave one of the two out"
+            )
+        if self.preconditioner is not None:
+            raise ConfigError(
+                f"compression={compression}(...) and a preconditioner each take the gradients for "
+                "what the workers have computed: leave one of the two out"
+            )
+
+    @property
+    def wire_format(self) -> WireFormat:
+        """The driver's copy is exact."""
+        return FullPrecision()
+
+    @property
+    def needs(self) -> Needs:
+        """All workers in every step; shards of the optimizer's state are in no checkpoint."""
+        return Needs(
+            exchanges_optimizer_state=not self.shard_optimizer,
+            collective=True,
+            gang_start=True,
+            equal_steps=True,
+            resumes_alone=False,
+            checkpointable=not self.shard_optimizer,
+            minibatches_a_step=self.accumulate,
+        )
+
+    def require_fits(self, replica: Replica) -> None:
+        """Check what compression and preconditioner need, and that there is a BatchNorm layer."""
+        if isinstance(self.compression, Compression):
+            if any(parameter.is_complex() for parameter in replica.trainable()):
+                raise ConfigError(
+                    f"compression={type(self.compression).__name__}(...) is of real gradients, and "
+                    "this model has complex parameters: leave it out"
+                )
+            self.compression.require_fits(replica)
+        if self.preconditioner is not None:
+            self.preconditioner.require_fits(replica)
+        if self.sync_batch_norm:
+            batch_norm_layers(replica.module)
+
+    def start(self, run: Run) -> _Reducer:
+        """Wrap the replica, and learn how many steps all workers have."""
+        self.require_fits(run.replica)
+        if self.shard_optimizer:
+            run.replica.rebuild_optimizer(_sharded)
+        group = WorkerGroup(run, run.batch_size * self.accumulate)
+        forward_pass = synchronize(run.replica.module) if self.sync_batch_norm else None
+        meter = self._meter(run, group) if self.measure_noise else None
+        model = distribute(
+            run.replica,
+            forward_pass,
+            None if meter is None else meter.passenger,
+            bucket_mb=self.bucket_mb,
+            find_unused_parameters=self.find_unused_parameters,
+        )
+        run.cleanup.callback(release_model, model)  # before the group ends
+        compressor, rounding = None, None
+        if isinstance(self.compression, Compression):
+            compressor = self.compression.compressor(group.collective, run.replica)
+        else:
+            rounding = self.compression
+        finite = reduce_by(rounding, compressor, model, run)
+        preconditioning = None
+        if self.preconditioner is not None:
+            preconditioning = self.preconditioner.start(run)
+        return _Reducer(model, group, finite, compressor, run.batch_size, meter, preconditioning)
+
+    def _meter(self, run: Run, group: WorkerGroup) -> NoiseMeter:
+        return NoiseMeter(run, group, DECAY)
+
+    def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
+        """What was left out of the gradients, measured of them and collected, if anything is."""
+        saved: dict[str, Any] = {}
+        if state.compressor is not None:
+            saved |= state.compressor.saved()
+        if state.meter is not None:
+            state.meter.settle()
+            saved["noise"] = state.meter.noise.saved
+        if state.preconditioning is not None:
+            saved |= state.preconditioning.saved()
+        return saved
+
+    def restore_state(self, state: _Reducer, saved: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        if state.compressor is not None:
+            state.compressor.restore(saved)
+        if state.meter is not None:
+            state.meter.noise.restore(saved["noise"])
+        if state.preconditioning is not None:
+            state.preconditioning.restore(saved)
+
+    def rows_changed(self, run: Run, state: _Reducer) -> None:
+        """Learn how many steps all workers have now."""
+        state.group.agree(run)
+
+    def train_epoch(self, run: Run, state: _Reducer, batches: Iterable[Batch]) -> None:
+        """Take as many optimizer steps as the worker with the most rows, then tell the driver."""
+        group = state.group
+        remaining = iter(batches)
+        while not group.done:
+            run.count_step()
+            mine = itertools.islice(remaining, self.accumulate)
+            for batch, loss in state.step(run.replica, mine, all_passes=self.sync_batch_norm):
+                run.count(batch, loss)
+            run.end_step()
+            group.steps += 1
+            group.heartbeat(run)
+            group.commit_if_due(run, self.commit_every, lambda: self._agreed(run, state))
+        self.end_epoch(run, state)
+
+    def end_epoch(self, run: Run, state: _Reducer) -> None:
+        """Commit the replica's state, which is the same on all workers."""
+        if state.meter is not None:
+            run.measured = self._measured(state, state.meter)
+        state.group.commit(run, self._agreed(run, state), last=True)
+
+    def _measured(self, state: _Reducer, meter: NoiseMeter) -> dict[str, float]:
+        return meter.measured()
+
+    def _agreed(self, run: Run, state: _Reducer) -> list[Tensor]:
+        """The replica's state, after averaging what gradients do not keep equal: the buffers."""
+        state.finite.settle()
+        layout = run.replica.layout(with_optimizer=not self.shard_optimizer)
+        segments = run.replica.segments(with_optimizer=not self.shard_optimizer)
+        buffers = [
+            values
+            for segment, values in zip(layout, segments, strict=True)
+            if segment.kind == "buffers"
+        ]
+        state.group.average(buffers, state.group.shares, run.window())
+        return segments
+
+
+class Paced:
+    """Steps at the optimizer's own learning rates."""
+
+    def gain(self, rows: int) -> float:
+        """By what the rates of the next step are multiplied.
+
+        Args:
+            rows: of all workers in it; fewer than most have at the end of an epoch.
+        """
+        return 1.0
+
+    def taken(self, replica: Replica, worth: float) -> None:
+        """Called after each step.
+
+        Args:
+            replica: this worker's.
+            worth: the step's gain.
+        """
+
+
+class _Reducer:
+    """What one worker needs to take part in every step.
+
+    Args:
+        model: its model, wrapped.
+        group: this worker among the others.
+        finite: looks at its gradients.
+        compressor: has what was left out of them; None if nothing is.
+        batch_size: rows a minibatch.
+        meter: measures their noise; None if nobody asks.
+        preconditioning: what is done to them; None for nothing.
+
+    Attributes:
+        paced: says at which rate the optimizer takes its steps.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        group: WorkerGroup,
+        finite: FiniteGradients | FiniteSum,
+        compressor: Compressor | None,
+        batch_size: int,
+        meter: NoiseMeter | None,
+        preconditioning: Preconditioning | None,
+    ) -> None:
+        self.model = model
+        self.group = group
+        self.finite = finite
+        self.compressor = compressor
+        self.meter = meter
+        self.preconditioning = preconditioning
+        self.paced = Paced()
+        self._batch_size = batch_size
+        self._loss: ModelAndLoss = model.module
+
+    def step(
+        self, replica: Replica, batches: Iterator[Batch], *, all_passes: bool
+    ) -> Iterator[tuple[Batch, Tensor]]:
+        """Take one optimizer step with the other workers.
+
+        Args:
+            replica: this worker's.
+            batches: its minibatches of this step; none if its rows are used up.
+            all_passes: whether it runs the model as often as the worker with the most minibatches.
+
+        Yields:
+            Each minibatch with its mean loss.
+        """
+        collective, step = self.group.collective, self.group.steps
+        rows = self.group.examples_of(range(step, step + 1))
+        total = sum(rows)
+        passes = math.ceil((max(rows) if all_passes else rows[collective.rank]) / self._batch_size)
+        self._loss.remember_used()
+        replica.optimizer.zero_grad()
+        trained: list[Batch | None] = []
+        for number in range(max(1, passes)):
+            batch = next(batches, None)
+            trained.append(batch)
+            now = number >= passes - 1
+            if self.preconditioning is not None:
+                self.preconditioning.counts = batch is not None
+            with collective.guarded("the reduction of gradients"), self._sync(now=now):
+                loss: Tensor = self.model(batch)
+                self.finite.loss = loss.detach()
+                # DDP divides by the number of workers, whatever each has contributed.
+                examples = 0 if batch is None else batch.examples
+                weight = examples * collective.world_size / total
+                with self._measured(weight, examples):
+                    (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+            if batch is not None:
+                yield batch, self.finite.loss
+        if self.meter is None or not self.meter.end_step(rows):
+            self.finite.before_update(trained)
+        if self.compressor is not None:
+            self.compressor.before_update()
+        gain = self.paced.gain(total)
+        if self.preconditioning is not None:
+            self.preconditioning.precondition(replica, total, gain)
+        with collective.guarded("the exchange of parameter shards"):
+            replica.update(gain)
+        self.paced.taken(replica, gain)
+
+    def _measured(self, weight: float, examples: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.meter is None else self.meter.backward(weight, examples)
+
+    def _sync(self, *, now: bool) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = nullcontext() if now else self.model.no_sync()
+        return context
+
+
+def _sharded(build: OptimizerBuilder, named: NamedParameters) -> torch.optim.Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    pairs = list(named)
+    if not takes_names(build):
+        parameters = [parameter for _, parameter in pairs]
+        return ZeroRedundancyOptimizer(parameters, build)  # type: ignore[arg-type]
+
+    def of_a_share(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """The user's optimizer of this worker's part of each group, of which only it has names."""
+        optimizer = build(pairs)
+        mine = {parameter for group in groups for parameter in group["params"]}
+        for parameter in optimizer.state.keys() - mine:
+            del optimizer.state[parameter]
+        optimizer.param_groups.clear()
+        for group in groups:
+            optimizer.add_param_group(group)
+        return optimizer
+
+    # They would be those of all parameters.
+    whole = [{k: v for k, v in g.items() if k != "param_names"} for g in build(pairs).param_groups]
+    return ZeroRedundancyOptimizer(whole, of_a_share)  # type: ignore[arg-type]

@@ -1,0 +1,253 @@
+"""How noisy gradients are, found out while training, from norms that are at hand.
+
+Of independent rows whose gradients have the mean G and the covariance Sigma, the mean gradient of n
+rows has on average the squared norm |G|^2 + tr(Sigma) / n. With the gradient g_i of each minibatch,
+of n_i rows, and that of all n rows of a step together, g, each step tells, without bias,
+
+    tr(Sigma)  ~  (mean_i |g_i|^2 - |g|^2) / (mean_i 1/n_i - 1/n)
+    |G|^2      ~  |g|^2 - tr(Sigma) / n
+
+Single steps tell little. Running means of both, corrected for having begun at 0 as Adam's are, and
+divided only then, are what one asks for (McCandlish et al. 2018, "An Empirical Model of Large-Batch
+Training", appendix A.1; Johnson et al. 2020, "AdaScale SGD"):
+
+    noise scale  =  tr(Sigma) / |G|^2                      rows, up to which larger steps pay
+    gain         =  (tr(Sigma) / m + |G|^2) / (tr(Sigma) / n + |G|^2)
+
+the gain being of n rows over m: how many steps of one worker a step of all is worth, from 1 where
+their gradients are the same to the number of workers where they are noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkdl.strategies.all_reduce.model_and_loss import Passenger
+from sparkdl.strategies.base import Run
+from sparkdl.strategies.worker_group import HALVES, WorkerGroup
+
+DECAY = 0.99
+"""Of the running means, as in GPT-NeoX: they are of the last hundred steps that were measured."""
+EVERY = 10
+"""How many steps to the next that is measured, for what measuring costs."""
+NOISE_SCALE = "gradient_noise_scale"
+GAIN = "adascale_gain"
+_UNREAD = 16
+"""Steps after which numbers on a GPU are read: each time waits for it."""
+
+
+class GradientNoise:
+    """Running means of tr(Sigma), the noise, and of |G|^2, the signal.
+
+    Args:
+        decay: what is left of a mean after a step, in [0, 1).
+    """
+
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
+        self._noise = self._signal = self._counted = 0.0
+
+    def add(self, local: float, inverse_rows: float, mean: float, rows: int) -> None:
+        """Take note of a step, unless its squares are not finite.
+
+        Args:
+            local: mean of the squared norms of some minibatches' gradients.
+            inverse_rows: mean of 1 / their rows; more than 1 / ``rows``.
+            mean: squared norm of the mean gradient of all rows.
+            rows: how many these are.
+        """
+        noise = (local - mean) / (inverse_rows - 1 / rows)
+        if not math.isfinite(noise):
+            return
+        part = 1 - self._decay
+        self._noise += part * (noise - self._noise)
+        self._signal += part * (mean - noise / rows - self._signal)
+        self._counted += part * (1 - self._counted)
+
+    @property
+    def means(self) -> tuple[float, float] | None:
+        """tr(Sigma) and |G|^2 as estimated, which may be negative; None before the first step."""
+        if not self._counted:
+            return None
+        return self._noise / self._counted, self._signal / self._counted
+
+    @property
+    def saved(self) -> list[float]:
+        """For ``restore``."""
+        return [self._noise, self._signal, self._counted]
+
+    def restore(self, saved: Sequence[float]) -> None:
+        """Go on from what ``saved`` was."""
+        self._noise, self._signal, self._counted = saved
+
+
+def noise_scale(noise: float, signal: float) -> float | None:
+    """Rows up to which larger steps pay.
+
+    Args:
+        noise: tr(Sigma).
+        signal: |G|^2.
+
+    Returns:
+        None while the signal cannot be told from 0.
+    """
+    scale = max(noise, 0.0) / signal if signal > 0 else math.inf
+    return scale if scale < math.inf else None
+
+
+def gain(noise: float, signal: float, rows: float, base_rows: float) -> float:
+    """How many steps on ``base_rows`` one on ``rows`` is worth, in [1, rows / base_rows].
+
+    Args:
+        noise: tr(Sigma); below 0 it counts as 0.
+        signal: |G|^2; likewise.
+        rows: of the step; no fewer than ``base_rows``.
+        base_rows: of the step to compare with.
+    """
+    # Not before they are averaged: means of what is cut off at 0 are too large.
+    noise, signal = max(noise, 0.0), max(signal, 0.0)
+    if not noise:
+        return 1.0
+    return (noise / base_rows + signal) / (noise / rows + signal)
+
+
+def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """One scalar a gradient, in float32 at least."""
+    dense = [each.coalesce()._values() if each.is_sparse else each for each in gradients]
+    wide = [each.float() if each.dtype in HALVES else each for each in dense]
+    return list(torch._foreach_norm(wide))
+
+
+def total_square(norms: Tensor) -> float:
+    """The squared norm of all; rounded once, so that it is the same in whatever order they are."""
+    return math.fsum(each * each for each in norms.tolist())
+
+
+@dataclass(frozen=True)
+class _Minibatch:
+    """Of one minibatch of this worker: norms of its gradient by parameter, and its rows."""
+
+    norms: Tensor
+    weight: float
+    rows: int
+
+    @property
+    def square(self) -> float:
+        """Of the mean gradient."""
+        return total_square(self.norms) / self.weight**2
+
+
+class NoiseMeter:
+    """Measures the noise of one worker's gradients in some steps; each worker its own.
+
+    Hooks on the parameters see the gradients of each minibatch before DistributedDataParallel adds
+    them up. They are there in the steps that are measured only, for others to cost nothing.
+
+    Args:
+        run: this worker's.
+        group: this worker among the others.
+        decay: of the running means.
+
+    Attributes:
+        noise: the estimates.
+        passenger: what it has travel with the gradients; None for nothing.
+    """
+
+    passenger: Passenger | None = None
+
+    def __init__(self, run: Run, group: WorkerGroup, decay: float) -> None:
+        self.noise = GradientNoise(decay)
+        self._run = run
+        self._group = group
+        self._norms: list[Tensor] = []
+        self._minibatches: list[_Minibatch] = []
+        self._unread: list[tuple[list[_Minibatch], Tensor, int]] = []
+
+    @contextmanager
+    def backward(self, weight: float, rows: int) -> Iterator[None]:
+        """Look at the gradients that are computed meanwhile.
+
+        Args:
+            weight: by what the mean loss of a minibatch was multiplied.
+            rows: of the minibatch; 0 if there is none.
+        """
+        if not rows or not self._due:
+            yield
+            return
+        parameters = self._run.replica.trainable()
+        hooks = [each.register_hook(self._look_at) for each in parameters]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        norms, self._norms = self._norms, []
+        self._minibatches.append(_Minibatch(torch.stack(norms), weight, rows))
+
+    def _look_at(self, gradient: Tensor) -> None:
+        self._norms.extend(norms_of([gradient]))
+
+    @property
+    def _due(self) -> bool:
+        return self._run.step % EVERY == 0
+
+    def end_step(self, rows: Sequence[int]) -> bool:
+        """Take note of a step whose gradients have been reduced.
+
+        Args:
+            rows: of each worker in it.
+
+        Returns:
+            Whether all gradients are known to be finite now.
+        """
+        if not self._due:
+            return False
+        minibatches, self._minibatches = self._minibatches, []
+        if not minibatches:
+            return False
+        mean = self._mean_norms()
+        self._unread.append((minibatches, mean, sum(rows)))
+        if mean.is_cpu:
+            return math.isfinite(self.settle())
+        if len(self._unread) == _UNREAD:
+            self.settle()
+        return False
+
+    def _mean_norms(self) -> Tensor:
+        gradients = [each.grad for each in self._run.replica.trainable() if each.grad is not None]
+        return torch.stack(norms_of(gradients))
+
+    def settle(self) -> float:
+        """Read what is still on a GPU; returns the last mean gradient's squared norm, if any."""
+        unread, self._unread = self._unread, []
+        square = 0.0
+        for minibatches, mean, rows in unread:
+            square, count = total_square(mean), len(minibatches)
+            local = sum(each.square for each in minibatches) / count
+            self._add(local, sum(1 / each.rows for each in minibatches) / count, square, rows)
+        return square
+
+    def _add(self, local: float, inverse_rows: float, mean: float, rows: int) -> None:
+        if inverse_rows * rows > 1 + 1e-9:  # or the mean is of this minibatch alone
+            self.noise.add(local, inverse_rows, mean, rows)
+
+    def measured(self) -> dict[str, float]:
+        """Noise scale and gain by name, those there are; asked for by all workers group."""
+        self.settle()
+        collective, means = self._group.collective, self.noise.means
+        ours = [0.0, 0.0, 0.0] if means is None else [1.0, *means]
+        sums = torch.tensor(ours, dtype=torch.float64, device=collective.device)
+        workers, noise, signal = collective.all_reduce(sums).tolist()
+        if not workers:
+            return {}
+        noise, signal = noise / workers, signal / workers
+        base = self._group.rows_a_step
+        found = {GAIN: gain(noise, signal, base * collective.world_size, base)}
+        scale = noise_scale(noise, signal)
+        return found if scale is None else {NOISE_SCALE: scale, **found}

@@ -1,0 +1,129 @@
+"""Asynchronous DiLoCo: each worker steps the center when it is ready, momentum comes later.
+
+Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling" (arXiv 2401.09135).
+Momentum that takes a step for every contribution takes as many times more as there are workers,
+each on the change of one of them. Delayed Nesterov lets it take one in N. With one worker and N = 1
+this is DiLoCo. The paper's c is 0: no momentum between two of its steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparkdl.averager.coordination.round_policy import Nobody, RoundPolicy
+from sparkdl.averager.values.center_update import CenterUpdate, Contributions
+from sparkdl.errors import ConfigError
+from sparkdl.strategies.asynchronous.base import ContributesChanges
+from sparkdl.strategies.base import require_period
+
+
+@dataclass(frozen=True)
+class DelayedNesterov(CenterUpdate):
+    """Every contribution moves the center, every ``buffer``-th has momentum take a step.
+
+    Args:
+        buffer: N, >= 1; the number of workers in the paper.
+        learning_rate: > 0; 0.7, as DiLoCo's.
+        momentum: in [0, 1); 0.9, as DiLoCo's. In short fits, whose windows go far for changes that
+            are a round old, 0.5.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    buffer: int
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+    keeps = ("velocity", "gathered")
+
+    def __post_init__(self) -> None:
+        if type(self.buffer) is not int or self.buffer < 1:
+            raise ConfigError(
+                f"buffer must be a whole number >= 1 of contributions, got {self.buffer!r}"
+            )
+        for name, most in (("learning_rate", math.inf), ("momentum", 1)):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not 0 <= value < most or (name == "learning_rate" and not value):
+                bounds = "> 0" if name == "learning_rate" else ">= 0 and < 1"
+                raise ConfigError(f"{name} must be a number {bounds}, got {value!r}")
+
+    def scale(self, staleness: int) -> float:
+        """One over N, however stale; of buffers too, of which every worker sends its change."""
+        return 1 / self.buffer
+
+    def step(
+        self,
+        center: Tensor,
+        change: Tensor,
+        memory: Mapping[str, Tensor],
+        contributions: Contributions,
+    ) -> None:
+        """Part of the change, and of all since the last time if it is momentum's turn."""
+        velocity, gathered = memory["velocity"], memory["gathered"]
+        gathered.add_(change)
+        if contributions.round % self.buffer == 0:
+            velocity.mul_(self.momentum).add_(gathered)
+            gathered.zero_()
+            change.add_(velocity, alpha=self.momentum)
+        change.mul_(self.learning_rate)
+
+
+@dataclass(frozen=True)
+class AsynchronousOuterOptimizer(ContributesChanges):
+    """Train ``period`` steps alone, then step the center, whatever the other workers do.
+
+    Rule:
+        With d how a worker has moved in a window of ``period`` steps, away from the center that it
+        was sent, the k-th contribution does::
+
+            g  <-  g + d / N                            c  <-  c + learning_rate * d / N
+            if N divides k:  v  <-  momentum * v + g    c  <-  c + learning_rate * momentum * v
+                             g  <-  0
+
+        where one without rows counts and changes nothing.
+
+    Phases:
+        1. A worker trains for ``period`` steps by itself, or for those that its epoch has left.
+        2. It sends how it has moved since the center that it was sent.
+        3. The driver takes the step above, one worker after the other as they come.
+        4. The worker is sent the center, and goes on from it.
+        5. When the epoch ends all wait for each other, and validate the center.
+
+    When:
+        Where windows are hundreds of steps long, as for ``OuterOptimizer``, and workers differ so
+        much in speed that waiting for the slowest costs more than stale changes do.
+
+    When not:
+        Where they are equally fast: rounds of everyone learn more of the same rows, and give the
+        same bits each time. Nor where a fit is of few windows: momentum has to gather first.
+
+    Args:
+        outer: what moves the center; ``buffer`` as many as there are workers.
+        period: local steps between two contributions, >= 1; 50 to 500 in the papers.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    outer: DelayedNesterov
+    period: int = 500
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.outer, DelayedNesterov):
+            raise ConfigError(f"outer must be a DelayedNesterov(buffer), got {self.outer!r}")
+        require_period(self.period)
+
+    @property
+    def center_update(self) -> CenterUpdate:
+        """The outer optimizer."""
+        return self.outer
+
+    @property
+    def round_policy(self) -> RoundPolicy:
+        """Each worker alone with the center."""
+        return Nobody()

@@ -1,0 +1,135 @@
+"""Asynchronous SGD: each worker adds what it has learned to the center, whoever else trains.
+
+DOWNPOUR (Dean et al. 2012, "Large Scale Distributed Deep Networks") with steps scaled by staleness
+(Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning", arXiv 1511.05950).
+The paper counts staleness from 1, for the update that is made itself: its lambda / tau.
+``barriers`` has who is waited for.
+
+With ``BSP()`` and ``rate=1`` this is ``ParameterAveraging(period, average_optimizer_state=False)``
+but for rounding: changes travel, and are added to the center, where there values are averaged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from sparkdl.averager.coordination.round_policy import RoundPolicy
+from sparkdl.averager.values.center_update import CenterUpdate, Contributions
+from sparkdl.errors import ConfigError
+from sparkdl.protocols import Segment
+from sparkdl.strategies.asynchronous.barriers import ASP, Barrier
+from sparkdl.strategies.asynchronous.base import ContributesChanges
+from sparkdl.strategies.base import require_period
+
+
+@dataclass(frozen=True)
+class ScaledChange(CenterUpdate):
+    """The center moves by part of the mean change, in which stale changes count less.
+
+    Args:
+        rate: the part.
+        by_staleness: whether they do.
+    """
+
+    rate: float
+    by_staleness: bool
+
+    def updates(self, segment: Segment) -> bool:
+        """Buffers too: whole changes of each worker would add up to more than any of them saw."""
+        return True
+
+    def scale(self, staleness: int) -> float:
+        """One over how many updates there are with the one that is made."""
+        return 1 / (1 + staleness) if self.by_staleness else 1.0
+
+    def step(
+        self,
+        center: Tensor,
+        change: Tensor,
+        memory: Mapping[str, Tensor],
+        contributions: Contributions,
+    ) -> None:
+        """Part of the change."""
+        change.mul_(self.rate)
+
+
+@dataclass(frozen=True)
+class AsynchronousSGD(ContributesChanges):
+    """Exchange changes with the center after every ``period`` steps, each worker when it is ready.
+
+    Rule:
+        With x_r the parameters of worker r after a window of p steps on n_r examples, which began
+        with the center c_r, and s_r how often the center c was updated since then::
+
+            c  <-  c + rate * sum_r n_r * (x_r - c_r) / (1 + s_r) / sum_r n_r
+            x_r <- c
+
+        where the sum is of one worker, but for the barriers ``BSP``, of all, and ``Softsync``, of
+        the first n.
+
+    Phases:
+        1. A worker trains for ``period`` steps by itself, or for those that its epoch has left.
+        2. It sends how it has moved since the center that it was sent.
+        3. The driver adds that to the center, one worker after the other as they come.
+        4. The worker is sent the center and goes on from it, when its barrier lets it.
+        5. When the epoch ends all wait for each other, and validate the center.
+
+    When:
+        Where workers differ in speed, or are lost and come back often, and waiting for the slowest
+        in each round costs more than stale changes do.
+
+    When not:
+        For accuracy at equal rows (synchronous averaging is better on each), nor if a fit must give
+        the same bits twice.
+
+    How stale changes were is in each ``EpochSummary``: ``mean_staleness``, ``max_staleness``.
+
+    Args:
+        period: local minibatches between two exchanges, >= 1; tau in DOWNPOUR. 1 is the classic
+            algorithm; 5 as in ``ParameterAveraging`` saves traffic. DOWNPOUR gets worse from 16 to
+            64 (Zhang, Choromanska & LeCun 2015), where averaging does not.
+        rate: how much of a change moves the center, > 0. 1 with ``scale_by_staleness`` or ``BSP``;
+            without these 1 / number of workers, which is parameter averaging if all are as fast,
+            and then learns more: changes of n that meet the center one after the other are
+            otherwise divided by 1, 2, ..., n, and add up to more than their mean.
+        scale_by_staleness: whether a change is divided by 1 + how often others have updated the
+            center since (Zhang et al. 2016); without, ``ASP`` is naive asynchronous SGD.
+        barrier: who is waited for: ``ASP()`` nobody; ``SSP(s)`` the slowest, if it is more than s
+            windows behind; ``PBSP(beta)`` and ``PSSP(beta, s)`` the same of a random sample;
+            ``Softsync(n)`` for n contributions; ``BSP()`` everyone.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    period: int = 5
+    rate: float = 1.0
+    scale_by_staleness: bool = True
+    barrier: Barrier = field(default_factory=ASP)
+
+    def __post_init__(self) -> None:
+        require_period(self.period)
+        number = isinstance(self.rate, (int, float)) and not isinstance(self.rate, bool)
+        if not number or not 0 < self.rate < math.inf:
+            raise ConfigError(f"rate must be a number > 0, got {self.rate!r}")
+        if not isinstance(self.scale_by_staleness, bool):
+            raise ConfigError(f"scale_by_staleness must be a bool, got {self.scale_by_staleness!r}")
+        if not isinstance(self.barrier, Barrier):
+            raise ConfigError(
+                "barrier must be ASP(), BSP(), SSP(s), PBSP(beta), PSSP(beta, s) or Softsync(n), "
+                f"got {self.barrier!r}"
+            )
+
+    @property
+    def center_update(self) -> CenterUpdate:
+        """By rate and staleness."""
+        return ScaledChange(self.rate, self.scale_by_staleness)
+
+    @property
+    def round_policy(self) -> RoundPolicy:
+        """By the barrier."""
+        return self.barrier.policy(self.period)

@@ -1,0 +1,1 @@
+"""Elastic averaging: replicas on springs, in all its modes."""

@@ -1,0 +1,309 @@
+"""Elastic averaging: each replica keeps its own parameters, on a spring that ties it to the center.
+
+Zhang, Choromanska, LeCun 2015, "Deep learning with Elastic Averaging SGD": EASGD, and EAMSGD with
+Nesterov's momentum (Algorithms 1 and 2; their a is learning rate * rho, and b = workers * a is the
+rate at which the center moves to the replicas' mean). A gradient is taken before what the center
+has received is given up, as there.
+
+Which center a replica is pulled to is what the modes of You, Buluc, Demmel 2017 ("Scaling Deep
+Learning on GPU and Knights Landing clusters") differ in:
+
+    synchronous     the one before the round, of everyone: Sync EASGD; with aggregation="executors"
+                    it is their Sync EASGD3, whose exchange is hidden behind the steps that follow
+    asynchronous    the one it meets, one worker at a time, first come first served: Async EASGD
+    round_robin     the same in the order of ranks, who wait for their turns: their baseline
+    hogwild         the one it has read before, and nobody waits for what comes back: Hogwild EASGD
+                    (``hogwild`` says what differs)
+
+Momentum of the optimizer is another: with ``SGD(momentum=m)`` this is MEASGD (You et al., equations
+5 and 6). With ``SGD(momentum=m, nesterov=True)`` it is nearly EAMSGD: torch's parameters are the
+paper's x + m * v, where gradients are taken, and there the spring ends. With the argument
+``momentum`` it is EAMSGD itself, whatever the optimizer; ``nesterov`` has how.
+
+The center is what is saved and validated; a replica takes its own parameters up again when the next
+epoch starts. Buffers, such as BatchNorm's statistics, are each replica's own; the center's become
+the replicas' mean, or where workers come one by one move to a worker's at rate a. The optimizers'
+state stays with the workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from sparkdl.averager.coordination.round_policy import All, Nobody, RoundPolicy, RoundRobin
+from sparkdl.averager.values.center_update import CenterUpdate, Contributions, ReplaceByMean
+from sparkdl.averager.values.wire_format import Changes, FullPrecision, WireFormat
+from sparkdl.errors import ConfigError
+from sparkdl.protocols import Batch, Segment
+from sparkdl.replica import Replica
+from sparkdl.strategies.base import Needs, Run, Strategy, require_period
+from sparkdl.strategies.elastic.hogwild import HogwildSpring
+from sparkdl.strategies.elastic.springs import Spring, SpringAmongWorkers
+
+MODES = ("synchronous", "asynchronous", "hogwild", "round_robin")
+AGGREGATIONS = ("driver", "executors")
+CENTER_RATE = 0.9
+"""b = workers * a in the experiments of Zhang et al."""
+
+
+@dataclass(frozen=True)
+class ElasticAveraging(Strategy[Spring]):
+    """Pull replicas and center together after steps p, 2p, ... and at the end of each epoch.
+
+    Rule:
+        With the moving rate a, the optimizer's step u on a gradient, and the old values on the
+        right, after each window of p steps of worker i::
+
+            d_i     <-  a * (x_i - center)
+            center  <-  center + d_i         synchronously + the sum of all d_i
+
+        and in every step, where d_i is given up once::
+
+            v_i  <-  momentum * v_i + u(x_i + momentum * v_i)
+            x_i  <-  x_i + v_i - d_i
+
+    Phases:
+        1. A worker trains its own x_i for ``period`` steps.
+        2. It sends x_i; in ``hogwild`` mode x_i - c_i, with c_i the center that it has read last.
+        3. The driver adds the pulls to the center: when everyone's are there, in the order in which
+           they come, or in ``round_robin`` mode in the order of ranks.
+        4. The worker is sent the center, and finds d_i, which it gives up with its next step. In
+           ``hogwild`` mode it trains on meanwhile, and takes the center before it sends again.
+        5. When the epoch ends all wait for each other, and validate the center.
+
+    When:
+        Where rounds have to be rare and replicas gain from searching apart: in the paper it kept
+        its accuracy to periods of 64.
+
+    When not:
+        Where the result has to be that of one process; where a fit is of few rounds, for the center
+        follows the replicas from a distance; or where a worker has no memory for two more copies of
+        the parameters, in ``hogwild`` mode five, and with ``momentum`` two more.
+
+    A worker that was lost and comes back by itself begins at the center. One that resumes from a
+    checkpoint, or is started again with all others, begins where its replica was.
+
+    Args:
+        period: local minibatches between two rounds, >= 1; the paper's tau, of which it studied 1,
+            4, 16 and 64, and 10 is usual. Beyond 100 lower the learning rate on the way.
+        moving_rate: part of the distance to the center that a replica and the center move towards
+            each other, the paper's alpha; None for 0.9 / workers, as in the paper's experiments.
+            Less lets replicas roam. More than 2 / (1 + workers) is refused in the synchronous mode,
+            as there the center overshoots ever further, and more than 1 / workers in ``hogwild``
+            mode; the others take less than 1.
+        momentum: Nesterov's, of what the optimizer does, in [0, 1): the paper's delta, 0.99 in its
+            authors' code with a learning rate of 0.01. 0 for none; for an optimizer that has
+            momentum of its own, or scales its steps as Adam does, it should stay 0.
+        mode: ``synchronous`` gives the same bits each time; take it unless workers differ in speed.
+            In ``asynchronous`` each worker is with the center by itself, so that nobody waits for
+            the slow ones but at an epoch's end, and the result depends on who comes first.
+            ``hogwild`` does not even wait for the center, where the way there takes as long as some
+            steps; with short ways it only pulls to older centers. ``round_robin`` has each wait for
+            its turn, the same bits each time: the baseline that the others were measured against
+            (You et al.), slowest of all.
+        aggregation: ``driver`` has the center there; a lost worker is only that worker's loss.
+            With ``executors`` each worker keeps the center, and they add up among themselves, over
+            NCCL (gloo on CPUs), while they train on to the next round; the driver receives one copy
+            at the end of each epoch. For many workers or large models, in the synchronous mode: the
+            results are the same but for rounding. It then needs a gang-scheduled start, in Spark's
+            barrier mode; if one is lost, all are started again from the end of the last epoch.
+
+    Raises:
+        ConfigError: an argument is out of range, or they do not go together.
+    """
+
+    period: int = 10
+    moving_rate: float | None = None
+    momentum: float = 0.0
+    mode: Literal["synchronous", "asynchronous", "hogwild", "round_robin"] = "synchronous"
+    aggregation: Literal["driver", "executors"] = "driver"
+
+    def __post_init__(self) -> None:
+        require_period(self.period)
+        if self.mode not in MODES:
+            raise ConfigError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+        if self.aggregation not in AGGREGATIONS:
+            raise ConfigError(
+                f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {self.aggregation!r}"
+            )
+        if self._among_workers and not self._in_step:
+            raise ConfigError(
+                f"mode={self.mode!r} is for aggregation='driver': among executors the sums are "
+                "all-reduced, in step"
+            )
+        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum must be a number >= 0 and < 1, got {self.momentum!r}")
+        rate, most = self.moving_rate, f"< 1 in {self.mode} mode" if self._meets else "<= 1"
+        if rate is None:
+            return
+        if not _is_number(rate) or not 0 < rate <= 1 or (rate == 1 and self._meets):
+            raise ConfigError(
+                f"moving_rate must be None, for {CENTER_RATE} / workers, or a number > 0 and "
+                f"{most}, got {rate!r}"
+            )
+
+    @property
+    def _in_step(self) -> bool:
+        return self.mode == "synchronous"
+
+    @property
+    def _meets(self) -> bool:
+        """Whether a replica is pulled to the center that it meets, which only the reply tells."""
+        return self.mode in ("asynchronous", "round_robin")
+
+    @property
+    def _overlaps(self) -> bool:
+        return self.mode == "hogwild"
+
+    @property
+    def _among_workers(self) -> bool:
+        return self.aggregation == "executors"
+
+    @property
+    def needs(self) -> Needs:
+        """Nothing but the driver, if it has the center; each worker keeps its optimizer's state."""
+        return Needs(
+            exchanges_optimizer_state=False,
+            collective=self._among_workers,
+            gang_start=self._among_workers,
+            equal_steps=self._among_workers,
+            resumes_alone=not self._among_workers,
+            steps_ahead=self.period if self._overlaps else 0,
+        )
+
+    @property
+    def wire_format(self) -> WireFormat:
+        """The replicas' values, where it is the center of that moment that they are pulled to."""
+        return Changes() if self._overlaps else FullPrecision()
+
+    @property
+    def center_update(self) -> CenterUpdate:
+        """The center's end of the springs; among executors the driver is sent the center."""
+        if self._among_workers:
+            return ReplaceByMean()
+        return ElasticPull(self.moving_rate, buffers=not self._in_step)
+
+    @property
+    def round_policy(self) -> RoundPolicy:
+        """Everyone, nobody, or who comes before."""
+        if self.mode == "round_robin":
+            return RoundRobin(self.period)
+        return All() if self._in_step else Nobody()
+
+    def require_workers(self, num_workers: int) -> None:
+        """Check that pulls to one and the same center do not have it overshoot ever further."""
+        rate = rate_of(self.moving_rate, num_workers)
+        limits = {
+            "synchronous": ("2 / (1 + workers)", 2 / (1 + num_workers)),
+            "hogwild": ("1 / workers", 1 / num_workers),
+        }
+        what, limit = limits.get(self.mode, ("", 1.0))
+        if rate > limit:
+            raise ConfigError(
+                f"moving_rate={rate:g} is too much for {num_workers} workers, which may move the "
+                f"same center: it has to be at most {what} = {limit:g}; "
+                f"{CENTER_RATE} / workers = {CENTER_RATE / num_workers:g} is usual"
+            )
+
+    def require_fits(self, replica: Replica) -> None:
+        """Check that there are not two momenta."""
+        groups = replica.optimizer.param_groups
+        if self.momentum and any(group.get("momentum") for group in groups):
+            raise ConfigError(
+                f"ElasticAveraging(momentum={self.momentum:g}) is momentum of what the optimizer "
+                f"does, and this {type(replica.optimizer).__name__} has momentum of its own. Leave "
+                "out one of the two"
+            )
+
+    def start(self, run: Run) -> Spring:
+        """Begin at the center.
+
+        Raises:
+            ConfigError: the center would overshoot whatever the learning rate.
+        """
+        self.require_workers(run.world_size)
+        rate = rate_of(self.moving_rate, run.world_size)
+        if self._among_workers:
+            return SpringAmongWorkers(run, rate, self.momentum, self.period)
+        if self._overlaps:
+            return HogwildSpring(run, rate, self.momentum)
+        return Spring(run.replica, rate, self.momentum, from_last=not self._meets)
+
+    def saved_state(self, state: Spring) -> Mapping[str, Any]:
+        """The replica's own parameters and buffers, and how far it has still to move."""
+        return state.saved()
+
+    def restore_state(self, state: Spring, saved: Mapping[str, Any]) -> None:
+        """Put the replica back where it was."""
+        state.restore(saved)
+
+    def rows_changed(self, run: Run, state: Spring) -> None:
+        """Learn how many windows all workers have now."""
+        state.rows_changed(run)
+
+    def train_epoch(self, run: Run, state: Spring, batches: Iterable[Batch]) -> None:
+        """Train the replica's own parameters, and leave it with the epoch's final center."""
+        state.swap()
+        batches = iter(batches)
+        skipped = state.skip(batches)
+        if skipped is not None:
+            self._exchange_if_due(run, state, skipped)
+        super().train_epoch(run, state, batches)
+        state.swap()
+
+    def after_step(self, run: Run, state: Spring, batch: Batch) -> None:
+        """Give up what the center has received; exchange after every ``period`` steps."""
+        state.move()
+        self._exchange_if_due(run, state, batch)
+
+    def _exchange_if_due(self, run: Run, state: Spring, batch: Batch) -> None:
+        if run.step_of_epoch % self.period == 0 and not batch.last:
+            state.exchange(run, last=False)
+
+    def end_epoch(self, run: Run, state: Spring) -> None:
+        """Exchange the tail, 0 to ``period`` steps, and take the epoch's final center."""
+        if self._meets and run.examples:
+            # The final center has what others did meanwhile, and no longer tells this one's part.
+            state.exchange(run, last=False)
+        state.exchange(run, last=True)
+
+
+@dataclass(frozen=True)
+class ElasticPull(CenterUpdate):
+    """The replicas pull the center towards them.
+
+    Attributes:
+        moving_rate: as in ``ElasticAveraging``.
+        buffers: whether they pull its buffers too, which become their mean otherwise.
+    """
+
+    moving_rate: float | None
+    buffers: bool
+
+    def updates(self, segment: Segment) -> bool:
+        """Parameters; and buffers, where they would become those of one replica."""
+        return self.buffers or segment.kind == "parameters"
+
+    def step(
+        self,
+        center: Tensor,
+        change: Tensor,
+        memory: Mapping[str, Tensor],
+        contributions: Contributions,
+    ) -> None:
+        """From the mean distance to the sum of the pulls, of as many replicas as contribute."""
+        rate = rate_of(self.moving_rate, contributions.world_size)
+        change.mul_(rate * len(contributions.weights))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def rate_of(moving_rate: float | None, world_size: int) -> float:
+    """The moving rate of a run with so many workers; the same at both ends of a spring."""
+    return CENTER_RATE / world_size if moving_rate is None else moving_rate

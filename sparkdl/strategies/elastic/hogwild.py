@@ -1,0 +1,76 @@
+"""Hogwild elastic averaging: a replica is pulled to the center that it has read before.
+
+You, Buluc, Demmel 2017, "Scaling Deep Learning on GPU and Knights Landing clusters": workers in
+threads read and write one center without a lock, so that others may write between a worker's read
+and its own write (Niu et al. 2011, "Hogwild!"). With c_i the center that worker i has read last,
+
+    d_i  <-  a * (x_i - c_i)          center  <-  center + d_i          c_i  <-  center, on its way
+
+What differs: there, others may also write half of theirs, and an addition may be lost when two are
+made at once; here each d_i is added whole and once, and a read has all of some of them, for one
+thread in the driver does it. What stays is what it gains: nobody waits for anybody's round trip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sparkdl.protocols import Batch
+from sparkdl.strategies.base import Run
+from sparkdl.strategies.elastic.springs import Spring
+from sparkdl.strategies.steps_ahead import StepsAhead
+
+
+class HogwildSpring(Spring):
+    """One replica's end of its spring, whose exchanges are under way while it trains.
+
+    An exchange has to be over when the next one begins: then its center is the one read last.
+
+    Args:
+        run: the worker's.
+        rate: the moving rate.
+        momentum: of the replica's steps.
+    """
+
+    def __init__(self, run: Run, rate: float, momentum: float) -> None:
+        super().__init__(run.replica, rate, momentum, from_last=True)
+        self._run = run
+        self._under_way = False
+        self._ahead = StepsAhead(run)
+
+    def exchange(self, run: Run, *, last: bool) -> None:
+        """Send the pull and do not wait for what comes back, but in an epoch's ``last`` window."""
+        self._settle()
+        if last:
+            super().exchange(run, last=True)
+            return
+        self._fill_in()
+        # All pull alike, whatever their rows.
+        run.averager.begin_exchange(self._other, run.close_window(last=False, stands_for=1))
+        self._under_way = True
+
+    def move(self) -> None:
+        """As any spring; and count the step."""
+        super().move()
+        self._ahead.steps += self._under_way
+
+    def skip(self, batches: Iterator[Batch]) -> Batch | None:
+        """Pass over what was trained on behind the commit with which this one goes on."""
+        return self._ahead.skip(batches)
+
+    def saved(self) -> dict[str, Any]:
+        """For ``restore``, while the replica trains; of some steps behind the last commit."""
+        return super().saved() | self._ahead.saved()
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what was ``saved``, while the replica holds the center of that commit."""
+        super().restore(saved)
+        self._ahead.restore(saved)
+
+    def _settle(self) -> None:
+        """Read the center that the exchange under way has left; the state saved is as of now."""
+        if self._under_way:
+            self._under_way = False
+            self._run.averager.end_exchange(self._other, 0.0)
+            self._ahead.steps = 0

@@ -1,0 +1,273 @@
+"""The replicas' ends of the springs of elastic averaging; the center in the driver or among them.
+
+Where the workers add up among themselves, each keeps the center: with n replicas x_i and the moving
+rate a, all of which are known to every worker once it has the sum,
+
+    center  <-  (1 - n * a) * center + a * sum_i x_i
+
+A replica's own pull needs no more than the center as it was. So the sum is under way while the
+workers train on, up to the next round, and nothing is stale for it. It is what You, Buluc, Demmel
+2017, "Scaling Deep Learning on GPU and Knights Landing clusters", come to in three steps: sums by a
+tree or ring in place of one worker after the other, a center where the replicas are, an overlap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkdl.averager.values.finite import looks_finite, require_finite
+from sparkdl.protocols import Batch
+from sparkdl.replica import Replica
+from sparkdl.strategies.base import Run
+from sparkdl.strategies.elastic.nesterov import NesterovMomentum
+from sparkdl.strategies.worker_group import HALVES, WorkerGroup
+
+SWAPPED_AT_ONCE = 1 << 20
+"""Values, so that a swap takes no third copy of the parameters."""
+
+
+class Spring:
+    """One replica's end of its spring. Between epochs the replica holds the center.
+
+    Args:
+        replica: the worker's.
+        rate: the moving rate.
+        momentum: of the replica's steps.
+        from_last: whether the replica is pulled to the center that it has received last, not to the
+            one that it meets.
+    """
+
+    def __init__(
+        self, replica: Replica, rate: float, momentum: float = 0.0, *, from_last: bool
+    ) -> None:
+        self._replica = replica
+        self._rate = rate
+        self._from_last = from_last
+        self._kinds = [segment.kind for segment in replica.layout(with_optimizer=False)]
+        # The last center received while the replica trains, else the replica's own values.
+        self._other = [values.clone() for values in self._segments()]
+        self._pull = [torch.zeros_like(values) for values in self._parameters(self._other)]
+        self._nesterov = NesterovMomentum(momentum, self._parameters(self._other))
+        # Whether the center has received something that the replica has yet to give up, and
+        # whether ``_pull`` says already how much that is.
+        self._due = self._known = False
+
+    def rows_changed(self, run: Run) -> None:
+        """Take note that the workers have other rows."""
+
+    def exchange(self, run: Run, *, last: bool) -> None:
+        """Contribute what the replica has come to, unless the window has no rows.
+
+        Args:
+            run: the worker's.
+            last: whether the window is the epoch's last.
+        """
+        if not run.examples:
+            run.averager.exchange(self._other, run.close_window(last=last))
+            return
+        self._fill_in()
+        # All pull alike, whatever their rows.
+        run.averager.exchange(self._other, run.close_window(last=last, stands_for=1))
+        if not self._from_last:
+            self._find_pull(self._segments(), self._other, self._rate_after)
+
+    def move(self) -> None:
+        """Behind the optimizer's step: coast, and give up what the center has received."""
+        parameters = self._parameters(self._segments())
+        self._nesterov.after_step(parameters)
+        if self._due:
+            for values, pull in zip(parameters, self._pull, strict=True):
+                values.sub_(pull)
+            self._due = self._known = False
+        self._nesterov.leave(parameters)
+
+    def skip(self, batches: Iterator[Batch]) -> Batch | None:
+        """Pass over minibatches that are trained on already; returns the last, if there are any."""
+        return None
+
+    def swap(self) -> None:
+        """Have the replica hold the center instead of its own values, or those again."""
+        for segment, other in zip(self._segments(), self._other, strict=True):
+            for start in range(0, len(segment), SWAPPED_AT_ONCE):
+                part = slice(start, start + SWAPPED_AT_ONCE)
+                kept = segment[part].clone()
+                segment[part] = other[part]
+                other[part] = kept
+
+    def saved(self) -> dict[str, Any]:
+        """For ``restore``, while the replica trains."""
+        saved = {f"own.{index}": values for index, values in enumerate(self._segments())}
+        if self._known:
+            saved |= {f"pull.{index}": pull for index, pull in enumerate(self._pull)}
+        return {**saved, **self._nesterov.saved(), "due": self._due, "known": self._known}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what was ``saved``, while the replica holds the center of that commit."""
+        for index, other in enumerate(self._other):
+            other.copy_(saved[f"own.{index}"])
+        self._nesterov.restore(saved, self._parameters(self._other))
+        self._due, self._known = saved["due"], saved["known"]
+        if self._known:
+            for index, pull in enumerate(self._pull):
+                pull.copy_(saved[f"pull.{index}"])
+        elif self._due:
+            # It was saved before the center's answer, which the replica now holds.
+            self._find_pull(self._other, self._segments(), self._rate_after)
+
+    @property
+    def _rate_after(self) -> float:
+        """The moving rate, of the distance that is left once the center has moved."""
+        return self._rate / (1 - self._rate)
+
+    def _fill_in(self) -> None:
+        """Write what is contributed in the place of the center, the pull to which is due then."""
+        assert not self._due
+        mine = self._segments()
+        self._due = True
+        if self._from_last:
+            self._find_pull(mine, self._other, self._rate)
+        for values, other in zip(mine, self._other, strict=True):
+            other.copy_(values)
+        self._to_places(self._parameters(self._other))
+
+    def _find_pull(self, mine: list[Tensor], center: list[Tensor], rate: float) -> None:
+        ends = zip(self._parameters(mine), self._parameters(center), self._pull, strict=True)
+        for index, (values, held, pull) in enumerate(ends):
+            torch.sub(values, held, out=pull)
+            self._nesterov.to_place(pull, index)
+            pull.mul_(rate)
+        self._known = True
+
+    def _to_places(self, parameters: list[Tensor]) -> None:
+        """Where the springs end: not where gradients are taken."""
+        for index, values in enumerate(parameters):
+            self._nesterov.to_place(values, index)
+
+    def _segments(self) -> list[Tensor]:
+        return self._replica.segments(with_optimizer=False)
+
+    def _parameters(self, segments: list[Tensor]) -> list[Tensor]:
+        return [
+            values
+            for kind, values in zip(self._kinds, segments, strict=True)
+            if kind == "parameters"
+        ]
+
+
+class SpringAmongWorkers(Spring):
+    """One replica's end of its spring, where the workers move the center that each of them keeps.
+
+    Every worker has to make one at the same time.
+
+    Args:
+        run: the worker's, with its group.
+        rate: the moving rate.
+        momentum: of the replica's steps.
+        period: steps between two rounds.
+    """
+
+    def __init__(self, run: Run, rate: float, momentum: float, period: int) -> None:
+        super().__init__(run.replica, rate, momentum, from_last=True)
+        self._group = WorkerGroup(run, run.batch_size)
+        self._period = period
+        centers = self._parameters(self._other)
+        self._sums = [_wide(values) for values in centers]
+        # The center in float32, as the driver's would be, where rounding each round to half
+        # precision would lose small pulls; else the center itself.
+        self._exact = [values.float() if values.dtype in HALVES else values for values in centers]
+        # Waits for the sums that are under way, and moves the center.
+        self._arrive: Callable[[], None] | None = None
+
+    def rows_changed(self, run: Run) -> None:
+        """Learn how many windows all workers have now."""
+        self._group.agree(run)
+
+    def exchange(self, run: Run, *, last: bool) -> None:
+        """Begin a round; with the epoch's ``last`` one, end all and commit the center."""
+        if not last:
+            self._begin_round(run)
+            return
+        while not self._group.done:
+            self._begin_round(run)
+        self._settle()
+        self._group.commit(run, self._other, last=True)
+
+    def saved(self) -> dict[str, Any]:
+        """For ``restore``, while the replica trains; the center only if nobody else has it so."""
+        return super().saved() | {f"center.{i}": exact for i, exact in self._apart().items()}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what was ``saved``, while the replica holds the center of that commit."""
+        super().restore(saved)
+        for index, exact in self._apart().items():
+            exact.copy_(saved[f"center.{index}"])
+
+    def _apart(self) -> dict[int, Tensor]:
+        """The centers that are kept in float32 beside those that the replica can hold."""
+        ends = zip(self._exact, self._parameters(self._other), strict=True)
+        return {i: exact for i, (exact, center) in enumerate(ends) if exact is not center}
+
+    def _begin_round(self, run: Run) -> None:
+        """Send the replica, if it has trained in the window, and do not wait for the others'."""
+        self._settle()
+        group = self._group
+        window = range(group.steps, group.steps + self._period)
+        pulls = [min(1, examples) for examples in group.examples_of(window)]
+        takes_part = bool(pulls[group.collective.index])
+        mine, report = self._segments(), run.window()
+        if takes_part:
+            if not (math.isfinite(report.loss_sum) and all(map(looks_finite, mine))):
+                for values in mine:
+                    require_finite(values, report)
+            assert not self._due
+            self._due = True
+            self._find_pull(mine, self._other, self._rate)
+        for values, travels in zip(self._parameters(mine), self._sums, strict=True):
+            if takes_part:
+                travels.copy_(values)
+            else:
+                travels.zero_()
+        if takes_part:
+            self._to_places(self._sums)
+        buffers = [
+            (values, center)
+            for kind, values, center in zip(self._kinds, mine, self._other, strict=True)
+            if kind != "parameters"
+        ]
+        for values, center in buffers:
+            center.copy_(values)
+        group.average([center for _, center in buffers], pulls, report)
+        arrivals = [group.collective.begin_all_reduce(total) for total in self._sums]
+        self._arrive = lambda: self._move_center(arrivals, sum(pulls))
+        group.steps = window.stop
+        group.heartbeat(run)
+        group.commit_if_due(run, None, self._settled)
+
+    def _settled(self) -> list[Tensor]:
+        """The center, with all that is under way."""
+        self._settle()
+        return self._other
+
+    def _settle(self) -> None:
+        """See the round that is under way to its end."""
+        arrive, self._arrive = self._arrive, None
+        if arrive is not None:
+            arrive()
+
+    def _move_center(self, arrivals: list[Callable[[], None]], replicas: int) -> None:
+        ends = zip(self._exact, self._parameters(self._other), self._sums, arrivals, strict=True)
+        for exact, center, total, arrive in ends:
+            arrive()
+            exact.copy_(total.mul_(self._rate).add_(exact, alpha=1 - replicas * self._rate))
+            if exact is not center:
+                center.copy_(exact)
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Room for sums of values; those of half precision are formed in float32."""
+    return torch.empty_like(values, dtype=torch.float32 if values.dtype in HALVES else None)

@@ -1,0 +1,292 @@
+"""Gossip: each worker mixes its parameters with one other's at a time, and nobody with everyone's.
+
+Jin et al. 2016, "How to scale distributed deep learning?" (gossiping SGD), and Lian et al. 2017 and
+2018 (decentralized SGD, D-PSGD, and its asynchronous form, AD-PSGD).
+
+A visit multiplies the workers' parameters by a mixing matrix W. In ``push_pull`` it is symmetric
+and leaves the workers' mean where it is, as D-PSGD's: this is its asynchronous form. The distance
+of replicas from their mean shrinks with W's second largest eigenvalue l: for random pairs of n
+workers its square by l = 1 - 1 / (n - 1) a visit, in expectation (Boyd et al. 2006, "Randomized
+Gossip Algorithms"). Nobody waits: x_j is what j has shown last, which is what it had when it last
+called on somebody and what visitors have made of that; what it learns meanwhile is added.
+``shown`` has the exchange itself, ``lockstep`` that of ``symmetric``.
+
+At the end of an epoch the driver forms the mean of all replicas, weighted by rows, with which all
+begin the next one: it is what is validated and saved. Integer buffers are each worker's own until
+then; the optimizer's state stays with the workers.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from sparkdl.averager.values.finite import require_finite
+from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
+from sparkdl.collective.peers import AWAY_TIMES, PATIENCE_S
+from sparkdl.errors import ConfigError
+from sparkdl.protocols import Batch
+from sparkdl.strategies.base import Needs, Run, Strategy, require_period
+from sparkdl.strategies.gossip.lockstep import Snapshots, lead_of, neighbors_of
+from sparkdl.strategies.gossip.shown import MODES, Shown
+from sparkdl.transport.connection import Connection
+
+SYMMETRIC = "symmetric"
+TOPOLOGIES = ("random", "ring", "exponential")
+
+
+@dataclass(frozen=True)
+class GossipAveraging(Strategy["_Gossip"]):
+    """Mix with one other worker after steps p, 2p, ...; all with all at the end of each epoch.
+
+    Rule:
+        After every ``period`` local steps worker i calls on worker j, whom the topology names::
+
+            pull        x_i  <-  (x_i + x_j) / 2
+            push        x_j  <-  its mean with all that came since it last called on somebody
+            push_pull   x_i, x_j  <-  (x_i + x_j) / 2
+
+        and in ``symmetric``, D-PSGD, on all its neighbours at once, while they do the same::
+
+            x_i  <-  sum_j W_ij x_j        W_ij = 1 / (1 + neighbours of j)
+
+    Phases:
+        1. A worker trains for ``period`` steps by itself.
+        2. It adds what it has learned to what it shows, which visitors have mixed meanwhile.
+        3. It calls on another, or on all its neighbours: sends its parameters, is sent theirs, or
+           both. Nobody waits but in ``symmetric``; who is not there is skipped.
+        4. It goes on from what it shows then.
+        5. When the epoch ends each sends its parameters to the driver, waits for the mean of all,
+           weighted by rows, and goes on from it. That is validated.
+
+    When:
+        For many workers of differing speeds with a fast network between them, where neither the
+        driver's link nor the slowest worker should set the pace.
+
+    When not:
+        For few workers, nor where two fits have to give the same bits or accuracy is all: averaging
+        is better on each.
+
+    A worker that is lost is done without, and starts its epoch over when it is back; others skip it
+    until then. In an epoch the driver sees no values: it is the most that is lost with a worker.
+
+    Args:
+        period: local steps between two visits, >= 1; 1 in the papers.
+        mode: ``push_pull`` conserves the mean, for twice the bytes of the others. With ``pull`` and
+            ``push`` (Jin et al.) a worker that many call on counts for more. ``symmetric`` is
+            D-PSGD: in each iteration a worker waits for its neighbours' parameters and mixes with
+            all of them, so that two fits give the same bits, and a slow worker slows those beside
+            it.
+        topology: whom a worker calls on. ``random`` draws anyone, and mixes fastest without a plan;
+            ``ring`` takes both neighbours in turn, of whom there are few connections, and mixes
+            slowly beyond some ten workers; ``exponential`` takes who is 1, 2, 4, ... ranks further
+            (Assran et al. 2019, "Stochastic Gradient Push"): log2(n) iterations mix n workers.
+            Neighbours of ``symmetric`` are the same to both sides: two on a ``ring``, on one that
+            is redrawn in each iteration if ``random``, and with ``exponential`` all of them.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    period: int = 1
+    mode: Literal["push", "pull", "push_pull", "symmetric"] = "push_pull"
+    topology: Literal["random", "ring", "exponential"] = "random"
+
+    def __post_init__(self) -> None:
+        require_period(self.period)
+        for name, known in (("mode", (*MODES, SYMMETRIC)), ("topology", TOPOLOGIES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
+
+    @property
+    def needs(self) -> Needs:
+        """The other workers, one by one; each keeps its own optimizer's state."""
+        return Needs(exchanges_optimizer_state=False, peers=True)
+
+    @property
+    def wire_format(self) -> WireFormat:
+        """Values, as they are."""
+        return FullPrecision()
+
+    def start(self, run: Run) -> _Gossip:
+        """Begin at the center, and be visited."""
+        return (_LockStep if self.mode == SYMMETRIC else _Visiting)(run, self)
+
+    def train_epoch(self, run: Run, state: _Gossip, batches: Iterable[Batch]) -> None:
+        """Show the others what an epoch begins with, and train."""
+        state.open(run)
+        super().train_epoch(run, state, batches)
+
+    def after_step(self, run: Run, state: _Gossip, batch: Batch) -> None:
+        """Call on another worker after every ``period`` steps."""
+        run.averager.heartbeat()
+        if run.step_of_epoch % self.period == 0 and not batch.last:
+            state.mix(run, iteration=run.step_of_epoch // self.period - 1)
+
+    def end_epoch(self, run: Run, state: _Gossip) -> None:
+        """Contribute what the worker has come to, and take the mean of all."""
+        state.close(run)
+        segments = run.replica.segments(with_optimizer=False)
+        run.averager.exchange(segments, run.close_window(last=True))
+
+
+def peer_of(topology: str, rank: int, world_size: int, epoch: int, iteration: int) -> int:
+    """Whom a worker calls on.
+
+    Args:
+        topology: one of ``TOPOLOGIES``.
+        rank: of the worker.
+        world_size: how many there are, > 1.
+        epoch: counted from 1.
+        iteration: visits of the epoch before this one.
+
+    Returns:
+        Another rank.
+    """
+    if topology == "ring":
+        hop = 1 if iteration % 2 == 0 else world_size - 1
+    elif topology == "exponential":
+        hop = 1 << iteration % (world_size - 1).bit_length()
+    else:
+        hop = random.Random(f"{epoch} {iteration} {rank}").randrange(1, world_size)
+    return (rank + hop) % world_size
+
+
+class _Gossip(ABC):
+    """One worker's part, while its replica holds the center.
+
+    Args:
+        run: the worker's.
+        strategy: whom it mixes with, and when.
+    """
+
+    _shown: Shown | Snapshots
+
+    def __init__(self, run: Run, strategy: GossipAveraging) -> None:
+        assert run.peers is not None
+        self._peers = run.peers
+        self._strategy = strategy
+        layout = run.replica.layout(with_optimizer=False)
+        self._mixed = [index for index, segment in enumerate(layout) if segment.averaged]
+        self._show(
+            [
+                values.detach().to("cpu", layout[index].center_dtype)
+                for index, values in zip(self._mixed, self._mine(run), strict=True)
+            ]
+        )
+        run.cleanup.callback(self._peers.close)
+        self._peers.visitors.host = self._shown.host
+
+    @abstractmethod
+    def _show(self, values: list[Tensor]) -> None:
+        """Have ``_shown`` for such values."""
+
+    @abstractmethod
+    def open(self, run: Run) -> None:
+        """Begin an epoch."""
+
+    @abstractmethod
+    def mix(self, run: Run, iteration: int) -> None:
+        """Mix with whom the topology names, unless there is none."""
+
+    @abstractmethod
+    def close(self, run: Run) -> None:
+        """End an epoch."""
+
+    def _finite(self, run: Run) -> list[Tensor]:
+        """What the worker has, which is to be numbers before others see it."""
+        mine = self._mine(run)
+        for values in mine:
+            require_finite(values, run.window())
+        return mine
+
+    def _mine(self, run: Run) -> list[Tensor]:
+        segments = run.replica.segments(with_optimizer=False)
+        return [segments[index] for index in self._mixed]
+
+
+class _Visiting(_Gossip):
+    """Calls on one other worker in an iteration, and waits for nobody."""
+
+    _shown: Shown
+
+    def _show(self, values: list[Tensor]) -> None:
+        self._shown = Shown(values)
+
+    def open(self, run: Run) -> None:
+        """Begin an epoch."""
+        self._shown.open(run.epoch, self._mine(run))
+
+    def mix(self, run: Run, iteration: int) -> None:
+        """Call on another worker, unless there is none."""
+        strategy = self._strategy
+        self._shown.publish(self._finite(run), last=False)
+        if run.world_size > 1:
+            peer = peer_of(strategy.topology, run.rank, run.world_size, run.epoch, iteration)
+            self._peers.visit(peer, lambda there: self._shown.visit(there, strategy.mode))
+        self._shown.adopt(self._mine(run))
+
+    def close(self, run: Run) -> None:
+        """End an epoch with what the worker has learned and what others have made of it."""
+        self._shown.publish(self._finite(run), last=True)
+        self._shown.adopt(self._mine(run))
+
+
+class _LockStep(_Gossip):
+    """Mixes with all neighbours of an iteration, and waits for them while they are on their way."""
+
+    _shown: Snapshots
+
+    def _show(self, values: list[Tensor]) -> None:
+        self._shown = Snapshots(values)
+        self._began = time.monotonic()
+
+    def open(self, run: Run) -> None:
+        """Begin an epoch."""
+        self._shown.open(run.epoch, lead_of(self._strategy.topology, run.world_size))
+        self._began = time.monotonic()
+
+    def mix(self, run: Run, iteration: int) -> None:
+        """Take a part of each neighbour's; of who is not there the worker keeps its own instead."""
+        mine = self._finite(run)
+        patience_s = max(PATIENCE_S, AWAY_TIMES * (time.monotonic() - self._began))
+        self._shown.await_visits(iteration, self._patience(run, patience_s))
+        shown = self._shown.publish(iteration, mine)
+        peers = neighbors_of(
+            self._strategy.topology, run.rank, run.world_size, run.epoch, iteration
+        )
+        for peer in peers:
+            patience = self._patience(run, patience_s)
+
+            def talk(there: Connection, waits: Callable[[], bool] = patience) -> bool:
+                return self._shown.visit(there, run.epoch, iteration, waits)
+
+            if self._peers.visit(peer, talk):
+                weight = 1 / (1 + len(peers))
+                for values, own, other in zip(mine, shown, self._shown.room, strict=True):
+                    values.add_(other.sub_(own).to(values), alpha=weight)
+        self._began = time.monotonic()
+
+    @staticmethod
+    def _patience(run: Run, seconds: float) -> Callable[[], bool]:
+        until = time.monotonic() + seconds
+
+        def waits() -> bool:
+            run.averager.heartbeat()
+            time.sleep(0.01)  # who has yet to start says so at once
+            return time.monotonic() < until
+
+        return waits
+
+    def close(self, run: Run) -> None:
+        """End an epoch; neighbours may still be at the worker's last iteration."""
+        self._finite(run)
+        self._shown.end()

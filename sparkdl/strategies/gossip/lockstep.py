@@ -1,0 +1,248 @@
+"""What a worker shows at each iteration, for gossip in which neighbours mix at the same time.
+
+A worker at iteration t of an epoch asks its neighbours for what they had at iteration t, on a
+connection with these messages:
+
+    visitor                                   host
+    {"gossip": "symmetric", "epoch": its,
+     "iteration": its,
+     "values": how many}             ------>
+                                     <------  {"go": true}, and values of each stretch
+                                     <------  or {"wait": true}: not there yet; ask again
+                                     <------  or {"past": true}: will not be there, or has been
+
+Of two workers that are neighbours in each iteration neither is more than one iteration ahead, so a
+worker keeps what it had at its last two. Of two that are neighbours only now and then one may be
+further ahead, for others hold it back only iterations later: it does not go on before those with
+whom it has mixed have had its values too. A worker that was lost and starts its epoch over is
+further behind than that, finds its iterations past, and so do those who ask for them: it trains
+alone until the epoch ends.
+"""
+
+from __future__ import annotations
+
+import random
+import reprlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkdl.averager.values.finite import count_non_finite
+from sparkdl.errors import TrainingError
+from sparkdl.transport.connection import Connection, ConnectionLostError
+
+SAID_EVERY_S = 1.0
+"""Seconds after which a visitor is told that it still waits: far fewer than its patience."""
+STRETCH = 1 << 18
+"""Values in a message."""
+
+
+def neighbors_of(
+    topology: str, rank: int, world_size: int, epoch: int, iteration: int
+) -> list[int]:
+    """With whom a worker mixes in an iteration; of any two either both or neither names the other.
+
+    Args:
+        topology: ``ring`` for the two beside it, ``exponential`` for all that are 1, 2, 4, ...
+            ranks away on either side, ``random`` for two, of a ring that is redrawn in each
+            iteration.
+        rank: of the worker.
+        world_size: how many there are.
+        epoch: counted from 1.
+        iteration: mixings of the epoch before this one.
+
+    Returns:
+        Other ranks, in ascending order; every rank has as many.
+    """
+    hops, places = [1], list(range(world_size))
+    if topology == "exponential":
+        hops = [1 << power for power in range((world_size - 1).bit_length())]
+    elif topology == "random":
+        random.Random(f"{epoch} {iteration}").shuffle(places)
+    place = places.index(rank)
+    met = {places[(place + way * hop) % world_size] for hop in hops for way in (-1, 1)}
+    return sorted(met - {rank})
+
+
+def lead_of(topology: str, world_size: int) -> int:
+    """By how many iterations a worker may be ahead of one that it asks, if none is lost.
+
+    A worker that stands still holds back its neighbours, an iteration later theirs, and so on: on a
+    ring that is redrawn in each iteration at least two more each time.
+
+    Args:
+        topology: as for ``neighbors_of``.
+        world_size: how many workers there are.
+    """
+    return max(1, world_size // 2) if topology == "random" else 1
+
+
+class Snapshots:
+    """What one worker had at its last two iterations.
+
+    Args:
+        values: float32 or float64 tensors, 1-D, on the CPU, of the sizes and types that are shown.
+
+    Attributes:
+        size: how many values there are.
+        room: as ``values``, for those of another worker.
+    """
+
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        self.size = sum(map(len, values))
+        self.room = [torch.empty_like(each) for each in values]
+        self._spare = [[torch.empty_like(each) for each in values] for _ in range(2)]
+        self._kept: dict[int, list[Tensor]] = {}
+        self._epoch: int | None = None
+        self._iteration = -1
+        self._lead = 1
+        self._ended = False
+        # By iteration: neighbours that were visited, and so come for the same one; visits served.
+        self._expected: Counter[int] = Counter()
+        self._served: Counter[int] = Counter()
+        self._changed = threading.Condition()
+
+    def open(self, epoch: int, lead: int = 1) -> None:
+        """Begin an epoch, in which others may be so many iterations ahead and have to wait."""
+        with self._changed:
+            self._forget(lambda iteration: True)
+            self._epoch, self._iteration, self._ended = epoch, -1, False
+            self._lead = lead
+            self._expected.clear()
+            self._served.clear()
+            self._changed.notify_all()
+
+    def await_visits(self, iteration: int, waits: Callable[[], bool]) -> None:
+        """Wait until neighbours have fetched what is dropped once an iteration is published.
+
+        Args:
+            iteration: that is to be published.
+            waits: called now and then; whether to go on waiting.
+        """
+        old = iteration - 2
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._is_fetched(old), timeout=SAID_EVERY_S):
+                    return
+            if not waits():
+                return
+
+    def publish(self, iteration: int, mine: Sequence[Tensor]) -> list[Tensor]:
+        """Show what the worker has at an iteration; returns the same values, as they are shown."""
+        with self._changed:
+            self._forget(lambda kept: kept < iteration - 1)
+            shown = self._spare.pop()
+            for room, values in zip(shown, mine, strict=True):
+                room.copy_(values.detach())
+            self._kept[iteration] = shown
+            self._iteration = iteration
+            self._changed.notify_all()
+            return shown
+
+    def end(self) -> None:
+        """Have no more iterations in this epoch; neighbours may still ask for the last."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _forget(self, is_old: Callable[[int], bool]) -> None:
+        for iteration in [iteration for iteration in self._kept if is_old(iteration)]:
+            self._spare.append(self._kept.pop(iteration))
+
+    # The two ends of a visit.
+
+    def visit(
+        self, connection: Connection, epoch: int, iteration: int, waits: Callable[[], bool]
+    ) -> bool:
+        """Fetch what a neighbour had at an iteration, into ``room``.
+
+        Args:
+            connection: to it.
+            epoch: of the visitor.
+            iteration: of the visitor.
+            waits: called while the neighbour is not there yet; whether to go on waiting.
+
+        Returns:
+            Whether it had such an iteration.
+
+        Raises:
+            TrainingError: what came is not what workers of this training send.
+        """
+        asked = {"gossip": "symmetric", "epoch": epoch, "iteration": iteration, "values": self.size}
+        connection.send_header(asked)
+        while "go" not in (answer := connection.receive_header()):
+            if not answer.keys() & {"wait", "away", "past"}:
+                raise TrainingError(f"a visit was answered with {reprlib.repr(answer)}")
+            # A worker that has yet to start is away.
+            if "past" in answer or not waits():
+                return False
+            connection.send_header(asked)
+        for part in self._stretches(self.room):
+            header = connection.receive_values(part)
+            if header is not None:
+                raise TrainingError(f"{reprlib.repr(header)} came where values were due")
+            if bad := count_non_finite(part):
+                raise TrainingError(f"a visit brought {bad} NaN or infinite values")
+        self._expected[iteration] += 1
+        return True
+
+    def host(self, connection: Connection, asked: dict[str, Any]) -> None:
+        """Serve a visit.
+
+        Args:
+            connection: from another worker.
+            asked: the header with which it began.
+
+        Raises:
+            TrainingError: the other end sends what no worker of this training sends.
+            ConnectionLostError: it was so slow that what it asked for is gone.
+        """
+        mode, epoch, iteration, size = (
+            asked.get(n) for n in ("gossip", "epoch", "iteration", "values")
+        )
+        known = mode == "symmetric" and size == self.size
+        if not known or not isinstance(epoch, int) or not isinstance(iteration, int):
+            raise TrainingError(
+                f"{reprlib.repr(asked)} came where a visit to {self.size} values was due"
+            )
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._is_to_come(epoch, iteration), timeout=SAID_EVERY_S
+            )
+            waits = self._is_to_come(epoch, iteration)
+            shown = self._kept.get(iteration) if epoch == self._epoch else None
+        if shown is None:
+            connection.send_header({"wait": True} if waits else {"past": True})
+            return
+        connection.send_header({"go": True})
+        for part in self._stretches(shown):
+            with self._changed:
+                if self._kept.get(iteration) is not shown:
+                    raise ConnectionLostError(f"iteration {iteration} is over")
+                copy = part.clone()
+            connection.send_values(copy)
+        with self._changed:
+            if epoch == self._epoch:
+                self._served[iteration] += 1
+                self._changed.notify_all()
+
+    def _is_fetched(self, iteration: int) -> bool:
+        return self._served[iteration] >= self._expected[iteration]
+
+    def _is_to_come(self, epoch: int, iteration: int) -> bool:
+        if self._epoch is None or (self._ended and epoch == self._epoch + 1):
+            return True
+        ahead = iteration - self._iteration
+        return epoch == self._epoch and 0 < ahead <= self._lead and not self._ended
+
+    @staticmethod
+    def _stretches(values: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            each[start : start + STRETCH]
+            for each in values
+            for start in range(0, len(each), STRETCH)
+        ]

@@ -1,0 +1,348 @@
+"""Outer optimizers: train alone for many minibatches, then step the center with an optimizer.
+
+With c the center, d how the workers have moved from it on average, and v the velocity, the rule
+(in ``OuterOptimizer``) has been found several times. -d is the outer optimizer's gradient. v lies
+with the center: it is in every checkpoint and outlives lost workers.
+
+- Local SGD: Stich 2019, "Local SGD Converges Fast and Communicates Little". The center becomes the
+  mean. Post-local SGD: Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD", where the
+  period is 1 in the first epochs.
+- BMUF: Chen and Huo 2016, "Scalable Training of Deep Learning Machines by Incremental Block
+  Training". The model W moves by D <- momentum * D + learning_rate * d. With Nesterov's momentum
+  the workers are sent W + momentum * D, which is c.
+- SlowMo: Wang et al. 2019, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
+  Momentum". With the inner learning rate g, u <- momentum * u - d / g and
+  c <- c - learning_rate * g * u. While g stays what it is, v = -g * u. Where a schedule changes it,
+  SlowMo scales what is left of earlier changes by that; here they stay.
+- DiLoCo: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
+  Models". Nesterov's momentum, after windows of hundreds of AdamW's steps. Streaming DiLoCo sends
+  the parameters a fragment at a time, while the workers train on; see ``streaming``.
+
+Rounds come after steps p, 2p, ... of an epoch, and once at its end for the steps that are left,
+which is an outer step as well. Workers with fewer rows than others are through earlier: the last
+rounds of an epoch are of those that still train.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+from torch import Tensor
+
+from sparkdl.averager.coordination.round_policy import RoundPolicy
+from sparkdl.averager.values.center_update import CenterUpdate, Contributions
+from sparkdl.averager.values.wire_format import NARROW_FORMATS, ParameterChanges, WireFormat
+from sparkdl.errors import ConfigError
+from sparkdl.protocols import Batch, Segment
+from sparkdl.strategies.base import Needs, Run, Strategy
+from sparkdl.strategies.cutoff import Cutoff, cutoff_policy, require_cutoff
+from sparkdl.strategies.outer.streaming import Stream
+
+INNER_STATES = ("keep", "average", "reset")
+
+Periods = tuple[tuple[int, int], ...]
+"""Pairs of an epoch, counted from 1, and the period from that one on."""
+
+
+@dataclass(frozen=True)
+class OuterSGD(CenterUpdate):
+    """SGD on the center, as ``torch.optim.SGD`` takes it with the workers' mean change reversed.
+
+    ============== ============= ========================= ======== ==============================
+    algorithm      learning_rate momentum                  nesterov source
+    ============== ============= ========================= ======== ==============================
+    DiLoCo         0.7           0.9                       True     the paper
+    local SGD      1             0                         either   by definition
+    SlowMo         1             0 to 0.6                  False    the paper, WMT'16: 0 below 4
+                                                                    nodes of 8 GPUs, 0.2 for 4,
+                                                                    0.5 for 8, 0.6 for 16
+    BMUF           1             1 - 1 / number of workers either   the defaults of CNTK, which
+                                                                    takes Nesterov's
+    ============== ============= ========================= ======== ==============================
+
+    A change that is the same in every round moves the center by ``learning_rate / (1 - momentum)``
+    times as much in the end: 7 times with DiLoCo's settings, as often as there are workers with
+    BMUF's.
+
+    Args:
+        learning_rate: > 0; 1 takes the mean change as it is.
+        momentum: of the steps before, in [0, 1). 0 keeps nothing; otherwise the driver needs memory
+            for the parameters once more, and for twice as much while it writes a checkpoint.
+        nesterov: whether the center looks ahead by one step of the momentum.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.learning_rate) or not 0 < self.learning_rate < math.inf:
+            raise ConfigError(f"learning_rate must be a number > 0, got {self.learning_rate!r}")
+        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum must be a number >= 0 and < 1, got {self.momentum!r}")
+        if not isinstance(self.nesterov, bool):
+            raise ConfigError(f"nesterov must be a bool, got {self.nesterov!r}")
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """The velocity, if there is momentum."""
+        return ("velocity",) if self.momentum else ()
+
+    def updates(self, segment: Segment) -> bool:
+        """Parameters; none if they become the mean, for which a change would only be rounded."""
+        becomes_mean = self.learning_rate == 1 and self.momentum == 0
+        return super().updates(segment) and not becomes_mean
+
+    def step(
+        self,
+        center: Tensor,
+        change: Tensor,
+        memory: Mapping[str, Tensor],
+        contributions: Contributions,
+    ) -> None:
+        """One step of SGD."""
+        if self.momentum:
+            velocity = memory["velocity"]
+            velocity.mul_(self.momentum).add_(change)
+            if self.nesterov:
+                change.add_(velocity, alpha=self.momentum)
+            else:
+                change.copy_(velocity)
+        change.mul_(self.learning_rate)
+
+
+@dataclass(frozen=True)
+class OuterOptimizer(Strategy["Stream | None"]):
+    """Train ``period`` steps alone, then have an outer optimizer move the center.
+
+    Rule:
+        With the center c, after each window of p local minibatches in which worker r went from c to
+        w_r on n_r examples::
+
+            d   <-  sum_r n_r * (w_r - c) / sum_r n_r     how they have moved, on average
+            v   <-  momentum * v + d
+            c   <-  c + learning_rate * v                 or * (d + momentum * v), Nesterov's
+            w_r <-  c                                     or merge * w_r + (1 - merge) * c
+
+    Phases:
+        1. Each worker trains for ``period`` steps by itself, or for those that its epoch has left.
+        2. It sends how it has moved, of all parameters or of the fragment whose turn it is.
+        3. The driver forms the mean in the order of ranks, when all who have rows left have sent
+           theirs, and takes the outer step.
+        4. The workers are sent the center, or how it has moved, and go on from it; with ``overlap``
+           they train so many steps meanwhile, and merge what comes with what they have.
+        5. At an epoch's end all take one more outer step, of the steps that are left; with
+           ``fragments`` one of each. That center is validated.
+
+    When:
+        Where rounds are dear, so that windows are hundreds of steps long, or where with many
+        workers the plain mean learns too little in an epoch.
+
+    When not:
+        Where windows are a few steps and the inner optimizer has momentum of its own, unless you
+        have tried a lower outer momentum: one multiplies what the other does. Nor where an epoch,
+        or the whole fit, is of few rounds.
+
+    Parameters take outer steps. Floating-point buffers (BatchNorm's statistics) become the workers'
+    mean, of where they were and not of where the center goes, and integers the first worker's.
+
+    Args:
+        period: local steps between two rounds, >= 1; DiLoCo's 500 by default, and SlowMo's are 12
+            to 48. Epochs with fewer steps have one round. Or pairs of an epoch and the period from
+            there on, the first of epoch 1: ``((1, 1), (31, 16))`` is post-local SGD, which takes 16
+            to 32 once the learning rate has decayed for the first time.
+        outer: what moves the center; DiLoCo's ``OuterSGD(0.7, 0.9, nesterov=True)`` by default. Any
+            ``CenterUpdate``.
+        inner_state: what becomes of the state of the workers' own optimizers (momentum, Adam's
+            moments) in a round. With ``keep`` each goes on with its own, as DiLoCo does; a lost
+            worker comes back without. With ``average`` the floating-point part is averaged too,
+            which needs as many more bytes as it has. With ``reset`` each starts over, as in CNTK's
+            BMUF. SlowMo knows all three.
+        wire_dtype: ``float32`` sends values in the replica's own precision; ``bfloat16`` sends
+            changes rounded to bfloat16, half the bytes; ``float8`` a quarter, in blocks of 128 that
+            share a scale; ``float4`` an eighth up, as Streaming DiLoCo does, and a quarter down.
+            Sums are formed in float32 at least, and the velocity is never rounded.
+        fragments: in how many parts the parameters are sent, each ``period`` steps after it was
+            last, the one behind the other: a round has as many times fewer bytes, and comes as many
+            times more often. 1 sends all at once, as DiLoCo does; Streaming DiLoCo's fragments are
+            of 3 of a transformer's layers, so as many as a third of those. It pays where even rare
+            rounds are felt.
+        overlap: steps that are trained while a round is under way; fewer than between two rounds,
+            ``period // fragments``. 0 waits for each. Take as many as a round takes long, but fewer
+            than 5 (Streaming DiLoCo loses little below).
+        merge: how much of its own a worker keeps of a fragment when it takes the center's, in
+            [0, 1); the paper's alpha, 0.5 in its experiments with overlap. 0 takes the center's,
+            and drops what was trained while the round was under way.
+        cutoff: whom rounds do without, as in ``ParameterAveraging``: ``none`` waits for everyone, a
+            number for all but so many, ``predicted`` for as many as pay. The others take part in
+            the next outer step. There are more outer steps then: with momentum lower it, or the
+            outer learning rate.
+
+    Raises:
+        ConfigError: an argument is out of range, or fragments, overlap or merge are given with
+            another ``inner_state`` than ``keep``, or with a cut-off.
+    """
+
+    period: int | Periods = 500
+    outer: CenterUpdate = field(default_factory=OuterSGD)
+    inner_state: Literal["keep", "average", "reset"] = "keep"
+    wire_dtype: Literal["float32", "bfloat16", "float8", "float4"] = "float32"
+    fragments: int = 1
+    overlap: int = 0
+    merge: float = 0.0
+    cutoff: Cutoff = "none"
+
+    def __post_init__(self) -> None:
+        if not _is_whole(self.period) and not _are_periods(self.period):
+            raise ConfigError(
+                "period must be a whole number >= 1 of steps, or pairs of an epoch and the period "
+                f"from there on, such as ((1, 1), (31, 16)), the first of epoch 1; got "
+                f"{self.period!r}"
+            )
+        if not isinstance(self.outer, CenterUpdate):
+            raise ConfigError(
+                f"outer must be a CenterUpdate such as OuterSGD(), got {self.outer!r}"
+            )
+        if self.inner_state not in INNER_STATES:
+            raise ConfigError(
+                f"inner_state must be one of {', '.join(INNER_STATES)}, got {self.inner_state!r}"
+            )
+        if self.wire_dtype not in NARROW_FORMATS:
+            raise ConfigError(
+                f"wire_dtype must be one of {', '.join(NARROW_FORMATS)}, got {self.wire_dtype!r}"
+            )
+
+        self._require_rounds_apart()
+        if not _is_number(self.merge) or not 0 <= self.merge < 1:
+            raise ConfigError(f"merge must be a number >= 0 and < 1, got {self.merge!r}")
+        if self._streams and self.inner_state != "keep":
+            raise ConfigError(
+                f"inner_state={self.inner_state!r} is for rounds of all parameters, for which "
+                "workers wait; with fragments, overlap or merge each keeps the state of its own "
+                "optimizer: set inner_state='keep'"
+            )
+        require_cutoff(
+            self.cutoff,
+            {
+                f"wire_dtype={self.wire_dtype!r}": self.wire_dtype != "float32",
+                "fragments, overlap or merge": self._streams,
+            },
+        )
+
+    def _require_rounds_apart(self) -> None:
+        if not _is_whole(self.fragments):
+            raise ConfigError(f"fragments must be a whole number >= 1, got {self.fragments!r}")
+        if type(self.overlap) is not int or self.overlap < 0:
+            raise ConfigError(f"overlap must be a whole number >= 0 of steps, got {self.overlap!r}")
+        periods = [self.period] if isinstance(self.period, int) else [p for _, p in self.period]
+        if min(periods) // self.fragments <= self.overlap:
+            raise ConfigError(
+                f"with period={self.period!r} and fragments={self.fragments} there are "
+                f"{min(periods) // self.fragments} steps between two rounds, and there have to be "
+                f"more than overlap={self.overlap}"
+            )
+
+    @property
+    def _streams(self) -> bool:
+        return self.fragments > 1 or self.overlap > 0 or self.merge > 0
+
+    @property
+    def needs(self) -> Needs:
+        """Nothing but the driver."""
+        return Needs(
+            exchanges_optimizer_state=self.inner_state == "average", steps_ahead=self.overlap
+        )
+
+    @property
+    def wire_format(self) -> WireFormat:
+        """By the name of ``wire_dtype``; changes, where some may be of an older center."""
+        return NARROW_FORMATS[self.wire_dtype]() if self.cutoff == "none" else ParameterChanges()
+
+    @property
+    def round_policy(self) -> RoundPolicy:
+        """By the cut-off."""
+        return cutoff_policy(self.cutoff)
+
+    @property
+    def center_update(self) -> CenterUpdate:
+        """The outer optimizer."""
+        return self.outer
+
+    def period_in(self, epoch: int) -> int:
+        """Steps between two rounds in an epoch, counted from 1."""
+        if isinstance(self.period, int):
+            return self.period
+        return [period for first, period in self.period if first <= epoch][-1]
+
+    def start(self, run: Run) -> Stream | None:
+        """Begin at the center."""
+        if not self._streams:
+            return None
+        return Stream(run, self.fragments, self.overlap, self.merge)
+
+    def saved_state(self, state: Stream | None) -> Mapping[str, Any]:
+        """With fragments or overlap, how the replica differs from the center, and what is due."""
+        return {} if state is None else state.saved()
+
+    def restore_state(self, state: Stream | None, saved: Mapping[str, Any]) -> None:
+        """Put the replica back where it was."""
+        if state is not None:
+            state.restore(saved)
+
+    def train_epoch(self, run: Run, state: Stream | None, batches: Iterable[Batch]) -> None:
+        """Train on an epoch's minibatches but for those that were trained on before a restart."""
+        super().train_epoch(run, state, batches if state is None else state.skipped(batches))
+
+    def after_step(self, run: Run, state: Stream | None, batch: Batch) -> None:
+        """Take part in a round after every ``period`` steps, ``fragments`` times as often."""
+        if state is not None:
+            state.count_step()
+        if batch.last or not self._is_due(run.step_of_epoch, self.period_in(run.epoch)):
+            return
+        if state is None:
+            self._exchange(run, last=False)
+        else:
+            state.send()
+
+    def end_epoch(self, run: Run, state: Stream | None) -> None:
+        """Contribute the tail, 0 to ``period`` steps, and take the epoch's final center."""
+        if state is None:
+            self._exchange(run, last=True)
+        else:
+            state.end_epoch()
+
+    def _is_due(self, step: int, period: int) -> bool:
+        """Whether a fragment's turn comes with a step of the epoch, counted from 1."""
+        return step * self.fragments // period > (step - 1) * self.fragments // period
+
+    def _exchange(self, run: Run, *, last: bool) -> None:
+        if self.inner_state == "reset":
+            # Before the round: a checkpoint of it is then of a worker that has started over.
+            run.replica.reset_optimizer_state()
+        segments = run.replica.segments(with_optimizer=self.needs.exchanges_optimizer_state)
+        run.averager.exchange(segments, run.close_window(last=last))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _are_periods(value: object) -> bool:
+    if not isinstance(value, tuple) or not value:
+        return False
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+        return False
+    epochs = [epoch for epoch, _ in value]
+    whole = all(_is_whole(number) for pair in value for number in pair)
+    return whole and epochs[0] == 1 and all(first < then for first, then in pairwise(epochs))

@@ -1,0 +1,1 @@
+"""Gradient sharing: only what exceeds a threshold is sent."""

@@ -1,0 +1,323 @@
+"""The configuration file and the command line of the jobs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flights.network import DelayNetwork
+from flights.preparation import Split
+from flights.table import Flights
+from torch import nn
+
+from sparkdl import ParameterAveraging, TorchEstimator
+from sparkdl.callbacks import TrainingReport
+from sparkdl.jobs import Files, command, logs
+from sparkdl.jobs.configuration.grammar import JobName, Settings, read_settings
+from sparkdl.jobs.predict import _is_data
+from sparkdl.jobs.train import _reports
+
+CONFIG = str(Path(__file__).parents[3] / "conf" / "flights.yaml")
+
+OWN = """
+source:
+  class_path: sparkdl.jobs.Files
+  init_args: {path: [a, b], format: csv, options: {header: "true"}, schema: "x double, y int"}
+estimator:
+  model: {class_path: torch.nn.Linear, init_args: {in_features: 2, out_features: 3}}
+  loss: torch.nn.functional.cross_entropy
+  optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}
+model: m
+"""
+
+
+def settings(*arguments: str, job: JobName = "train") -> Settings:
+    return read_settings(job, ["--config", CONFIG, *arguments])
+
+
+def own(tmp_path: Path, *arguments: str, **changed: str) -> Settings:
+    """OWN with some of its lines changed, by their keys."""
+    lines = [
+        next((f"  {key}: {new}" for key, new in changed.items() if f"  {key}:" in line), line)
+        for line in OWN.splitlines()
+    ]
+    (tmp_path / "own.yaml").write_text("\n".join(lines))
+    return read_settings("train", ["--config", str(tmp_path / "own.yaml"), *arguments])
+
+
+def refused(capsys: pytest.CaptureFixture[str], call: Any) -> str:
+    with pytest.raises(SystemExit) as caught:
+        call()
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_file_builds_the_real_estimator_from_importable_builders() -> None:
+    read = settings()
+    estimator = read.estimator()
+    assert isinstance(estimator, TorchEstimator)
+    assert isinstance(estimator.getStrategy(), ParameterAveraging)
+    assert isinstance(estimator.getModel(), functools.partial)
+    assert estimator.getModel().func is DelayNetwork
+    assert estimator.getOptimizer().func is torch.optim.AdamW
+    assert isinstance(read.source, Flights)
+    assert read.source.split == Split(train_months=(1, 10), test_months=(11, 12))
+
+
+def test_one_file_serves_the_three_jobs() -> None:
+    outputs = {job: settings(job=job).output for job in ("train", "evaluate", "predict")}
+    assert outputs == {
+        "train": "output/flights-model",
+        "evaluate": "output/flights-evaluation",
+        "predict": "output/flights-predictions",
+    }
+    predict = settings(job="predict")
+    assert predict.sections.model == outputs["train"]
+    assert predict.sections.write.columns == ["label", "probability"]
+
+
+def test_the_command_line_wins_over_the_file() -> None:
+    read = settings(
+        *("--estimator.epochs", "3"),
+        *("--estimator.model.init_args.hidden_sizes", "[8]"),
+        *("--source.init_args.test_months", "[12, 12]"),
+        *("--model", "elsewhere"),
+    )
+    assert read.estimator().getEpochs() == 3
+    assert read.estimator().getModel()().layers[0].out_features == 8
+    assert read.source.split.test_months == (12, 12)  # type: ignore[attr-defined]
+    assert read.output == "elsewhere"
+
+
+def test_any_table_and_any_network_of_torch(tmp_path: Path) -> None:
+    read = own(tmp_path, "--rows.select", '["x", "y as label"]')
+    assert isinstance(read.source, Files)
+    assert (read.source.path, read.source.format) == (["a", "b"], "csv")
+    assert read.source.schema == "x double, y int"
+    assert read.rows.select == ["x", "y as label"]
+    network = read.estimator().getModel()()
+    assert isinstance(network, nn.Linear)
+    assert network.weight.shape == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ("torch.nn.functional.cross_entropy", nn.functional.cross_entropy),
+        ("model", "model"),
+        ("torch.nn.CrossEntropyLoss", 0.0),
+        ("{class_path: torch.nn.CrossEntropyLoss, init_args: {label_smoothing: 0.1}}", 0.1),
+    ],
+)
+def test_a_loss_is_a_function_a_class_with_arguments_or_the_models_own(
+    tmp_path: Path, loss: str, expected: Any
+) -> None:
+    found = own(tmp_path, loss=loss).estimator().getLoss()
+    assert (found.label_smoothing if isinstance(found, nn.Module) else found) == expected
+
+
+def test_callbacks_schedulers_stages_and_baselines_are_built(tmp_path: Path) -> None:
+    (tmp_path / "more.yaml").write_text(
+        """
+estimator:
+  scheduler: {class_path: torch.optim.lr_scheduler.StepLR, init_args: {step_size: 3}}
+  callbacks:
+  - {class_path: sparkdl.callbacks.EarlyStopping, init_args: {patience: 5}}
+  outputCols: {logit: logits, embedding: 1}
+  validationFraction: 0.1
+"""
+    )
+    estimator = own(tmp_path, "--config", str(tmp_path / "more.yaml")).estimator()
+    scheduler = estimator.getScheduler()
+    assert scheduler(torch.optim.SGD([torch.zeros(1)], lr=1.0)).step_size == 3
+    assert estimator.getCallbacks()[0].patience == 5
+    assert estimator.getOutputCols() == {"logit": "logits", "embedding": 1}
+
+
+def test_the_flights_have_a_report_where_the_readme_says() -> None:
+    estimator = settings().estimator()
+    assert estimator.getCallbacks() == [TrainingReport("output/flights-report.html")]
+    (said,) = _reports(estimator).splitlines()
+    assert f"\n{said}\nModel saved in" in (Path(CONFIG).parents[1] / "README.md").read_text()
+    none = settings("--estimator.callbacks", "null").estimator()
+    assert none.getCallbacks() is None
+    assert _reports(none) == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--estimator.epoch_count", "3"],
+        ["--estimator.model.init_args.epoch_count", "3"],
+        ["--source.init_args.epoch_count", "3"],
+        ["--session.epoch_count", "3"],
+        ["--epoch_count", "3"],
+        ["--estimator.model", "no.such.epoch_count"],
+    ],
+)
+def test_a_wrong_key_on_the_command_line_is_named(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "epoch_count" in refused(capsys, lambda: settings(*arguments))
+
+
+@pytest.mark.parametrize("key", ["epochs:", "trust:", "train: part ="])
+def test_a_wrong_key_in_the_file_is_named(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "wrong.yaml"
+    wrong = "epoch_count:" if key.endswith(":") else "epoch_count: part ="
+    file.write_text(Path(CONFIG).read_text().replace(key, wrong))
+    said = refused(capsys, lambda: read_settings("train", ["--config", str(file)]))
+    assert "epoch_count" in said
+
+
+@pytest.mark.parametrize(
+    ("job", "arguments", "word"),
+    [
+        ("train", ["--model", "null"], "--model"),
+        ("evaluate", ["--evaluation", "null"], "--evaluation"),
+        ("evaluate", ["--evaluators", "{}"], "--evaluators"),
+        ("predict", ["--model", "null"], "which model"),
+        ("train", ["--rows.test", "null"], "--rows.test"),
+        ("train", ["--evaluators", "{}"], "baselines are compared"),
+        ("train", ["--estimator.epochs", "0"], "epochs"),
+        ("train", ["--source.init_args.test_months", "[10, 12]"], "every test month after"),
+    ],
+)
+def test_what_is_missing_or_contradicts_is_said_before_spark_starts(
+    job: JobName, arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert word in refused(capsys, lambda: settings(*arguments, job=job))
+
+
+def test_the_digest_is_of_what_decides_the_output() -> None:
+    same = settings().digest
+    assert settings("--session.app_name", "another", "--run_id", "7").digest == same
+    assert settings("--model", "elsewhere", "--estimator.progress", "false").digest == same
+    assert settings("--estimator.epochs", "5").digest != same
+    assert settings("--rows.train", "true").digest != same
+    assert settings("--estimator.loss", "torch.nn.functional.mse_loss").digest != same
+    predict = settings(job="predict").digest
+    assert predict == settings("--predictions", "x", job="predict").digest
+    assert predict != settings("--model", "x", job="predict").digest
+
+
+@pytest.mark.parametrize("job", ["train", "evaluate", "predict"])
+def test_help_is_short_enough_to_be_read(job: JobName, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        read_settings(job, ["--help"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert "known subclasses" not in said
+    assert "``" not in said
+    assert said.startswith(f"usage: {job}.py --config FILE [--KEY VALUE] ...\n")
+    assert "   75  another process works on this output; try again later" in said
+    assert said.count("\n") < (450 if job == "train" else 150)
+
+
+@pytest.mark.parametrize("months", [((1, 11), (11, 12)), ((0, 3), (4, 5)), ((1, 2), (5, 4))])
+def test_a_split_that_is_not_by_time_is_refused(months: Any) -> None:
+    with pytest.raises(ValueError, match="every test month after training"):
+        Split(train_months=months[0], test_months=months[1])
+
+
+def test_functions_of_ones_own_need_no_annotations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ownmodule.py").write_text(
+        """
+import torch
+def net(): return torch.nn.Linear(2, 3)
+def wide(width) -> torch.nn.Module: return torch.nn.Linear(2, width)
+def loss(outputs, targets): return (outputs - targets).mean()
+def adam(parameters): return torch.optim.Adam(parameters)
+"""
+    )
+    monkeypatch.chdir(tmp_path)  # where a job is started its modules are found
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    own_functions = {"loss": "ownmodule.loss", "optimizer": "ownmodule.adam"}
+    estimator = own(tmp_path, **own_functions, model="ownmodule.net").estimator()
+    assert estimator.getLoss().__name__ == "loss"
+    assert estimator.getModel()().out_features == 3
+    assert isinstance(estimator.getOptimizer()([torch.zeros(1)]), torch.optim.Adam)
+    model = "{class_path: ownmodule.wide, init_args: {width: 5}}"
+    assert own(tmp_path, model=model).estimator().getModel()().out_features == 5
+
+
+@pytest.mark.parametrize(
+    "run_id", ["7", "1e3", "2026-11-23", "manual__2026-11-23T00:00:00+00:00", "; rm x", "{a: 1}"]
+)
+def test_a_run_is_called_what_the_scheduler_calls_it(run_id: str) -> None:
+    assert settings(f"--run_id={run_id}").run_id == run_id
+
+
+def test_yaml_builds_no_objects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "hostile.yaml"
+    file.write_text(f"model: !!python/object/apply:os.mkdir [{tmp_path / 'made'}]\n")
+    refused(capsys, lambda: read_settings("train", ["--config", CONFIG, "--config", str(file)]))
+    assert not (tmp_path / "made").exists()
+
+
+class Open(nn.Module):
+    """A network whose constructor says of its last arguments nothing."""
+
+    def __init__(self, width: int, **options: Any) -> None:
+        super().__init__()
+        self.told = {"width": width, **options}
+
+
+def test_arguments_that_only_kwargs_take_reach_the_constructor(tmp_path: Path) -> None:
+    spec = f"{{class_path: {__name__}.Open, init_args: {{width: 3}}, dict_kwargs: {{depth: 2}}}}"
+    model = own(tmp_path, model=spec).estimator().getModel()
+    assert model().told == {"width": 3, "depth": 2}
+
+
+def test_a_result_file_that_cannot_be_written_is_told_before_the_job_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own(tmp_path)
+    (tmp_path / "file").touch()
+    said = ["--config", str(tmp_path / "own.yaml"), "--result_file", str(tmp_path / "file" / "r")]
+    monkeypatch.setattr(command, "_session", lambda settings: pytest.fail("a session was begun"))
+    monkeypatch.setattr(command.logs, "configure", lambda *arguments: None)
+    assert command.run_command("train", lambda work: pytest.fail("it has run"), said) == 7
+    assert f"the result file {tmp_path / 'file' / 'r'} cannot be written" in caplog.text
+
+
+@pytest.fixture
+def logging_as_it_was() -> Iterator[None]:
+    root, steps = logging.getLogger(), logging.getLogger("sparkdl.jobs.steps")
+    before = (root.handlers, root.level, steps.handlers, steps.propagate)
+    yield
+    root.handlers, root.level, steps.handlers, steps.propagate = before
+    logging.captureWarnings(False)
+
+
+@pytest.mark.usefixtures("logging_as_it_was")
+def test_of_several_jobs_in_a_process_each_logs_in_its_own_format(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logging.getLogger().handlers = []  # pytest's, with which text is not set up anew
+    for log_format in ("text", "json", "text"):
+        logs.configure(log_format, None, {})
+        logs.say("read")
+        logging.getLogger("other").error("bad")
+        out, err = capsys.readouterr()
+        assert (out == "read\n") == (log_format == "text")
+        assert all(line.startswith("{") == (log_format == "json") for line in err.splitlines())
+        assert "bad" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("part-0.parquet", True), ("_day=1", True), ("_SUCCESS", False), (".part-0.crc", False)],
+)
+def test_what_spark_reads_as_rows_is_known_by_its_name(name: str, data: bool) -> None:
+    assert _is_data(name) is data

@@ -1,0 +1,312 @@
+"""AdaScale is the paper's algorithm in plain torch, and goes on from checkpoints to the bit."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import misbehaving
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from misbehaving import KillsOnce
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
+
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.driver import Outcome
+from sparkdl.errors import ConfigError, TrainingError
+from sparkdl.events import WindowReport
+from sparkdl.strategies import AdaScale, GradientAllReduce, KFACPreconditioner
+from sparkdl.strategies.all_reduce.model_and_loss import Passenger
+from sparkdl.testing import run_world
+
+cloudpickle.register_pickle_by_value(misbehaving)
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+RATE = [0.1 * 0.8 ** (step // 3) for step in range(100)]
+"""Of ``StepLR(step_size=3, gamma=0.8)``, as a table."""
+
+
+def by_hand(
+    data: Data, workers: int, epochs: int
+) -> tuple[nn.Module, list[dict[str, float]], list[float]]:
+    """Johnson et al. 2020, algorithm 1; each worker has as many rows in each step.
+
+    Returns:
+        The model, what an epoch measures, and each step's gain.
+    """
+    module = mlp().train()
+    parameters = list(module.parameters())
+    velocity = [torch.zeros_like(p) for p in parameters]
+    theta, variance, square, steps = 1 - workers / 1000, 0.0, 0.0, 0.0
+    history, gains = [], []
+    for epoch in range(1, epochs + 1):
+        for parts in zip(
+            *(batches_by_hand(data, w, epoch, 4) for w in range(workers)), strict=True
+        ):
+            each = []
+            for features, targets in parts:
+                loss = nn.functional.cross_entropy(
+                    module(torch.from_numpy(features)), torch.from_numpy(targets)
+                )
+                each.append(torch.autograd.grad(loss, parameters))
+            mean = [sum(gs) / workers for gs in zip(*each, strict=True)]
+            norm = sum(float(g.square().sum()) for g in mean)
+            norms = [sum(float(g.square().sum()) for g in one) for one in each]
+            now = (np.mean(norms) - norm) * workers / (workers - 1)
+            variance = theta * variance + (1 - theta) * now
+            square = theta * square + (1 - theta) * (norm - now / workers)
+            # The correction for the start is the same for both means, and cancels.
+            signal = max(square, 0.0)  # means of few steps may be less
+            gain = (variance + signal) / (variance / workers + signal)
+            with torch.no_grad():
+                for p, v, g in zip(parameters, velocity, mean, strict=True):
+                    v.mul_(0.9).add_(g)
+                    p.sub_(gain * RATE[int(steps)] * v)
+            steps += gain
+            gains.append(gain)
+        history.append({"adascale_gain": gain, "adascale_steps": steps})
+        if square > 0:
+            history[-1]["gradient_noise_scale"] = 4 * variance / square
+    return module, history, gains
+
+
+def test_it_is_the_papers_algorithm_with_its_schedule_in_steps_of_one_worker() -> None:
+    data = classification([16, 16, 16])
+    job = make_job(
+        mlp(),
+        strategy=AdaScale(),
+        optimizer=SGD,
+        scheduler=partial(StepLR, step_size=3, gamma=0.8),
+        scheduler_every="step",
+        epochs=2,
+    )
+    outcome = run_world(job, data.shards(), ranks_as="processes")
+    module, history, gains = by_hand(data, 3, 2)
+    assert 1.2 < min(gains) < 2.8  # or all this would be as well without it
+    assert relative_error(outcome.module, module) < 1e-9
+    for summary, expected in zip(outcome.history, history, strict=True):
+        assert summary.measured == pytest.approx(expected, rel=1e-9)
+
+
+def test_workers_of_unequal_rows_and_steps_of_several_minibatches_are_weighed_as_they_are() -> None:
+    """tr(Sigma) is (mean |g_i|^2 - |g|^2) / (mean 1/n_i - 1/n) of minibatches of n_i rows."""
+    data = classification([22, 13])
+    job = make_job(mlp(), strategy=AdaScale(accumulate=2, decay=0.5), optimizer=SGD, epochs=1)
+    outcome = run_world(job, data.shards(), ranks_as="processes")
+    module = mlp().train()
+    parameters = list(module.parameters())
+    optimizer = SGD(parameters)
+    plans = [batches_by_hand(data, worker, 1, 4) for worker in range(2)]
+    noise, signal, worth, gain = 0.0, 0.0, 0.0, 1.0
+    for start in range(0, 6, 2):
+        parts = [part for plan in plans for part in plan[start : start + 2]]
+        counts = [len(targets) for _, targets in parts]
+        rows, squares, mean = sum(counts), [], [torch.zeros_like(p) for p in parameters]
+        for features, targets in parts:
+            loss = nn.functional.cross_entropy(
+                module(torch.from_numpy(features)), torch.from_numpy(targets)
+            )
+            each = torch.autograd.grad(loss, parameters)
+            squares.append(sum(float(g.square().sum()) for g in each))
+            for total, g in zip(mean, each, strict=True):
+                total += g * len(targets) / rows
+        norm = sum(float(g.square().sum()) for g in mean)
+        now = (np.mean(squares) - norm) / (np.mean([1 / n for n in counts]) - 1 / rows)
+        noise, signal = (noise + now) / 2, (signal + norm - now / rows) / 2
+        kept = max(signal, 0.0)
+        # At the end one worker has rows left for two minibatches, as many as for a step of its own.
+        gain = (noise / 8 + kept) / (noise / rows + kept) if rows > 8 else 1.0
+        for parameter, g in zip(parameters, mean, strict=True):
+            parameter.grad = g
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * gain
+        optimizer.step()
+        worth += gain
+    assert relative_error(outcome.module, module) < 1e-9
+    assert outcome.history[0].measured["adascale_steps"] == pytest.approx(worth, rel=1e-9)
+
+
+def test_it_is_the_same_where_parameters_may_be_unused_and_the_optimizer_is_sharded() -> None:
+    shards = classification([22, 13]).shards()
+    modules = [
+        run_world(
+            make_job(mlp(), strategy=AdaScale(**others), optimizer=SGD),
+            shards,
+            ranks_as="processes",
+        ).module
+        for others in ({}, {"find_unused_parameters": True, "shard_optimizer": True})
+    ]
+    assert relative_error(*modules) < 1e-12
+
+
+def test_rounded_gradients_do_not_round_what_is_measured() -> None:
+    """Their squares would be, to three digits, and of these the difference counts."""
+    data = classification([16, 16])
+    measured = [
+        run_world(
+            make_job(mlp(), strategy=AdaScale(compression=rounding), optimizer=SGD),
+            data.shards(),
+            ranks_as="processes",
+        )
+        .history[0]
+        .measured["adascale_steps"]
+        for rounding in (None, "bf16")
+    ]
+    assert measured[1] == pytest.approx(measured[0], rel=0.02)
+
+
+def test_a_square_that_does_not_fit_is_infinite_and_never_in_the_gradients() -> None:
+    numbers = iter([2.5, 1e200, math.inf])
+    passenger = Passenger(lambda: next(numbers), torch.float32)
+    told = []
+    for _ in range(3):
+        (passenger() * 7).backward()
+        assert torch.isfinite(passenger.seat.grad).all()
+        told.append(passenger.take_sum(3))
+    assert told == [7.5, math.inf, math.inf]
+
+
+def bits(outcome: Outcome) -> list[bytes]:
+    return [p.detach().numpy().tobytes() for p in outcome.module.parameters()]
+
+
+def test_one_worker_trains_as_without_it() -> None:
+    shards = classification([22]).shards()
+    settings: dict[str, Any] = {
+        "optimizer": SGD,
+        "scheduler": partial(ExponentialLR, gamma=0.9),
+        "scheduler_every": "step",
+        "epochs": 2,
+    }
+    gained = run_world(make_job(mlp(), strategy=AdaScale(), **settings), shards)
+    plain = run_world(make_job(mlp(), strategy=GradientAllReduce(), **settings), shards)
+    assert bits(gained) == bits(plain)
+    assert [row.measured for row in gained.history] == [
+        {"adascale_steps": 6.0},
+        {"adascale_steps": 12.0},
+    ]
+
+
+def test_a_step_that_kfac_clips_is_as_long_at_any_gain() -> None:
+    # So short that all are clipped: to a length in which there is no rate.
+    clipped = KFACPreconditioner(0.05, 0.9, 1, 1, kl_clip=1e-6)
+    plain_sgd = partial(torch.optim.SGD, lr=0.1)
+    shards = classification([16, 16]).shards()
+    modules = [
+        run_world(
+            make_job(mlp(), strategy=strategy, optimizer=plain_sgd), shards, ranks_as="processes"
+        ).module
+        for strategy in (
+            AdaScale(preconditioner=clipped),
+            GradientAllReduce(preconditioner=clipped),
+        )
+    ]
+    assert relative_error(*modules) < 1e-9
+
+
+@pytest.mark.parametrize(("compression", "a_step"), [(None, []), ("bf16", [8])])
+def test_what_is_measured_travels_with_the_gradients_unless_these_are_rounded(
+    compression: Any, a_step: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DistributedDataParallel's own sums, the gradients, are not torch.distributed's to Python."""
+    sent: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def counting(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if tensor.dtype == torch.float64:
+            sent.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **options)
+
+    monkeypatch.setattr(dist, "all_reduce", counting)
+    job = make_job(mlp(), strategy=AdaScale(compression=compression), optimizer=SGD, epochs=2)
+    run_world(job, classification([22]).shards())
+    steps, at_an_epochs_end = 6, [3 * 8]
+    assert sent == (a_step * steps + at_an_epochs_end) * 2
+
+
+class Interrupted(Exception):
+    """The driver dies."""
+
+
+def test_resumed_in_the_middle_of_an_epoch_it_ends_in_the_same_bits(tmp_path: Path) -> None:
+    data = classification([22, 14])
+    job = make_job(
+        mlp(),
+        strategy=AdaScale(commit_every=2),
+        optimizer=SGD,
+        # Each step starts from the rate before, so one that is left out would show.
+        scheduler=partial(ExponentialLR, gamma=0.9),
+        scheduler_every="step",
+        epochs=3,
+    )
+    whole = run_world(job, data.shards(), ranks_as="processes")
+    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
+    seen = 0
+
+    def on_event(event: object) -> None:
+        nonlocal seen
+        seen += isinstance(event, WindowReport)
+        if seen > 9:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run_world(job, data.shards(), ranks_as="processes", checkpoints=policy, on_event=on_event)
+    resumed = run_world(job, data.shards(), ranks_as="processes", checkpoints=policy)
+    assert bits(resumed) == bits(whole)
+    assert [e.measured for e in resumed.history] == [e.measured for e in whole.history]
+
+
+@pytest.mark.slow
+def test_a_killed_worker_costs_no_bits(tmp_path: Path) -> None:
+    """Neither of the model nor of the means by which steps are scaled, nor of the schedule."""
+    settings: dict[str, Any] = {
+        "strategy": AdaScale(commit_every=3),
+        "optimizer": SGD,
+        "scheduler": partial(ExponentialLR, gamma=0.9),
+        "scheduler_every": "step",
+        "epochs": 3,
+        "max_failures": 1,
+        "deadline_s": 90.0,
+    }
+    shards = classification([22, 14]).shards()
+    whole = run_world(make_job(mlp(), **settings), shards, ranks_as="processes")
+    killed = make_job(KillsOnce(tmp_path, after=7), **settings)
+    outcome = run_world(killed, shards, ranks_as="processes")
+    assert len(list(tmp_path.iterdir())) > 12
+    assert bits(outcome) == bits(whole)
+    assert [row.examples for row in outcome.history] == [36] * 3
+    assert [row.measured for row in outcome.history] == [row.measured for row in whole.history]
+
+
+@pytest.mark.parametrize("decay", [1, -0.1, True, "0.9", float("nan")])
+def test_a_decay_out_of_range_is_refused(decay: Any) -> None:
+    with pytest.raises(ConfigError, match="decay must be"):
+        AdaScale(decay=decay)
+
+
+def test_without_measuring_there_is_nothing_to_follow() -> None:
+    with pytest.raises(ConfigError, match="measure_noise"):
+        AdaScale(measure_noise=False)
+
+
+class Rateless(torch.optim.Optimizer):
+    """Keeps its learning rate to itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        """Take none."""
+
+
+def test_an_optimizer_without_a_learning_rate_is_refused() -> None:
+    job = make_job(mlp(), strategy=AdaScale(), optimizer=Rateless)
+    with pytest.raises(TrainingError, match="Rateless has no learning rate"):
+        run_world(job, classification([8]).shards())

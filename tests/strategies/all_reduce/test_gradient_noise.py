@@ -1,0 +1,209 @@
+"""The noise of gradients as it is measured is that of gradients whose noise is known."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from toys import batches_by_hand, classification, make_job, mlp
+
+from sparkdl.averager.headers import read_window, window_header
+from sparkdl.averager.progress import Progress
+from sparkdl.errors import ConfigError, TrainingError
+from sparkdl.events import WindowReport, summarize_epoch
+from sparkdl.report.history import metrics_of
+from sparkdl.strategies import GradientAllReduce, PowerSGD
+from sparkdl.strategies.all_reduce.gradient_noise import GradientNoise, gain, noise_scale
+from sparkdl.testing import run_world
+
+WINDOW = WindowReport(rank=0, epoch=1, step=1, examples=2, loss_sum=0.5, last=True)
+
+
+@pytest.mark.parametrize("rows", [(8,) * 8, (4, 12, 16)], ids=["equal", "unequal"])
+def test_the_noise_scale_is_the_trace_of_the_covariance_over_the_squared_gradient(
+    rows: tuple[int, ...],
+) -> None:
+    generator = np.random.default_rng(0)
+    gradient = generator.normal(size=300) / 10
+    deviations = np.linspace(0.2, 1.8, 300)  # of a covariance that is no multiple of one
+    true = np.sum(deviations**2) / np.sum(gradient**2)
+    noise, total = GradientNoise(decay=0.9999), sum(rows)
+    for _ in range(4000):
+        each = [gradient + generator.normal(size=300) * deviations / math.sqrt(n) for n in rows]
+        mean = sum(n * g for n, g in zip(rows, each, strict=True)) / total
+        local = np.mean([g @ g for g in each])
+        noise.add(local, float(np.mean([1 / n for n in rows])), mean @ mean, total)
+    assert noise.means is not None
+    found = noise_scale(*noise.means)
+    assert found == pytest.approx(true, rel=0.03)
+    expected = (true / 8 + 1) / (true / 64 + 1)
+    assert gain(*noise.means, rows=64, base_rows=8) == pytest.approx(expected, rel=0.03)
+
+
+def test_a_running_mean_of_one_step_is_that_step_and_of_more_the_weighted_one() -> None:
+    noise = GradientNoise(decay=0.9)
+    assert noise.means is None
+    noise.add(local=5.0, inverse_rows=1 / 2, mean=3.0, rows=4)
+    assert noise.means == pytest.approx((8.0, 1.0))
+    noise.add(local=9.0, inverse_rows=1 / 2, mean=3.0, rows=4)  # 24 and -3
+    assert noise.means == pytest.approx(((0.9 * 8 + 24) / 1.9, (0.9 * 1 - 3) / 1.9))
+
+
+def test_equal_gradients_gain_nothing_and_noise_as_much_as_there_are_workers() -> None:
+    assert gain(0.0, 2.0, rows=32, base_rows=4) == 1.0
+    assert gain(-0.1, 2.0, rows=32, base_rows=4) == 1.0
+    assert gain(2.0, 0.0, rows=32, base_rows=4) == 8.0
+    assert gain(2.0, -0.1, rows=32, base_rows=4) == 8.0
+    assert gain(4.0, 1.0, rows=8, base_rows=4) == pytest.approx(2 / 1.5)
+
+
+def test_of_a_gradient_that_cannot_be_told_from_0_there_is_no_noise_scale() -> None:
+    assert noise_scale(1.0, 0.0) is None
+    assert noise_scale(1.0, -1.0) is None
+    assert noise_scale(1e10, 1e-300) is None
+    assert noise_scale(-1.0, 1.0) == 0.0
+
+
+def test_a_step_whose_squares_overflow_does_not_count() -> None:
+    noise = GradientNoise(decay=0.9)
+    noise.add(local=5.0, inverse_rows=1 / 2, mean=3.0, rows=4)
+    noise.add(local=math.inf, inverse_rows=1 / 2, mean=3.0, rows=4)
+    noise.add(local=math.inf, inverse_rows=1 / 2, mean=math.inf, rows=4)
+    assert noise.means == pytest.approx((8.0, 1.0))
+
+
+def squared_norms(module: nn.Module, parts: list[Any]) -> tuple[list[float], float]:
+    """Of each worker's mean gradient and of that of all rows, which is left on the module."""
+    local, sums = [], [torch.zeros_like(p) for p in module.parameters()]
+    total = sum(len(targets) for _, targets in parts)
+    for features, targets in parts:
+        module.zero_grad()
+        outputs = module(torch.from_numpy(features))
+        nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        local.append(sum(float(g.square().sum()) for g in gradients))
+        for each, gradient in zip(sums, gradients, strict=True):
+            each += gradient * len(targets) / total
+    for parameter, gradient in zip(module.parameters(), sums, strict=True):
+        parameter.grad = gradient
+    return local, sum(float(g.square().sum()) for g in sums)
+
+
+def measured_by_hand(data: Any, epochs: int, accumulate: int = 1) -> list[dict[str, float]]:
+    """SGD at 0.1 in one process, minibatches of 4 rows; every tenth step is measured."""
+    module, found, step, workers = mlp().train(), [], 0, len(data.sizes)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    estimates: list[list[tuple[float, float]]] = [[] for _ in range(workers)]
+    for epoch in range(1, epochs + 1):
+        plans = [batches_by_hand(data, rank, epoch, 4) for rank in range(workers)]
+        for start in range(0, max(map(len, plans)), accumulate):
+            mine = [plan[start : start + accumulate] for plan in plans]
+            parts = [part for each in mine for part in each]
+            squares, mean = squared_norms(module, parts)
+            optimizer.step()
+            step += 1
+            counts = [len(targets) for _, targets in parts]
+            pairs = iter(zip(squares, counts, strict=True))
+            for rank in range(workers):
+                own = [next(pairs) for _ in mine[rank]]
+                if step % 10 or not own or len(parts) == 1:
+                    continue
+                inverse = np.mean([1 / count for _, count in own])
+                noise = (np.mean([square for square, _ in own]) - mean) / (
+                    inverse - 1 / sum(counts)
+                )
+                estimates[rank].append((noise, mean - noise / sum(counts)))
+        weighted = [
+            np.average(each, axis=0, weights=0.99 ** np.arange(len(each))[::-1])
+            for each in estimates
+        ]
+        noise, signal = np.mean(weighted, axis=0)
+        noise, kept = max(noise, 0.0), max(signal, 0.0)
+        rows = 4 * accumulate
+        found.append({"adascale_gain": (noise / rows + kept) / (noise / (rows * workers) + kept)})
+        if signal > 0:
+            found[-1]["gradient_noise_scale"] = noise / signal
+    return found
+
+
+def test_a_training_tells_them_of_each_epoch_and_is_the_same_for_it() -> None:
+    data = classification([46, 37])
+    job = make_job(mlp(), strategy=GradientAllReduce(measure_noise=True), epochs=2)
+    outcome = run_world(job, data.shards(), ranks_as="processes")
+    expected = measured_by_hand(data, 2)
+    assert any("gradient_noise_scale" in values for values in expected)
+    for summary, values in zip(outcome.history, expected, strict=True):
+        assert summary.measured == pytest.approx(values, rel=1e-9)
+        assert summary.measured.items() <= metrics_of(summary).items()
+    plain = run_world(
+        make_job(mlp(), strategy=GradientAllReduce(), epochs=2), data.shards(), ranks_as="processes"
+    )
+    assert [summary.measured for summary in plain.history] == [{}, {}]
+    pairs = zip(outcome.module.parameters(), plain.module.parameters(), strict=True)
+    assert all(torch.equal(mine, other) for mine, other in pairs)
+
+
+def test_one_worker_compares_the_minibatches_of_a_step() -> None:
+    data = classification([80])
+    strategy = GradientAllReduce(measure_noise=True, accumulate=2)
+    outcome = run_world(make_job(mlp(), strategy=strategy), data.shards())
+    expected = measured_by_hand(data, 1, accumulate=2)
+    assert outcome.history[0].measured == pytest.approx(expected[0], rel=1e-9)
+
+
+def test_one_minibatch_has_nothing_to_be_compared_with() -> None:
+    job = make_job(mlp(), strategy=GradientAllReduce(measure_noise=True))
+    assert run_world(job, classification([40]).shards()).history[0].measured == {}
+
+
+def test_a_compression_leaves_nothing_to_measure() -> None:
+    with pytest.raises(ConfigError, match=r"PowerSGD\(\.\.\.\) leaves too little"):
+        GradientAllReduce(measure_noise=True, compression=PowerSGD())
+
+
+def test_an_epoch_has_the_mean_of_what_each_worker_measured_last() -> None:
+    windows = [
+        WindowReport(
+            rank=rank, epoch=1, step=step, examples=1, loss_sum=0.0, last=False, measured=measured
+        )
+        for rank, step, measured in [
+            (0, 2, {"a": 3.0}),
+            (0, 1, {"a": 9.0, "b": 1.0}),
+            (1, 1, {"a": 5.0}),
+            (1, 2, {}),
+        ]
+    ]
+    assert summarize_epoch(1, windows, 1, 1.0).measured == {"a": 4.0, "b": 1.0}
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [[], {"a": "1"}, {"a": True}, {"a": math.inf}, {"a" * 65: 1.0}, {str(k): 1 for k in range(17)}],
+    ids=["list", "text", "bool", "infinity", "long", "many"],
+)
+def test_what_no_strategy_measures_is_refused(measured: Any) -> None:
+    header = window_header(WINDOW)
+    header["window"]["measured"] = measured
+    with pytest.raises(TrainingError, match="rank 0 sent"):
+        read_window(header, 0)
+    progress = copy.deepcopy(Progress.start(1).as_json())
+    progress["reports"] = [header["window"] | {"staleness": 0}]
+    with pytest.raises(TypeError, match="measured is"):
+        Progress.from_json(progress)
+
+
+def test_what_was_measured_travels_and_is_saved() -> None:
+    report = WindowReport(**{**header_fields(), "measured": {"noise": 1.5}})
+    assert read_window(json.loads(json.dumps(window_header(report))), 0) == report
+    progress = Progress(epoch=1, rounds=0, positions=(), reports=(report,))
+    assert Progress.from_json(json.loads(json.dumps(progress.as_json()))) == progress
+
+
+def header_fields() -> dict[str, Any]:
+    return {k: v for k, v in window_header(WINDOW)["window"].items() if k != "measured"}

@@ -1,0 +1,255 @@
+"""GossipAveraging in whole runs: rows, losses, bytes, lost workers, checkpoints."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import misbehaving
+import numpy as np
+import pytest
+import torch
+from members import same_bits
+from misbehaving import Interrupted, KillsOnce
+from torch import Tensor, nn
+from toys import average_by_hand, classification, make_job, mlp, relative_error
+
+from sparkdl.averager.run_events import RunEvent
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.collective import peers as peers_module
+from sparkdl.collective.peers import PeerAwayError, Peers, Visitors
+from sparkdl.errors import ConfigError
+from sparkdl.events import EpochSummary
+from sparkdl.strategies import GossipAveraging, ParameterAveraging
+from sparkdl.strategies.gossip.shown import Shown
+from sparkdl.testing import run_world
+from sparkdl.transport.connection import Connection, ConnectionLostError
+from sparkdl.worker import Job
+
+cloudpickle.register_pickle_by_value(misbehaving)
+
+SIZES = [40, 33, 21]
+DATA = classification(SIZES)
+MODES = ["push", "pull", "push_pull"]
+
+
+def job(model: nn.Module | None = None, **changes: Any) -> Job:
+    settings = {"strategy": GossipAveraging(), "epochs": 3, "max_failures": 1, **changes}
+    return make_job(model or mlp(), **settings)
+
+
+class Visits:
+    """Counts visits of the ranks of this process, and the bytes of values that they move."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[int, int]] = []
+        self.octets: Counter[str] = Counter()
+        visit, talk, send = Peers.visit, Shown.visit, Connection.send_values
+        counted = self
+
+        def counting(peers: Peers, rank: int, *arguments: Any) -> Any:
+            came = visit(peers, rank, *arguments)
+            counted.made += [(peers.rank, rank)] * bool(came)
+            return came
+
+        def talking(shown: Shown, connection: Connection, mode: str) -> bool:
+            connection.is_of_visitor = True  # type: ignore[attr-defined]
+            return talk(shown, connection, mode)
+
+        def sending(connection: Connection, values: Tensor) -> None:
+            # The driver's connections are of another kind but on the workers' side.
+            if is_of_visit(connection):
+                counted.octets["visitors" if hasattr(connection, "is_of_visitor") else "hosts"] += (
+                    values.nbytes
+                )
+            send(connection, values)
+
+        monkeypatch.setattr(Peers, "visit", counting)
+        monkeypatch.setattr(Shown, "visit", talking)
+        monkeypatch.setattr(Connection, "send_values", sending)
+
+
+def is_of_visit(connection: Connection) -> bool:
+    name = threading.current_thread().name
+    return hasattr(connection, "is_of_visitor") or name == "sparkdl-port-connection"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_learns_counts_rows_once_and_moves_the_bytes_of_the_formula(
+    mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visits = Visits(monkeypatch)
+    given = job(strategy=GossipAveraging(period=2, mode=mode, topology="ring"))
+    outcome = run_world(given, DATA.shards())
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    assert outcome.history[-1].loss < outcome.history[0].loss
+    # Of 10, 9 and 6 steps: after 2, 4, ... but for the last, which is the epoch's end.
+    iterations = {0: 3 * 4, 1: 3 * 4, 2: 3 * 2}
+    made = Counter(caller for caller, _ in visits.made)
+    assert all(0 < made[rank] <= most for rank, most in iterations.items())
+    size = sum(parameter.nbytes for parameter in outcome.module.parameters())
+    ways = {"pull": (0, 1), "push": (1, 0), "push_pull": (1, 1)}[mode]
+    expected = [way * len(visits.made) * size for way in ways]
+    assert [visits.octets["visitors"], visits.octets["hosts"]] == expected
+
+
+def test_without_a_visit_it_is_averaging_once_an_epoch() -> None:
+    outcome = run_world(job(strategy=GossipAveraging(period=100)), DATA.shards())
+    oracle = average_by_hand(
+        mlp(),
+        partial(torch.optim.SGD, lr=0.1),
+        DATA,
+        period=100,
+        epochs=3,
+        batch_size=4,
+        average_optimizer_state=False,
+    )
+    assert relative_error(outcome.module, oracle) < 1e-12
+
+
+def test_alone_it_is_sgd() -> None:
+    data = classification([41])
+    outcome = run_world(job(strategy=GossipAveraging()), data.shards())
+    alone = run_world(job(strategy=ParameterAveraging(100)), data.shards())
+    assert relative_error(outcome.module, alone.module) < 1e-12
+
+
+def test_over_connections_that_are_encrypted_too() -> None:
+    outcome = run_world(job(tls=True, epochs=1), DATA.shards())
+    assert outcome.history[0].examples == sum(SIZES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["random", "ring", "exponential"])
+@pytest.mark.parametrize("mode", MODES)
+def test_over_ten_seeds_losses_stay_in_a_band(mode: Any, topology: Any) -> None:
+    ratios = []
+    for seed in range(10):
+        data = classification([40, 40, 40, 40], seed=seed)
+        losses = [
+            run_world(job(mlp(seed=seed), strategy=strategy, epochs=4), data.shards())
+            .history[-1]
+            .loss
+            for strategy in (
+                GossipAveraging(2, mode, topology),
+                ParameterAveraging(2, average_optimizer_state=False),
+            )
+        ]
+        ratios.append(losses[0] / losses[1])
+    assert 0.8 < min(ratios) <= max(ratios) < 1.25
+    assert np.mean(ratios) == pytest.approx(1, abs=0.1)
+
+
+def test_a_killed_worker_is_skipped_and_comes_back(tmp_path: Path) -> None:
+    killed = job(KillsOnce(tmp_path, after=12), strategy=GossipAveraging(topology="ring"))
+    outcome = run_world(killed, DATA.shards(), ranks_as="processes")
+    assert len(os.listdir(tmp_path)) > 12
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    assert outcome.history[-1].loss < outcome.history[0].loss
+
+
+def test_who_is_not_there_is_skipped_at_once_and_tried_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(peers_module.time, "monotonic", lambda: now)
+    tried: list[int] = []
+
+    def reach(rank: int, silence_s: float) -> Connection:
+        tried.append(rank)
+        raise PeerAwayError("no route")
+
+    others = Peers(0, reach, Visitors())
+    for seconds in (0.0, 0.5, 0.9):
+        now = 100.0 + seconds
+        assert others.visit(1, lambda there: True) is None
+    assert tried == [1]
+    now = 101.1
+    assert others.visit(1, lambda there: True) is None
+    assert others.visit(2, lambda there: True) is None
+    assert tried == [1, 1, 2]
+
+
+def test_who_is_lost_in_the_middle_of_a_visit_is_called_again_when_it_is_back() -> None:
+    class Closable:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    connections = [Closable(), Closable()]
+    waiting = list(connections)
+    others = Peers(0, lambda rank, silence_s: waiting.pop(0), Visitors())  # type: ignore[arg-type, return-value]
+
+    def break_off(connection: object) -> bool:
+        raise ConnectionLostError("gone")
+
+    assert others.visit(1, break_off) is None
+    assert connections[0].closed
+    others._away_until.clear()
+    assert others.visit(1, lambda connection: connection is connections[1]) is True
+    others.close()
+    assert connections[1].closed
+
+
+class Slow(nn.Module):
+    """One rank takes long for each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, features: Tensor) -> Tensor:
+        if threading.current_thread().name == "sparkdl-rank-1":
+            time.sleep(0.35)
+        outputs: Tensor = self.net(features)
+        return outputs
+
+
+@pytest.mark.slow
+def test_an_epoch_may_be_longer_than_the_deadline() -> None:
+    """The driver hears of who trains, though no values come."""
+    data = classification([4, 80, 4])
+    given = job(Slow(), deadline_s=3.0, epochs=1, strategy=GossipAveraging(5))
+    outcome = run_world(given, data.shards())
+    assert outcome.history[0].examples == 88
+
+
+def test_it_goes_on_from_a_checkpoint_with_the_epochs_that_are_left(tmp_path: Path) -> None:
+    """Without a visit, for then two runs are the same."""
+    for strategy in (GossipAveraging(period=100), GossipAveraging(period=1)):
+        given = job(strategy=strategy, optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9))
+        whole = run_world(given, DATA.shards())
+        policy = CheckpointPolicy(path=str(tmp_path / str(strategy.period)))
+
+        def on_event(event: RunEvent) -> None:
+            if isinstance(event, EpochSummary) and event.epoch == 2:
+                raise Interrupted
+
+        with pytest.raises(Interrupted):
+            run_world(given, DATA.shards(), checkpoints=policy, on_event=on_event)
+        resumed = run_world(given, DATA.shards(), checkpoints=policy)
+        assert [row.examples for row in resumed.history] == [sum(SIZES)] * 3
+        assert same_bits(resumed, whole) or strategy.period == 1
+        assert resumed.history[-1].loss == pytest.approx(whole.history[-1].loss, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"period": 0}, "period"),
+        ({"period": True}, "period"),
+        ({"mode": "shout"}, "push, pull, push_pull"),
+        ({"topology": "star"}, "random, ring, exponential"),
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        GossipAveraging(**changes)
