@@ -35,17 +35,28 @@ LAYERS: list[tuple[str, ...]] = [
     ("errors",),
     ("version",),
 ]
-# The rooms of the layer spark, from top to bottom as well.
-ROOMS: list[tuple[str, ...]] = [
-    ("functions", "inference"),
-    ("launch",),
-    ("diagnostics", "modules"),
-    ("cluster", "rows", "session", "storage"),
-]
+# The rooms of some layers, from top to bottom as well.
+ROOMS: dict[str, list[tuple[str, ...]]] = {
+    "spark": [
+        ("functions", "inference"),
+        ("launch",),
+        ("diagnostics", "modules"),
+        ("cluster", "rows", "session", "storage"),
+    ],
+    "averager": [
+        ("client", "service"),
+        ("coordination",),
+        ("policies",),
+        ("messages", "values"),
+    ],
+}
 HEIGHT = {name: -row for row, names in enumerate(LAYERS) for name in names}
-FLOOR = {name: -row for row, names in enumerate(ROOMS) for name in names}
+FLOOR = {
+    layer: {name: -row for row, names in enumerate(rooms) for name in names}
+    for layer, rooms in ROOMS.items()
+}
 MODULES = sorted(ROOT.rglob("*.py"))
-SPARK_MODULES = sorted((ROOT / "spark").rglob("*.py"))
+MODULES_IN_ROOMS = sorted(path for layer in ROOMS for path in (ROOT / layer).rglob("*.py"))
 
 
 def layer_of(path: Path) -> str:
@@ -77,11 +88,13 @@ def sparkdl_layers_of(path: Path) -> set[str]:
 
 
 def room_of(path: Path) -> str:
-    return path.relative_to(ROOT / "spark").parts[0].removesuffix(".py")
+    return path.relative_to(ROOT).parts[1].removesuffix(".py")
 
 
 def rooms_imported_by(path: Path) -> set[str]:
-    return {name.split(".")[2] for name in imports_of(path) if name.startswith("sparkdl.spark.")}
+    """Of its own layer."""
+    layer = f"sparkdl.{layer_of(path)}."
+    return {name.split(".")[2] for name in imports_of(path) if name.startswith(layer)}
 
 
 def ids(path: Path) -> str:
@@ -104,18 +117,21 @@ def test_imports_point_down(path: Path) -> None:
         assert HEIGHT[imported] < below, f"{path} imports sparkdl.{imported}, which is not below"
 
 
-@pytest.mark.parametrize("path", SPARK_MODULES, ids=ids)
-def test_every_module_of_the_spark_layer_belongs_to_a_room(path: Path) -> None:
-    assert room_of(path) in {*FLOOR, "__init__"}
+@pytest.mark.parametrize("path", MODULES_IN_ROOMS, ids=ids)
+def test_every_module_of_a_layer_with_rooms_belongs_to_one(path: Path) -> None:
+    assert room_of(path) in {*FLOOR[layer_of(path)], "__init__"}
 
 
-@pytest.mark.parametrize("path", SPARK_MODULES, ids=ids)
-def test_imports_between_the_rooms_of_the_spark_layer_point_down(path: Path) -> None:
-    room = room_of(path)
+@pytest.mark.parametrize("path", MODULES_IN_ROOMS, ids=ids)
+def test_imports_between_the_rooms_of_a_layer_point_down(path: Path) -> None:
+    layer, room = layer_of(path), room_of(path)
+    if room == "__init__":
+        return  # the layer's face, imported by nobody inside it
+    floor = FLOOR[layer]
     for imported in rooms_imported_by(path) - {room}:
-        assert imported in FLOOR, f"{path} imports sparkdl.spark.{imported}"
-        assert FLOOR[imported] < FLOOR[room], (
-            f"{path} imports sparkdl.spark.{imported}, which is not below"
+        assert imported in floor, f"{path} imports sparkdl.{layer}.{imported}"
+        assert floor[imported] < floor[room], (
+            f"{path} imports sparkdl.{layer}.{imported}, which is not below"
         )
 
 
@@ -146,7 +162,7 @@ def test_the_reader_of_imports_sees_every_form(tmp_path: Path) -> None:
         "def f():",
         "    from pyspark.sql import functions",
     ]
-    path = ROOT / "feed" / "imaginary.py"
+    path = ROOT / "spark" / "imaginary.py"
     source = tmp_path / "imaginary.py"
     source.write_text("\n".join(lines))
 

@@ -1,6 +1,6 @@
 """The algorithms by which replicas agree, one a file; and what another one is made of."""
 
-from sparkdl.averager.coordination.round_policy import All, Nobody, RoundPolicy, RoundRobin
+from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy, RoundRobin
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions, ReplaceByMean
 from sparkdl.averager.values.packing import Packing
 from sparkdl.averager.values.wire_format import (

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sparkdl.averager.server import Averager
+from sparkdl.averager.service.server import Averager
 from sparkdl.checkpoint import storage
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Launch, Outcome, run

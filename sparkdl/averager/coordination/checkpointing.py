@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from sparkdl.averager import events as on
+from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.committed import CommittedProgress
 from sparkdl.averager.coordination.membership import Membership
 from sparkdl.errors import DeadlineError, SparkDLError

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from sparkdl.averager.kept import WorkerState
-from sparkdl.averager.progress import Position, Progress
+from sparkdl.averager.messages.progress import Position, Progress
+from sparkdl.averager.messages.worker_state import WorkerState
 from sparkdl.events import (
     EpochSummary,
     MetricValue,

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Set
 
 from sparkdl.averager.coordination.committed import CommittedProgress
+from sparkdl.averager.coordination.events import Member, WindowClosed
 from sparkdl.averager.coordination.gathers import Gathers
 from sparkdl.averager.coordination.membership import Membership
 from sparkdl.averager.coordination.round import Round
-from sparkdl.averager.events import Member, WindowClosed
 from sparkdl.errors import ModelError, TrainingError
 
 ONE_LAST_WINDOW = (

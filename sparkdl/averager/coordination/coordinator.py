@@ -26,29 +26,29 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from sparkdl.averager import decisions as do
-from sparkdl.averager import events as on
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.checkpointing import Checkpointing, Schedule
 from sparkdl.averager.coordination.committed import CommittedProgress
 from sparkdl.averager.coordination.conduct import Conduct
+from sparkdl.averager.coordination.decisions import Decision
 from sparkdl.averager.coordination.epoch_losses import EpochLosses
+from sparkdl.averager.coordination.events import Event, Member
 from sparkdl.averager.coordination.gathers import Gathers
 from sparkdl.averager.coordination.lateness import Lateness
 from sparkdl.averager.coordination.membership import FencedError, Membership, Tolerance
 from sparkdl.averager.coordination.round import Loss, Round
-from sparkdl.averager.coordination.round_policy import All, RoundPolicy
 from sparkdl.averager.coordination.shards import Shards
-from sparkdl.averager.decisions import Decision
-from sparkdl.averager.events import Event, Member
-from sparkdl.averager.kept import WorkerState
-from sparkdl.averager.progress import Position, Progress
-from sparkdl.averager.run_events import (
+from sparkdl.averager.messages.progress import Position, Progress
+from sparkdl.averager.messages.run_events import (
     CheckpointSaved,
     NewRows,
     RoundCommitted,
     RunEvent,
     WorkerLost,
 )
+from sparkdl.averager.messages.worker_state import WorkerState
+from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.events import WindowReport

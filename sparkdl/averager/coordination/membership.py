@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sparkdl.averager.events import Member
+from sparkdl.averager.coordination.events import Member
 from sparkdl.errors import StoppedError, TrainingError, WorkerLostError
 
 STRAGGLER_S = 15.0

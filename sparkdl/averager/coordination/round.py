@@ -26,8 +26,8 @@ from collections import deque
 from collections.abc import Iterable
 from enum import Enum, auto
 
-from sparkdl.averager.coordination.round_policy import All, RoundPolicy
-from sparkdl.averager.events import Member, WindowClosed
+from sparkdl.averager.coordination.events import Member, WindowClosed
+from sparkdl.averager.policies.round_policy import All, RoundPolicy
 
 
 class Loss(Enum):

@@ -16,12 +16,12 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from sparkdl.averager import decisions as do
-from sparkdl.averager import events as on
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Tolerance
-from sparkdl.averager.kept import WorkerState
-from sparkdl.averager.progress import Position, Progress
+from sparkdl.averager.messages.progress import Position, Progress
+from sparkdl.averager.messages.worker_state import WorkerState
 from sparkdl.errors import PreemptedError, SparkDLError, WorkerLostError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics import DataStatistics

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from sparkdl.averager.progress import Position
+from sparkdl.averager.messages.progress import Position
 from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.testing.simulation.clock import Clock
 from sparkdl.testing.simulation.plan import Plan

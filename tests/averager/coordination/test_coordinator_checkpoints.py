@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from decisions import Every, Run, only, shard, started
 
-from sparkdl.averager import decisions as do
-from sparkdl.averager import events as on
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
 from sparkdl.errors import DeadlineError, PreemptedError, TrainingError
 
 

@@ -8,10 +8,10 @@ import pytest
 from decisions import Every, Run, commit, expect_failure, only, report, shard
 from decisions import started as started_with
 
-from sparkdl.averager import decisions as do
-from sparkdl.averager import events as on
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
+from sparkdl.averager.coordination.events import Member
 from sparkdl.averager.coordination.membership import STRAGGLER_S, STRAGGLER_WINDOWS
-from sparkdl.averager.events import Member
 from sparkdl.errors import DataError, DeadlineError, WorkerLostError
 from sparkdl.events import ValidationReport
 

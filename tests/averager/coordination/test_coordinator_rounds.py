@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from decisions import Run, commit, expect_failure, only, report, started
 
-from sparkdl.averager import decisions as do
-from sparkdl.averager import events as on
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
 from sparkdl.errors import DeadlineError, TrainingError
 from sparkdl.events import EpochSummary, ValidationReport
 

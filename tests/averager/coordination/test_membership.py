@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sparkdl.averager.coordination.events import Member
 from sparkdl.averager.coordination.membership import (
     GAP_TICKS,
     STRAGGLER_S,
@@ -12,7 +13,6 @@ from sparkdl.averager.coordination.membership import (
     Membership,
     Tolerance,
 )
-from sparkdl.averager.events import Member
 from sparkdl.errors import TrainingError, WorkerLostError
 
 
