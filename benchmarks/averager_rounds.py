@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from round_processes import RoundProcesses
 
-from sparkdl.averager.client import AveragerClient
-from sparkdl.averager.server import Averager
+from sparkdl.averager.client.client import AveragerClient
+from sparkdl.averager.service.server import Averager
 from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics import ShardStatistics

@@ -105,7 +105,7 @@ def measure(workers: int, numel: int, repeats: int) -> dict[str, float]:
     """Rounds of one size, in this process; see ``main`` for what is returned."""
     import torch
 
-    from sparkdl.averager.server import Averager
+    from sparkdl.averager.service.server import Averager
     from sparkdl.averager.values.wire_format import FullPrecision
     from sparkdl.protocols import Segment
 
@@ -180,7 +180,7 @@ def take_part(rank: int, numel: int, address: Any, rounds: int, seconds: Any) ->
     """One worker: rounds one behind the other."""
     import torch
 
-    from sparkdl.averager.client import AveragerClient
+    from sparkdl.averager.client.client import AveragerClient
     from sparkdl.averager.values.wire_format import FullPrecision
     from sparkdl.events import WindowReport
     from sparkdl.feed.statistics import ShardStatistics

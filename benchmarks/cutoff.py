@@ -18,12 +18,12 @@ from functools import partial
 import harness
 import numpy as np
 
-from sparkdl.averager import decisions as do
-from sparkdl.averager import events as on
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.coordination.cutoff import BackupWorkers, PredictedCutoff
-from sparkdl.averager.coordination.round_policy import All, RoundPolicy
-from sparkdl.averager.coordination.run_times import RunTimes, best_cutoff
+from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
+from sparkdl.averager.policies.round_policy import All, RoundPolicy
+from sparkdl.averager.policies.run_times import RunTimes, best_cutoff
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics import ShardStatistics
 

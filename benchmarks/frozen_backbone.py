@@ -18,8 +18,8 @@ import torch
 from round_processes import RoundProcesses
 from torch import nn
 
-from sparkdl.averager.client import AveragerClient
-from sparkdl.averager.server import Averager
+from sparkdl.averager.client.client import AveragerClient
+from sparkdl.averager.service.server import Averager
 from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.driver import build_replica, initial_center
 from sparkdl.events import WindowReport

@@ -31,7 +31,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from sparkdl.averager.server import Averager
+from sparkdl.averager.service.server import Averager
 from sparkdl.callbacks import Callback, Training
 from sparkdl.collective import Network
 from sparkdl.driver import first_replica, run

@@ -19,11 +19,11 @@ from typing import TypeVar
 import harness
 import numpy as np
 
-from sparkdl.averager import decisions as do
-from sparkdl.averager import events as on
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.coordination.round_policy import RoundPolicy
-from sparkdl.averager.progress import Position
+from sparkdl.averager.messages.progress import Position
+from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics import ShardStatistics
 from sparkdl.strategies import ASP, BSP, PBSP, PSSP, SSP, Barrier

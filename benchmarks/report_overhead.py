@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from sparkdl import ParameterAveraging
-from sparkdl.averager.run_events import RunEvent, WorkerTimes
-from sparkdl.averager.time_reports import TimeReports
+from sparkdl.averager.client.time_reports import TimeReports
+from sparkdl.averager.messages.run_events import RunEvent, WorkerTimes
 from sparkdl.events import EpochSummary
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.phases import PhaseClock

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from toys import Data, classification, make_job, mlp
 
 from sparkdl.averager import Averager
-from sparkdl.averager.run_events import WorkersRestarted
+from sparkdl.averager.messages.run_events import WorkersRestarted
 from sparkdl.callbacks import Callback, Training
 from sparkdl.callbacks.base import Calls
 from sparkdl.driver import Launch, Outcome, as_builder, run

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from sparkdl.averager import Averager
-from sparkdl.averager.run_events import RunEvent as Event
+from sparkdl.averager.messages.run_events import RunEvent as Event
 from sparkdl.driver import as_builder
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.shuffle import permutation

@@ -17,10 +17,10 @@ import torch
 from fuzzing.calling import Call, Message, Place, Said, any_way, dialogue
 from fuzzing.loop import Fault, Target, require_threads_gone
 from sparkdl.averager.coordination.membership import Tolerance
-from sparkdl.averager.headers import window_header
-from sparkdl.averager.run_events import NewRows
-from sparkdl.averager.saving import CheckpointPlan
-from sparkdl.averager.server import Averager
+from sparkdl.averager.messages.headers import window_header
+from sparkdl.averager.messages.run_events import NewRows
+from sparkdl.averager.service.saving import CheckpointPlan
+from sparkdl.averager.service.server import Averager
 from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision, WireFormat
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import SparkDLError, TrainingError
@@ -62,10 +62,12 @@ class AveragerTarget(Target):
         "transport/channel.py",
         "transport/framing.py",
         "transport/streams.py",
-        "averager/headers.py",
-        "averager/conversation.py",
+        "averager/messages/headers.py",
+        "averager/service/conversation.py",
         "averager/coordination/coordinator.py",
-        "averager/loop.py",
+        "averager/coordination/arrivals.py",
+        "averager/coordination/round_decisions.py",
+        "averager/service/loop.py",
         "transport/service.py",
         "averager/coordination/membership.py",
         "averager/coordination/round.py",
@@ -73,8 +75,8 @@ class AveragerTarget(Target):
         "averager/coordination/gathers.py",
         "averager/coordination/shards.py",
         "averager/coordination/committed.py",
-        "averager/saving.py",
-        "averager/server.py",
+        "averager/service/saving.py",
+        "averager/service/server.py",
         "events.py",
     )
 

@@ -20,8 +20,8 @@ from fuzzing.averager import _memory
 from fuzzing.loop import Fault, Target
 from fuzzing.mutation import ODD, as_text, mutated, mutated_bytes, number_of_changes
 from fuzzing.tensors import mutated_file
-from sparkdl.averager.progress import Position, Progress
-from sparkdl.averager.saving import CENTER, Resumed, worker_state_file
+from sparkdl.averager.messages.progress import Position, Progress
+from sparkdl.averager.service.saving import CENTER, Resumed, worker_state_file
 from sparkdl.checkpoint.policy import require_same
 from sparkdl.checkpoint.state_files import STATE_FILE, load_state, save_state
 from sparkdl.checkpoint.storage import MANIFEST, CheckpointStore, SavedCheckpoint
@@ -176,7 +176,7 @@ class ManifestTarget(_Stored):
     """What a manifest says; whoever can write there can make its checksum right."""
 
     name = "manifest"
-    reads = ("checkpoint/storage.py", "averager/progress.py")
+    reads = ("checkpoint/storage.py", "averager/messages/progress.py")
 
     def attempt(self, draw: random.Random) -> bool:
         """One manifest, and everything that is then done with the checkpoint."""
@@ -219,7 +219,7 @@ class CheckpointTarget(_Stored):
     """A checkpoint that is whole by its checksums, and wrong in what it holds."""
 
     name = "checkpoint"
-    reads = ("averager/progress.py", "checkpoint/policy.py", "driver/identity.py")
+    reads = ("averager/messages/progress.py", "checkpoint/policy.py", "driver/identity.py")
 
     def attempt(self, draw: random.Random) -> bool:
         """One checkpoint."""

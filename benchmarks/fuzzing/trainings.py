@@ -20,7 +20,7 @@ from fuzzing.averager import _memory, _secrets
 from fuzzing.calling import REFUSALS, Place
 from fuzzing.handshake import call
 from fuzzing.loop import Fault, Target
-from sparkdl.averager.server import Averager
+from sparkdl.averager.service.server import Averager
 from sparkdl.driver import Outcome, run
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.protocols import ColumnSpec

@@ -1,7 +1,7 @@
 """The driver's side of averaging, and the workers' way to it."""
 
-from sparkdl.averager.client import AveragerClient
-from sparkdl.averager.server import Averager
+from sparkdl.averager.client.client import AveragerClient
+from sparkdl.averager.service.server import Averager
 from sparkdl.transport.address import ServiceAddress
 
 __all__ = ["Averager", "AveragerClient", "ServiceAddress"]

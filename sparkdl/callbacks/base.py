@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from sparkdl.averager.run_events import (
+from sparkdl.averager.messages.run_events import (
     CheckpointSaved,
     EpochValidated,
     RoundCommitted,

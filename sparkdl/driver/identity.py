@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sparkdl.averager.saving import Resumed
+from sparkdl.averager.service.saving import Resumed
 from sparkdl.checkpoint.identity import describe, describe_model, describe_optimizer, text_of
 from sparkdl.checkpoint.policy import difference, refuse
 from sparkdl.errors import CheckpointError

@@ -6,9 +6,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from sparkdl.averager.kept import KeptModel
-from sparkdl.averager.progress import Progress
-from sparkdl.averager.saving import CheckpointPlan
+from sparkdl.averager.messages.progress import Progress
+from sparkdl.averager.service.kept_model import KeptModel
+from sparkdl.averager.service.saving import CheckpointPlan
 from sparkdl.callbacks.base import Training
 from sparkdl.driver.measuring import Measuring
 from sparkdl.protocols import Layout

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from sparkdl.averager.saving import CheckpointPlan, Resumed
-from sparkdl.averager.server import Averager
+from sparkdl.averager.service.saving import CheckpointPlan, Resumed
+from sparkdl.averager.service.server import Averager
 from sparkdl.checkpoint.policy import CheckpointPolicy, require_same
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver.identity import has_ended, require_progress

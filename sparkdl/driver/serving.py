@@ -9,16 +9,16 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from sparkdl.averager.run_events import (
+from sparkdl.averager.messages.run_events import (
     EpochCounted,
     EpochValidated,
     NewRows,
     RoundCommitted,
     TimePassed,
 )
-from sparkdl.averager.run_events import RunEvent as Event
-from sparkdl.averager.saving import Resumed
-from sparkdl.averager.server import Averager
+from sparkdl.averager.messages.run_events import RunEvent as Event
+from sparkdl.averager.service.saving import Resumed
+from sparkdl.averager.service.server import Averager
 from sparkdl.callbacks.base import Callback, Calls, Training
 from sparkdl.driver.identity import has_ended, require_same_rows
 from sparkdl.driver.measuring import Measuring

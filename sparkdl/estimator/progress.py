@@ -9,8 +9,8 @@ from typing import Any
 
 from tqdm import TqdmWarning
 
-from sparkdl.averager.run_events import RunEvent as Event
-from sparkdl.averager.run_events import WorkersRestarted, WorkerTimes
+from sparkdl.averager.messages.run_events import RunEvent as Event
+from sparkdl.averager.messages.run_events import WorkersRestarted, WorkerTimes
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics import DataStatistics
 from sparkdl.phases import COMPUTE, DECODE, PHASES

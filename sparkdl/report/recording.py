@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sparkdl.averager.run_events import (
+from sparkdl.averager.messages.run_events import (
     EpochValidated,
     RunEvent,
     WorkerLost,

@@ -4,7 +4,7 @@
 ``compression`` and ``kfac``), ``asynchronous``, ``elastic``, ``gossip``, ``outer``, ``threshold``.
 """
 
-from sparkdl.averager.coordination.round_policy import All, Nobody, RoundPolicy, RoundRobin
+from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy, RoundRobin
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions, ReplaceByMean
 from sparkdl.averager.values.packing import Packing
 from sparkdl.averager.values.wire_format import (

@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from sparkdl.averager.coordination.round_policy import All, RoundPolicy
-from sparkdl.averager.progress import Position
+from sparkdl.averager.messages.progress import Position
+from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, ReplaceByMean
 from sparkdl.averager.values.wire_format import WireFormat
 from sparkdl.collective import Collective

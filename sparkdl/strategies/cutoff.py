@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from sparkdl.averager.coordination.cutoff import BackupWorkers, PredictedCutoff
-from sparkdl.averager.coordination.round_policy import All, RoundPolicy
+from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
+from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.errors import ConfigError
 
 Cutoff = Literal["none", "predicted"] | int

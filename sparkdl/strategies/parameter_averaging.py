@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from sparkdl.averager.coordination.round_policy import RoundPolicy
+from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.wire_format import WIRE_FORMATS, ParameterChanges, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch

@@ -18,8 +18,8 @@ import cloudpickle
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.averager.run_events import RunEvent as Event
-from sparkdl.averager.server import Averager
+from sparkdl.averager.messages.run_events import RunEvent as Event
+from sparkdl.averager.service.server import Averager
 from sparkdl.callbacks import Callback
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.collective import Network

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import pyarrow as pa
 import torch
 
-from sparkdl.averager.client import AveragerClient
+from sparkdl.averager.client.client import AveragerClient
 from sparkdl.errors import CollectiveError, DeadlineError, DisconnectedError, StoppedError
 from sparkdl.phases import PhaseClock
 from sparkdl.process.randomness import borrowed_random_numbers

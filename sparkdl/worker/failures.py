@@ -6,8 +6,8 @@ import logging
 
 import torch
 
-from sparkdl.averager.headers import failure_header
-from sparkdl.averager.worker_channel import WorkerChannel
+from sparkdl.averager.client.worker_channel import WorkerChannel
+from sparkdl.averager.messages.headers import failure_header
 from sparkdl.errors import (
     DeadlineError,
     DisconnectedError,

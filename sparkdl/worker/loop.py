@@ -20,8 +20,8 @@ from typing import Any
 import pyarrow as pa
 from torch import Tensor
 
-from sparkdl.averager.client import AveragerClient
-from sparkdl.averager.progress import Position
+from sparkdl.averager.client.client import AveragerClient
+from sparkdl.averager.messages.progress import Position
 from sparkdl.checkpoint.worker_state import unpack_worker_state
 from sparkdl.errors import DisconnectedError, TrainingError
 from sparkdl.events import ValidationReport

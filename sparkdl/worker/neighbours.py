@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from sparkdl.averager.client import AveragerClient
+from sparkdl.averager.client.client import AveragerClient
 from sparkdl.collective import Collective, join_collective
 from sparkdl.collective.network import local_address
 from sparkdl.collective.peers import PeerAwayError, Peers, Visitors

@@ -13,7 +13,7 @@ from toys import drive
 
 from sparkdl.averager import Averager, AveragerClient
 from sparkdl.averager.coordination.membership import Tolerance
-from sparkdl.averager.run_events import RunEvent as Event
+from sparkdl.averager.messages.run_events import RunEvent as Event
 from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics import ShardStatistics

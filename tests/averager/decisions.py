@@ -7,14 +7,14 @@ from typing import Any, TypeVar
 
 import pytest
 
-from sparkdl.averager import decisions as do
-from sparkdl.averager import events as on
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator, Schedule
+from sparkdl.averager.coordination.decisions import Decision
+from sparkdl.averager.coordination.events import Event, Member
 from sparkdl.averager.coordination.membership import Tolerance
-from sparkdl.averager.coordination.round_policy import RoundPolicy
-from sparkdl.averager.decisions import Decision
-from sparkdl.averager.events import Event, Member
-from sparkdl.averager.progress import Progress
+from sparkdl.averager.messages.progress import Progress
+from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError
 from sparkdl.events import WindowReport

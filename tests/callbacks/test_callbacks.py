@@ -14,7 +14,7 @@ import pytest
 import torch
 from toys import classification, make_job, mlp, schema
 
-from sparkdl.averager.run_events import RoundCommitted
+from sparkdl.averager.messages.run_events import RoundCommitted
 from sparkdl.callbacks import Callback, EarlyStopping, ModelCheckpoint, TimeBudget, Training
 from sparkdl.callbacks.base import Calls
 from sparkdl.checkpoint.policy import CheckpointPolicy

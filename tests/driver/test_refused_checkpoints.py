@@ -14,8 +14,8 @@ import torch
 from interruptions import OPTIMIZERS, policy
 from toys import classification, cnn, make_job, mlp, schema
 
-from sparkdl.averager.progress import Progress
-from sparkdl.averager.saving import Resumed
+from sparkdl.averager.messages.progress import Progress
+from sparkdl.averager.service.saving import Resumed
 from sparkdl.checkpoint.local_files import LocalFiles
 from sparkdl.checkpoint.state_files import save_state
 from sparkdl.checkpoint.storage import CheckpointStore

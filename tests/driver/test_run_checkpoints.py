@@ -16,7 +16,7 @@ from toys import classification, make_job, mlp
 
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.checkpointing import Checkpointing
-from sparkdl.averager.loop import Loop
+from sparkdl.averager.service.loop import Loop
 from sparkdl.callbacks import Callback, Training
 from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint, _Checksummed
 from sparkdl.driver import run
@@ -226,7 +226,7 @@ def test_a_center_is_saved_beside_a_writer_that_is_not_done(
 
     monkeypatch.setattr(PendingCheckpoint, "publish", slow)
     monkeypatch.setattr(Averager, "save_center", then_let_it_go_on)
-    monkeypatch.setattr("sparkdl.averager.loop.CLOSE_S", 0.2)
+    monkeypatch.setattr("sparkdl.averager.service.loop.CLOSE_S", 0.2)
     monkeypatch.setattr("sparkdl.driver.resuming.SIGTERM_S", 0.2)
     job, data = make_job(mlp(), epochs=9), classification([12])
     with pytest.raises(SystemExit):

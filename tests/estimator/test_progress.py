@@ -6,7 +6,7 @@ import pytest
 from frames import estimator, frame
 from pyspark.sql import SparkSession
 
-from sparkdl.averager.run_events import WorkerTimes
+from sparkdl.averager.messages.run_events import WorkerTimes
 from sparkdl.errors import DataError, TrainingError
 from sparkdl.estimator import progress
 from sparkdl.estimator.progress import ProgressBar

@@ -169,7 +169,7 @@ def test_a_resumed_training_has_the_same_ones(tmp_path: Path) -> None:
 def test_a_worker_that_is_lost_while_others_wait_counts_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from sparkdl.averager.client import AveragerClient
+    from sparkdl.averager.client.client import AveragerClient
 
     job, shards = measured_job(epochs=3, max_failures=3)
     straight = run_world(job, shards)
@@ -297,7 +297,7 @@ def test_errors_of_a_metric_name_it() -> None:
 def test_more_than_the_driver_takes_is_refused_with_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sparkdl.averager.headers.MAX_STATES_BYTES", 300)
+    monkeypatch.setattr("sparkdl.averager.messages.headers.MAX_STATES_BYTES", 300)
     job, shards = measured_job()
     with pytest.raises(WorkerError, match=r"each of 3 may send 100 .* thresholds=200"):
         run_world(job, shards)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparkdl.averager.run_events import WorkerTimes
+from sparkdl.averager.messages.run_events import WorkerTimes
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics import DataStatistics
 from sparkdl.phases import PHASES, PhaseTimes

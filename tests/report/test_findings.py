@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from recordings import Play, Played
 
-from sparkdl.averager.run_events import WorkerLost
+from sparkdl.averager.messages.run_events import WorkerLost
 from sparkdl.report.findings import findings, slowest
 
 

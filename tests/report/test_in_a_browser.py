@@ -9,7 +9,7 @@ import pytest
 from browser import Browser, chromium, opened
 from recordings import Play, busy_world
 
-from sparkdl.averager.run_events import WorkerLost
+from sparkdl.averager.messages.run_events import WorkerLost
 from sparkdl.report.page import save_report
 
 PROGRAM = chromium()

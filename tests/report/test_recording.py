@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recordings import Play, busy_world
 
-from sparkdl.averager.run_events import EpochValidated, WorkerLost, WorkersRestarted, WorkerTimes
+from sparkdl.averager.messages.run_events import (
+    EpochValidated,
+    WorkerLost,
+    WorkersRestarted,
+    WorkerTimes,
+)
 from sparkdl.events import EpochSummary
 from sparkdl.phases import PHASES, PhaseTimes
 from sparkdl.report.recording import FAILURES, LANES

@@ -19,7 +19,7 @@ import pytest
 import torch
 from toys import classification, make_job, mlp, schema
 
-from sparkdl.averager.client import AveragerClient
+from sparkdl.averager.client.client import AveragerClient
 from sparkdl.events import ValidationReport
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.feed.shuffle import HELD_OUT

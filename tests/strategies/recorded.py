@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sparkdl.averager import decisions as do
-from sparkdl.averager import events as on
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
 
 

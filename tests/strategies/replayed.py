@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from toys import Data, batches_by_hand, mlp
 
-from sparkdl.averager import decisions as do
+from sparkdl.averager.coordination import decisions as do
 from sparkdl.events import WindowReport
 
 

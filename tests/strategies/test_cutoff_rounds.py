@@ -17,7 +17,7 @@ from replayed import ByHand, HeavyBall
 from torch import nn
 from toys import classification, make_job, mlp, relative_error, sgd_on_union
 
-from sparkdl.averager.coordination.round_policy import All
+from sparkdl.averager.policies.round_policy import All
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.checkpoint.object_spec import load_object, save_object

@@ -27,8 +27,8 @@ from toys import (
 )
 
 from sparkdl.averager import Averager, AveragerClient, ServiceAddress
-from sparkdl.averager.run_events import RunEvent as Event
-from sparkdl.averager.run_events import WorkerTimes
+from sparkdl.averager.messages.run_events import RunEvent as Event
+from sparkdl.averager.messages.run_events import WorkerTimes
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics import DataStatistics, ShardStatistics

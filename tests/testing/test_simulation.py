@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.averager import decisions as do
-from sparkdl.averager import events as on
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import FencedError
 from sparkdl.testing.simulation import (
@@ -84,7 +84,7 @@ def test_no_list_of_faults_that_a_run_survives_ends_it(plan: Plan) -> None:
 
 
 class AsksWhoComesBack(Coordinator):
-    """Waits for the worker state of who is let in behind a checkpoint's commit, and asks nobody."""
+    """Waits for the worker state of who is let in after a checkpoint's commit, and asks nobody."""
 
     def _save_if_due(self, windows: Iterable[on.WindowClosed]) -> bool:
         saves = super()._save_if_due(windows)

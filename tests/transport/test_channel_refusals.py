@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire import channel_over, receive_all, values
 
-from sparkdl.averager.headers import failure_header, raise_reported_failure
+from sparkdl.averager.messages.headers import failure_header, raise_reported_failure
 from sparkdl.errors import CollectiveError, TrainingError, WorkerError
 from sparkdl.transport.channel import HEADER, Conversation, LeftError
 from sparkdl.transport.framing import MAX_HEADER_BYTES, header_message, values_prefix

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sparkdl.averager.client import AveragerClient
+from sparkdl.averager.client.client import AveragerClient
 from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.errors import DisconnectedError
 from sparkdl.transport.address import ServiceAddress

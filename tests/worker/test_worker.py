@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from toys import classification, make_job, mlp
 
 from sparkdl.averager import Averager, ServiceAddress
-from sparkdl.averager.progress import Position
+from sparkdl.averager.messages.progress import Position
 from sparkdl.driver import run
 from sparkdl.errors import (
     DataError,

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from sparkdl.averager.kept import WorkerState
-from sparkdl.averager.progress import Position, Progress
+from sparkdl.averager.messages.progress import Position, Progress
+from sparkdl.averager.messages.worker_state import WorkerState
 from sparkdl.events import (
     EpochSummary,
     MetricValue,
@@ -29,9 +29,10 @@ class CommittedProgress:
     Attributes:
         round: rounds committed in this run.
         epoch: the epoch that is under way, counted from 1.
-        positions: where each rank goes on, by rank.
+        positions: where each rank continues, by rank.
         kept: of each rank, what it sent with its last committed window to be kept; with position
-            and center the worker goes on exactly as it would have.
+            and center the worker continues exactly as it would have.
+        commit_wanted: whether the driver wants a commit before the epoch ends; until there is one.
     """
 
     def __init__(self, progress: Progress, kept: Mapping[int, WorkerState], now: float) -> None:
@@ -40,6 +41,7 @@ class CommittedProgress:
         self.positions = list(progress.positions)
         self._history = list(progress.history)
         self.kept = dict(kept)
+        self.commit_wanted = False
         self._reports = list(progress.reports)
         self._first_round = -progress.rounds
         # By epoch and rank; which epochs' summaries do not have them yet.
@@ -75,6 +77,7 @@ class CommittedProgress:
             kept: what is to be kept of the ranks that sent something.
         """
         self.round += 1
+        self.commit_wanted = False
         self.kept |= kept
         for report in windows:
             self.positions[report.rank] = Position.after(report)
@@ -158,7 +161,7 @@ class CommittedProgress:
         return tuple(self._history)
 
     def progress(self) -> Progress:
-        """How far the training has come, to go on from."""
+        """How far the training has come, to continue from."""
         return Progress(
             epoch=self.epoch,
             rounds=self.round - self._first_round,

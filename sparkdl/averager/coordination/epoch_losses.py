@@ -7,12 +7,12 @@ for good: with held-out rows, once every rank has validated.
 
 from __future__ import annotations
 
-from sparkdl.averager import decisions as do
-from sparkdl.averager import events as on
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.committed import CommittedProgress
+from sparkdl.averager.coordination.decisions import Decision
 from sparkdl.averager.coordination.shards import Shards
-from sparkdl.averager.decisions import Decision
-from sparkdl.averager.run_events import EpochCounted, EpochValidated
+from sparkdl.averager.messages.run_events import EpochCounted, EpochValidated
 from sparkdl.errors import TrainingError
 from sparkdl.events import EpochSummary
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from sparkdl.averager.headers import read_statistics, shard_header
+from sparkdl.averager.messages.headers import read_statistics, shard_header
 from sparkdl.errors import StoppedError, TrainingError
 from sparkdl.feed.statistics import DataStatistics, ShardStatistics
 from sparkdl.spark.diagnostics.output import Output

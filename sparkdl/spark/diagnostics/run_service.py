@@ -32,7 +32,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, NoReturn
 
-from sparkdl.averager.headers import read_gather, read_shard, statistics_header
+from sparkdl.averager.messages.headers import read_gather, read_shard, statistics_header
 from sparkdl.checkpoint.storage import OpenElsewhere
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerLostError
 from sparkdl.feed.statistics import DataStatistics, ShardStatistics

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from py4j.protocol import Py4JError
 from pyspark import SparkContext
 
-from sparkdl.averager.server import Averager
+from sparkdl.averager.service.server import Averager
 from sparkdl.errors import CollectiveError, DeadlineError
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.diagnostics.stacks import Stacks

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from pyspark import cloudpickle as spark_cloudpickle
 
-from sparkdl.averager.server import Averager
+from sparkdl.averager.service.server import Averager
 from sparkdl.driver import Launch
 from sparkdl.errors import (
     DataError,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparkdl.averager.coordination.round_policy import Nobody, RoundPolicy
+from sparkdl.averager.policies.round_policy import Nobody, RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.errors import ConfigError
 from sparkdl.strategies.asynchronous.base import ContributesChanges

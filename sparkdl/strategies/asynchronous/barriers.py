@@ -28,8 +28,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
-from sparkdl.averager.coordination.round_policy import All, Nobody, RoundPolicy
-from sparkdl.averager.progress import Position
+from sparkdl.averager.messages.progress import Position
+from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy
 from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
 

@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from sparkdl.averager.coordination.round_policy import All, Nobody, RoundPolicy, RoundRobin
+from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy, RoundRobin
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions, ReplaceByMean
 from sparkdl.averager.values.wire_format import Changes, FullPrecision, WireFormat
 from sparkdl.errors import ConfigError

@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from sparkdl.averager.coordination.round_policy import RoundPolicy
+from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.averager.values.wire_format import NARROW_FORMATS, ParameterChanges, WireFormat
 from sparkdl.errors import ConfigError

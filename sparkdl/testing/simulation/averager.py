@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from sparkdl.averager import decisions as do
-from sparkdl.averager import events as on
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.events import Member
-from sparkdl.averager.progress import Position, Progress
+from sparkdl.averager.coordination.events import Member
+from sparkdl.averager.messages.progress import Position, Progress
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError
 from sparkdl.events import EpochSummary, WindowReport
@@ -194,7 +194,7 @@ class Averager:
 
     def _tick(self) -> None:
         if self._clock.now < self._paused_until:
-            # Behind everything that has arrived meanwhile.
+            # After everything that has arrived meanwhile.
             self._clock.at(self._paused_until + 1e-6, self._tick)
             return
         self._clock.after(self.coordinator.members.tick_s, self._tick)

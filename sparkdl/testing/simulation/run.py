@@ -16,12 +16,12 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from sparkdl.averager import decisions as do
-from sparkdl.averager import events as on
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Tolerance
-from sparkdl.averager.kept import WorkerState
-from sparkdl.averager.progress import Position, Progress
+from sparkdl.averager.messages.progress import Position, Progress
+from sparkdl.averager.messages.worker_state import WorkerState
 from sparkdl.errors import PreemptedError, SparkDLError, WorkerLostError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics import DataStatistics
@@ -243,7 +243,7 @@ class _Simulation:
             worker.strike(restart_s=None, noticed_after_s=fault.seconds)
         elif fault.kind is Kind.KILL:
             if self._plan.max_failures == 0 and not self._averager.knows(fault.rank):
-                # Nobody but Spark hears of it, and the job fails.
+                # Nobody but Spark notices, and the job fails.
                 self._averager.tell(on.Failed(WorkerLostError("a task has failed")))
             worker.strike(restart_s=fault.seconds)
         elif fault.kind is Kind.TWIN:
@@ -320,7 +320,7 @@ class _Simulation:
             trains = window.examples > 0
             expected = before.epoch, before.step_of_epoch + trains
             if (window.epoch, window.step_of_epoch) != expected:
-                raise Violation(f"{window} was committed behind {before}")
+                raise Violation(f"{window} was committed after {before}")
             self._positions[window.rank] = Position.after(window)
             self._examples += window.examples
             self._through |= {window.rank} if window.last else set()

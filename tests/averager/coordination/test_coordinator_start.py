@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from decisions import Run, commit, expect_failure, only, report, shard, started
 
-from sparkdl.averager import decisions as do
-from sparkdl.averager import events as on
-from sparkdl.averager.events import Member
-from sparkdl.averager.progress import Position, Progress
-from sparkdl.averager.run_events import NewRows
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
+from sparkdl.averager.coordination.events import Member
+from sparkdl.averager.messages.progress import Position, Progress
+from sparkdl.averager.messages.run_events import NewRows
 from sparkdl.errors import DeadlineError, ModelError, StoppedError, TrainingError
 from sparkdl.events import ValidationReport
 from sparkdl.feed.statistics import ColumnStatistics, DataStatistics, ShardStatistics

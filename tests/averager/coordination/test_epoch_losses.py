@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from decisions import Run, expect_failure, only, started
 
-from sparkdl.averager import decisions as do
-from sparkdl.averager import events as on
-from sparkdl.averager.headers import read_epoch_losses
-from sparkdl.averager.progress import Position, Progress
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
+from sparkdl.averager.messages.headers import read_epoch_losses
+from sparkdl.averager.messages.progress import Position, Progress
 from sparkdl.errors import DeadlineError, TrainingError
 from sparkdl.events import EpochSummary, ValidationReport
 from sparkdl.feed.statistics import ShardStatistics

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from decisions import report
 
+from sparkdl.averager.coordination.events import Member, WindowClosed
 from sparkdl.averager.coordination.round import Loss, Round
-from sparkdl.averager.events import Member, WindowClosed
 
 
 def admitted(world_size: int) -> Round:

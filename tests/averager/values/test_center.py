@@ -10,7 +10,7 @@ from decisions import Run, only, started
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from sparkdl.averager import decisions as do
+from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision, WireFormat

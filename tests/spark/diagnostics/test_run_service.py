@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from services import run_of
 
-from sparkdl.averager import headers
+from sparkdl.averager.messages import headers
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerError, WorkerLostError
 from sparkdl.feed.statistics import ColumnStatistics, DataStatistics, ShardStatistics
 from sparkdl.spark.diagnostics.console import Attendee

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from toys import batches_by_hand, classification, make_job, mlp
 
-from sparkdl.averager.headers import read_window, window_header
-from sparkdl.averager.progress import Progress
+from sparkdl.averager.messages.headers import read_window, window_header
+from sparkdl.averager.messages.progress import Progress
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import WindowReport, summarize_epoch
 from sparkdl.report.history import metrics_of

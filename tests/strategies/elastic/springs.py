@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from toys import batches_by_hand, classification, make_job, mlp
 
-from sparkdl.averager import decisions as do
+from sparkdl.averager.coordination import decisions as do
 from sparkdl.events import WindowReport
 from sparkdl.strategies import ElasticAveraging, Run
 from sparkdl.worker import Job

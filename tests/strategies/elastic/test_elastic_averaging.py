@@ -21,7 +21,7 @@ from springs import DATA, SIZES, STRATEGY, ByHand, Watched, as_decided, in_step,
 from torch import nn
 from toys import classification, relative_error, schema
 
-from sparkdl.averager import decisions as do
+from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.values.center import Center
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, WorkerError

@@ -23,7 +23,7 @@ from test_elastic_stability import Point, parabola
 from torch import Tensor, nn
 from toys import batches_by_hand, classification, mlp, relative_error
 
-from sparkdl.averager import decisions as do
+from sparkdl.averager.coordination import decisions as do
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import WorkerError
 from sparkdl.events import EpochSummary, WindowReport

@@ -20,7 +20,7 @@ from misbehaving import Interrupted, KillsOnce
 from torch import Tensor, nn
 from toys import average_by_hand, classification, make_job, mlp, relative_error
 
-from sparkdl.averager.run_events import RunEvent
+from sparkdl.averager.messages.run_events import RunEvent
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.collective import peers as peers_module
 from sparkdl.collective.peers import PeerAwayError, Peers, Visitors

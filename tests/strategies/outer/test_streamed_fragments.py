@@ -32,7 +32,7 @@ from toys import (
     sgd_on_union,
 )
 
-from sparkdl.averager import decisions as do
+from sparkdl.averager.coordination import decisions as do
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.events import EpochSummary, WindowReport

@@ -1,0 +1,446 @@
+"""A worker's end of the averager: one connection from joining to leaving."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from sparkdl.averager.client.overlapped import Contribution, OverlappedRound, merge
+from sparkdl.averager.client.time_reports import TimeReports
+from sparkdl.averager.client.worker_channel import Entry, WorkerChannel, blocks
+from sparkdl.averager.messages.headers import (
+    failure_header,
+    join_header,
+    require_share_of_states,
+    shard_header,
+    validation_header,
+    window_header,
+)
+from sparkdl.averager.messages.progress import Position
+from sparkdl.averager.values.packing import Packing
+from sparkdl.averager.values.replica_codec import ReplicaChunk, ReplicaCodec
+from sparkdl.averager.values.wire_format import WireFormat
+from sparkdl.errors import CollectiveError, TrainingError, WorkerError
+from sparkdl.events import ValidationReport, WindowReport
+from sparkdl.feed.statistics import ShardStatistics
+from sparkdl.phases import EXCHANGE, IDLE, WAIT, PhaseClock
+from sparkdl.protocols import Layout
+from sparkdl.transport.address import ServiceAddress
+from sparkdl.transport.connecting import reach
+
+logger = logging.getLogger(__name__)
+
+RECONNECT_S = 5.0
+"""Seconds for which a worker tries to reach an averager that it has lost."""
+READING_S = 0.5
+"""Seconds between two heartbeats of a worker that reads its rows, or trains for long."""
+
+
+class AveragerClient:
+    """Connect one worker to the averager; a context manager.
+
+    Args:
+        address: where the averager is, with the job's token.
+        rank: this worker's rank.
+        wire_format: how values travel, the same as the averager's.
+        deadline_s: the longest that the averager lets a worker be silent, in seconds. It judges
+            whom it waits for; this end takes the averager for lost after twice that time.
+        worker_state: called for a checkpoint; what of this worker is not part of the center.
+        attempt: of Spark's task; a later attempt takes the place of an earlier.
+        task: the task's number, if several workers may share it.
+        restart_state: called for every contribution; what the averager keeps of this worker, should
+            all start again from that commit. None for nothing.
+        frozen: the fingerprint of the parameters that are no part of the center.
+        fragments: of how many parts of the state one after the other a round is, as the averager's.
+        clock: counts where this worker's time goes, which the driver is told of; None for nobody.
+
+    Attributes:
+        closed_epoch: the last epoch of which this worker has exchanged its last window; 0 if none.
+        next_fragment: of which part of the state the next round is, counted from 0.
+        commit_wanted: whether the driver wanted a commit of all when they gathered last.
+
+    Raises:
+        DisconnectedError: the averager cannot be reached, not even in ``deadline_s``.
+        StoppedError: it is another job's.
+    """
+
+    def __init__(
+        self,
+        address: ServiceAddress,
+        rank: int,
+        wire_format: WireFormat,
+        *,
+        deadline_s: float = 600.0,
+        worker_state: Callable[[], bytes] = bytes,
+        attempt: int = 0,
+        task: int | None = None,
+        restart_state: Callable[[], bytes] | None = None,
+        frozen: str = "",
+        fragments: int = 1,
+        clock: PhaseClock | None = None,
+    ) -> None:
+        self.rank = rank
+        self.closed_epoch = 0
+        self.next_fragment = 0
+        self.commit_wanted = False
+        self._times = TimeReports(clock)
+        self._clock = self._times.clock
+        self._under_way: OverlappedRound | None = None
+        self._codec = ReplicaCodec(wire_format, fragments)
+        self._worker_state = worker_state
+        self._restart_state = restart_state
+        self._worker_state_bytes: int | None = None
+        self._checkpoint_due = False
+        self._entry = Entry()
+        self._reported_reading = time.monotonic()
+        self._epoch_losses: list[float] = []
+        self._address = address
+        self._deadline_s = deadline_s
+        self._hello = join_header(rank, attempt, task, frozen)
+        # The driver waits that long for its workers to start.
+        self._own_channel = reach(self._connect, deadline_s)
+
+    def __enter__(self) -> AveragerClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def reconnect(self) -> None:
+        """Join once more after the connection broke; ``start`` has to follow.
+
+        Raises:
+            StoppedError: the averager cannot be reached, or does not want this worker any more.
+        """
+        self._close()
+        self._checkpoint_due = False
+        self._own_channel = reach(self._connect, RECONNECT_S)
+
+    def _close(self) -> None:
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.abandon()
+        self._own_channel.close()
+
+    @property
+    def _channel(self) -> WorkerChannel:
+        """The channel, when no round that is under way uses it."""
+        if self._under_way is not None:
+            self._under_way.wait()
+        return self._own_channel
+
+    def _connect(self) -> WorkerChannel:
+        channel = WorkerChannel(self._address, self.rank, 2 * self._deadline_s)
+        try:
+            channel.send_header(self._hello)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def report_reading(self, rows: int) -> None:
+        """Say, but not too often, that this worker is still reading its rows.
+
+        Args:
+            rows: how many it has read so far.
+        """
+        self._say_now_and_then({"reading": rows})
+
+    def heartbeat(self) -> None:
+        """Tell the averager that this worker is alive; see ``protocols.CenterExchange``."""
+        self._say_now_and_then({"alive": True})
+
+    def _say_now_and_then(self, header: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if now - self._reported_reading >= READING_S:
+            self._reported_reading = now
+            self._channel.send_header(header)
+
+    def start(
+        self,
+        shard: ShardStatistics,
+        segments: Sequence[Tensor],
+        layout: Layout,
+        row_server: Sequence[Any] | None = None,
+    ) -> Position | None:
+        """Wait until every worker is ready, then overwrite the replica with the center.
+
+        Args:
+            shard: what this worker found in its rows, or in the first of them, for the driver to
+                look at.
+            segments: parameters and buffers of the replica, written in place.
+            layout: their kinds and sizes.
+            row_server: where other workers fetch rows from this one; None if they do not.
+
+        Returns:
+            Where this worker's training begins; ``resume`` has to follow if ``resumes`` is set.
+            None if that is not the beginning and ``shard`` not complete: the rest of the rows has
+            to be read first, and ``start`` to be called again.
+        """
+        self._times.compare_clocks(self._channel)
+        with self._clock.phase(IDLE):
+            self._channel.send_header(
+                {**shard_header(shard), "row_server": row_server, **self._times.header()}
+            )
+            header = self._channel.receive_header()
+        if "read_on" in header:
+            return None
+        self._codec.begin(layout, int(header["chunk_bytes"]))
+        self._worker_state_bytes = header["worker_state"]
+        self.epoch_ended = bool(header["epoch_ended"])
+        self.asks_leave = bool(header["asks_leave"])
+        self._entry.begin(first=bool(header["may_wait"]), each=bool(header["holds_windows"]))
+        self.next_fragment = int(header["rounds_of_epoch"]) % self._codec.fragments
+        self._note_rows(header)
+        with self._clock.phase(EXCHANGE):
+            self._receive_center(self._codec.whole(segments))
+        return Position(**header["position"])
+
+    def show_rows(self, shard: ShardStatistics) -> None:
+        """Have the driver look at rows that arrived after ``start``.
+
+        Args:
+            shard: what was found by now; complete when no more arrive.
+
+        Raises:
+            StoppedError: they cannot be trained on.
+        """
+        self._channel.send_header(shard_header(shard))
+        self._channel.receive_header()
+
+    def ask_for_rows(self) -> None:
+        """Learn again what ``start`` told of all workers' rows and of who serves them.
+
+        All have read theirs when the first epoch has ended; who was lost and is back serves
+        his elsewhere.
+        """
+        self._channel.send_header({"rows": True})
+        self._note_rows(self._channel.receive_header())
+
+    def _note_rows(self, header: dict[str, Any]) -> None:
+        self.mean_weight = float(header["mean_weight"])
+        self.shard_rows = [int(rows) for rows in header["shard_rows"]]
+        self.held_out_rows = [int(rows) for rows in header["held_out_rows"]]
+        self.row_servers: list[Any] = header["row_servers"]
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the training resumes from a checkpoint."""
+        return self._worker_state_bytes is not None
+
+    def resume(self, segments: Sequence[Tensor]) -> bytes:
+        """Overwrite the rest of the replica's state that is part of the center.
+
+        Args:
+            segments: the replica's whole flat state, as in ``exchange``.
+
+        Returns:
+            What ``worker_state`` returned when the checkpoint was written; empty if that is lost.
+        """
+        chunks = self._codec.whole(segments)
+        with self._clock.phase(EXCHANGE):
+            self._receive_center(chunk for chunk in chunks if chunk.segment.kind == "optimizer")
+        return self._channel.receive_octets(self._worker_state_bytes or 0, self._codec.chunk_bytes)
+
+    def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
+        """Take part in one round; see ``protocols.CenterExchange``."""
+        committed = False
+        with self._clock.phase(EXCHANGE):
+            chunks = self._codec.fragment(segments, self.next_fragment)
+            while not committed:
+                self._clock.switch(EXCHANGE)
+                self._contribute(chunks, window, takes_reply=True)
+                self._clock.switch(WAIT)
+                try:
+                    if window.last:
+                        self._receive_center(self._codec.whole(segments))
+                    else:
+                        for chunk in chunks:
+                            chunk.take_reply(self._receive(chunk, chunk.reply_packing))
+                    committed = True
+                except _Again:
+                    # Before the first chunk of the reply, so that the state is what it was.
+                    logger.info("rank %d contributes once more: another worker was lost", self.rank)
+            self._committed(window)
+
+    def begin_exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
+        """Take part in one round from here on; see ``protocols.CenterExchange``."""
+        with self._clock.phase(EXCHANGE):
+            chunks = self._codec.fragment(segments, self.next_fragment)
+            channel = self._channel
+            header, kept = self._header_of(window, takes_reply=True)
+            values = [
+                chunk.contribution(window).to("cpu", copy=True)
+                for chunk in (chunks if window.weight else ())
+            ]
+            reply = [chunk.room_for_reply() for chunk in chunks]
+            varies = any(chunk.reply_packing.varies for chunk in chunks)
+            of_worker = blocks(kept, self._codec.chunk_bytes)
+            self._clock.sent += sum(message.nbytes for message in [*of_worker, *values])
+            contribution = Contribution(window, header, of_worker, values)
+            self._under_way = OverlappedRound(
+                channel, contribution, reply, self._entry, varies=varies
+            )
+
+    def end_exchange(self, segments: Sequence[Tensor], local: float) -> None:
+        """Take what came of the round that is under way; see ``protocols.CenterExchange``."""
+        with self._clock.phase(EXCHANGE):
+            round = self._under_way
+            assert round is not None
+            with self._clock.phase(WAIT):
+                round.wait()
+            self._under_way = None
+            self._clock.received += sum(packed.nbytes for packed in round.reply)
+            for header in round.notes:
+                self._note_checkpoint(header)
+            chunks = self._codec.fragment(segments, self.next_fragment)
+            for chunk, packed in zip(chunks, round.reply, strict=True):
+                merge(chunk.values, chunk.center_after(packed), local)
+            self._committed(round.window)
+
+    def commit(self, segments: Sequence[Tensor], window: WindowReport) -> None:
+        """Take part in a round whose outcome is known; see ``protocols.CenterExchange``."""
+        with self._clock.phase(EXCHANGE):
+            self._contribute(self._codec.whole(segments), window, takes_reply=False)
+            with self._clock.phase(WAIT):
+                while "committed" not in (header := self._channel.receive_header()):
+                    self._note_checkpoint(header)
+            self._committed(window)
+
+    def gather(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Exchange something small with every other worker; all have to call this equally often.
+
+        Args:
+            value: this worker's contribution, of JSON's types.
+
+        Returns:
+            Every worker's contribution, by rank.
+
+        Raises:
+            StoppedError: the averager ended the run, perhaps because a worker stayed away.
+            DeadlineError: the averager is gone.
+        """
+        with self._clock.phase(WAIT):
+            self._channel.send_header({"gather": value})
+            header = self._channel.receive_header()
+        self.commit_wanted = bool(header["commit"])
+        gathered: list[dict[str, Any]] = header["gathered"]
+        return gathered
+
+    def report_validation(self, report: ValidationReport, states: bytes = b"") -> None:
+        """Tell the driver what this worker found on its held-out rows.
+
+        Args:
+            report: the loss.
+            states: what its metrics have counted.
+
+        Raises:
+            DataError: that is more than a worker's share of the driver's memory.
+        """
+        require_share_of_states(len(states), report, len(self.shard_rows))
+        self._channel.send_header(
+            {**validation_header(report, len(states)), **self._times.header()}
+        )
+        self._channel.send_octets(states, self._codec.chunk_bytes)
+
+    def epoch_losses(self, epochs: int) -> Sequence[float]:
+        """What the first epochs came to, each: on held-out rows if there are any, else in training.
+
+        Waits until every worker has reported what it found on its held-out rows, and with
+        ``asks_leave`` until the driver has approved the last of these epochs.
+
+        Args:
+            epochs: how many; they have ended.
+        """
+        if len(self._epoch_losses) < epochs:
+            with self._clock.phase(WAIT):
+                self._channel.send_header(
+                    {"epoch_losses": epochs, "known": len(self._epoch_losses)}
+                )
+                self._epoch_losses += self._channel.receive_header()["epoch_losses"]
+        return self._epoch_losses[:epochs]
+
+    def finish(self) -> None:
+        """Leave the run after the last epoch.
+
+        Raises:
+            DisconnectedError: the averager may not know that this worker has finished.
+        """
+        self._channel.send_header({"finish": True, **self._times.header()})
+        header = self._channel.receive_header()
+        if "finished" not in header:
+            raise TrainingError(f"rank {self.rank} was sent {header} when it had finished")
+
+    def report_failure(self, error: WorkerError | CollectiveError) -> None:
+        """End the run for everyone, with this worker's error as the reason."""
+        self._channel.send_last(failure_header(error))
+
+    def _contribute(
+        self, chunks: Sequence[ReplicaChunk], window: WindowReport, *, takes_reply: bool
+    ) -> None:
+        header, kept = self._header_of(window, takes_reply=takes_reply)
+        self._channel.send_header(header)
+        self._channel.send_octets(kept, self._codec.chunk_bytes)
+        if window.weight:
+            with self._clock.phase(WAIT):
+                self._entry.wait(self._channel, self._note_checkpoint)
+            for chunk in chunks:
+                packed = chunk.contribution(window)
+                self._channel.send_values(packed.to("cpu"))
+                self._clock.sent += packed.nbytes
+
+    def _header_of(
+        self, window: WindowReport, *, takes_reply: bool
+    ) -> tuple[dict[str, Any], bytes]:
+        """What a contribution begins with, and what the averager is to keep of this worker."""
+        kept = b"" if self._restart_state is None else self._restart_state()
+        header = window_header(window, takes_reply=takes_reply, worker_state=len(kept))
+        due = window.last or self._times.due
+        return ({**header, **self._times.header()} if due else header), kept
+
+    def _receive_center(self, chunks: Iterable[ReplicaChunk]) -> None:
+        for chunk in chunks:
+            chunk.take_center(self._receive(chunk, chunk.center_packing))
+
+    def _receive(self, chunk: ReplicaChunk, packing: Packing) -> Tensor:
+        """Receive what a chunk is to become: in place if it can be, else beside it."""
+        room = self._codec.room(chunk, packing)
+        while isinstance(values := self._channel.receive_packed(room, varies=packing.varies), dict):
+            self._note_checkpoint(values)
+        # What came first was waited for; the rest comes as fast as it travels.
+        self._clock.switch(EXCHANGE)
+        self._clock.received += values.nbytes
+        return packing.unpack(values, len(chunk.values))
+
+    def _committed(self, window: WindowReport) -> None:
+        """A round has happened; if it becomes a checkpoint, this worker's state belongs to it."""
+        self.next_fragment = (self.next_fragment + 1) % self._codec.fragments
+        if window.last:
+            self.closed_epoch = window.epoch
+            self.next_fragment = 0
+        if self._checkpoint_due:
+            self._checkpoint_due = False
+            self._send_worker_state()
+
+    def _send_worker_state(self) -> None:
+        octets = self._worker_state()
+        self._channel.send_header({"worker_state": len(octets)})
+        self._channel.send_octets(octets, self._codec.chunk_bytes)
+
+    def _note_checkpoint(self, header: dict[str, Any]) -> None:
+        if "again" in header:
+            raise _Again
+        if "checkpoint" not in header:
+            raise TrainingError(f"rank {self.rank} was sent {header} where values were due")
+        if "now" in header:
+            self._send_worker_state()
+        else:
+            self._checkpoint_due = True
+
+
+class _Again(Exception):
+    """The round starts over."""

@@ -1,0 +1,173 @@
+"""A worker's connection to the averager, its failures as errors of ours that name the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkdl.errors import DeadlineError, DisconnectedError, StoppedError
+from sparkdl.transport.address import ServiceAddress
+from sparkdl.transport.connecting import introduced
+from sparkdl.transport.connection import ConnectionLostError, SilenceError
+
+
+class WorkerChannel:
+    """A proved connection from a worker; used by one thread.
+
+    Args:
+        address: where the averager is, with the job's token.
+        rank: the worker's.
+        deadline_s: after which silence of the averager means that it is gone, in seconds.
+
+    Raises:
+        DisconnectedError: it cannot be reached; so do all methods when it is lost.
+        DeadlineError: it says nothing for ``deadline_s``; so do all methods.
+        StoppedError: it is another job's, or, in receiving, it has ended the run.
+    """
+
+    def __init__(self, address: ServiceAddress, rank: int, deadline_s: float) -> None:
+        self._rank = rank
+        self._deadline_s = deadline_s
+        self._connection = introduced(
+            rank,
+            f"the averager at {address.uri}",
+            address.host_and_port,
+            address.token,
+            address.fingerprint,
+            deadline_s,
+        )
+
+    def send_header(self, fields: Mapping[str, Any]) -> None:
+        """Send a JSON object."""
+        with self._named():
+            self._connection.send_header(fields)
+
+    def send_values(self, values: Tensor) -> None:
+        """Send a contiguous 1-D tensor on the CPU."""
+        with self._named():
+            self._connection.send_values(values)
+
+    def send_octets(self, octets: bytes, block_bytes: int) -> None:
+        """Send something else than values, in messages of at most so many bytes."""
+        for block in blocks(octets, block_bytes):
+            self.send_values(block)
+
+    def receive_octets(self, size: int, block_bytes: int) -> bytes:
+        """So many bytes of something else than values, in messages of at most ``block_bytes``."""
+        octets = torch.empty(size, dtype=torch.uint8)
+        for start in range(0, size, block_bytes):
+            self.receive_values(octets[start : start + block_bytes])
+        return octets.numpy().tobytes()
+
+    def receive_header(self) -> dict[str, Any]:
+        """The next header that is more than a heartbeat."""
+        while True:
+            with self._named():
+                header = self._connection.receive_header()
+            if self._says_more(header):
+                return header
+
+    def receive_values(self, into: Tensor) -> dict[str, Any] | None:
+        """The next values, or the header before them if it is more than a heartbeat."""
+        while True:
+            with self._named():
+                header = self._connection.receive_values(into)
+            if header is None or self._says_more(header):
+                return header
+
+    def receive_packed(self, into: Tensor, *, varies: bool) -> Tensor | dict[str, Any]:
+        """The next values, or the header before them if it is more than a heartbeat.
+
+        Args:
+            into: room for them.
+            varies: whether they may be fewer.
+        """
+        while True:
+            if not varies:
+                header = self.receive_values(into)
+                return into if header is None else header
+            with self._named():
+                came = self._connection.receive_up_to(into)
+            if isinstance(came, Tensor) or self._says_more(came):
+                return came
+
+    def send_last(self, header: dict[str, Any]) -> None:
+        """Send a header and wait for the averager to close the connection.
+
+        Leaving before it has would look like a crash.
+        """
+        self.send_header(header)
+        self._connection.close_after(self._deadline_s)
+
+    def break_off(self) -> None:
+        """End the connection from any thread; who waits on it is woken."""
+        self._connection.interrupt()
+
+    def close(self) -> None:
+        """Close at once."""
+        self._connection.close()
+
+    def _says_more(self, header: dict[str, Any]) -> bool:
+        if "stopped" in header:
+            raise StoppedError(
+                f"rank {self._rank} was stopped by the averager: {header['stopped']}"
+            )
+        return "waiting" not in header
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except SilenceError as error:
+            raise DeadlineError(
+                f"rank {self._rank} received nothing from the averager for {self._deadline_s:g} s"
+            ) from error
+        except ConnectionLostError as error:
+            raise DisconnectedError(
+                f"rank {self._rank} was left by the averager: {error}"
+            ) from error
+
+
+class Entry:
+    """Whether this worker has to wait until it may contribute: at first, in each window, or not."""
+
+    def __init__(self) -> None:
+        self._due = self._each = False
+
+    def begin(self, *, first: bool, each: bool) -> None:
+        """Learn what the averager says of it.
+
+        Args:
+            first: whether others may keep this worker from contributing its first window.
+            each: or any.
+        """
+        self._due, self._each = first or each, each
+
+    def wait(self, channel: WorkerChannel, note: Callable[[dict[str, Any]], None]) -> None:
+        """Wait until others let this worker contribute a window that it has announced.
+
+        They may take longer than the averager can go without reading what is sent to it.
+
+        Args:
+            channel: to the averager.
+            note: is told of other headers that come before.
+        """
+        while self._due:
+            header = channel.receive_header()
+            if "enter" not in header:
+                note(header)
+                continue
+            self._due = False
+        self._due = self._each
+
+
+def blocks(octets: bytes, size: int) -> list[Tensor]:
+    """Bytes as messages of at most ``size`` of them; none of nothing."""
+    if not octets:
+        return []
+    values = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
+    return [values[start : start + size] for start in range(0, len(values), size)]

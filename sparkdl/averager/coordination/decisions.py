@@ -1,0 +1,235 @@
+"""What the decisions of a run answer: values that cross the border to the outside.
+
+The loop at the edge turns them into bytes (``service/loop.py``). What they are told is in
+``events``, what the driver is told in ``run_events``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sparkdl.averager.coordination.events import Member
+from sparkdl.averager.messages.progress import Progress
+from sparkdl.averager.messages.run_events import RunEvent
+from sparkdl.averager.values.center_update import Contributions
+from sparkdl.errors import SparkDLError
+from sparkdl.feed.statistics import DataStatistics
+
+# What is to be done at a worker's connection.
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOn:
+    """Tell a worker, which has found something in its first rows, to read all of them."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Send a worker its position and the center; ``Taken`` has to follow."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """Tell a worker that the rows it has shown can be trained on."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send workers what all have given, by rank.
+
+    Attributes:
+        members: the workers.
+        gathered: what they have given.
+        commit: whether they are to hand over a copy, if they can where they stand.
+    """
+
+    members: tuple[Member, ...]
+    gathered: tuple[object, ...]
+    commit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TellEpochLosses:
+    """Send a worker what the epochs that it does not know of came to."""
+
+    member: Member
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Add a worker's contribution to the sum; ``Contributed`` has to follow.
+
+    Attributes:
+        member: the worker.
+        weight: rows that it was trained on.
+        staleness: how often the center was updated since the worker has received it.
+    """
+
+    member: Member
+    weight: int
+    staleness: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StartOver:
+    """Forget the sum; tell workers, also those that still send, to contribute the same again."""
+
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Send a worker what its round came to; ``Taken`` has to follow.
+
+    Attributes:
+        member: the worker.
+        final: whether it is sent the epoch's final center in place of the round's outcome.
+        values: whether it wants them; it is told that they are committed otherwise.
+        worker_state: whether its state belongs to a checkpoint of this commit: it is asked for,
+            and ``WorkerStateWritten`` has to follow.
+    """
+
+    member: Member
+    final: bool
+    values: bool
+    worker_state: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AskWorkerState:
+    """Have a worker that waits for an epoch's end send its state for a checkpoint now."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class SayWaiting:
+    """Tell workers that wait for others that the run goes on."""
+
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """End a worker's connection; ``why`` follows its name in messages."""
+
+    member: Member
+    why: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell a worker why it cannot take part, and end its connection."""
+
+    member: Member
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """End the connection of a worker that has finished."""
+
+    member: Member
+
+
+# What is to be done with the center.
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSum:
+    """Begin a round's sum, in the order of ``ranks``."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A rank contributes nothing to the sum."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Have the sum change the center.
+
+    Attributes:
+        contributions: what the sum is of; the center stays as it is without any.
+    """
+
+    contributions: Contributions
+
+
+@dataclass(frozen=True, slots=True)
+class BeginCheckpoint:
+    """Copy the center, which is about to change, for a checkpoint of what has been committed.
+
+    Attributes:
+        progress: how far the training has come.
+        data: the statistics of the rows.
+    """
+
+    progress: Progress
+    data: DataStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCheckpoint:
+    """Every worker's state is there: write the rest.
+
+    ``CheckpointWritten`` or ``CheckpointGivenUp`` has to follow.
+    """
+
+
+# What is to be done in the driver.
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Tell the driver."""
+
+    event: RunEvent
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The run is over.
+
+    Attributes:
+        failure: why it failed; every worker is told. None if all have finished.
+        stopped: why it was stopped, if it was; every worker is told.
+    """
+
+    failure: SparkDLError | None
+    stopped: str | None = None
+
+
+Decision = (
+    ReadOn
+    | Welcome
+    | GoOn
+    | Tell
+    | TellEpochLosses
+    | Receive
+    | StartOver
+    | Reply
+    | AskWorkerState
+    | SayWaiting
+    | Drop
+    | Refuse
+    | Dismiss
+    | OpenSum
+    | Skip
+    | Commit
+    | BeginCheckpoint
+    | WriteCheckpoint
+    | Report
+    | End
+)

@@ -1,0 +1,271 @@
+"""What the decisions of a run are told: values that cross the border from outside.
+
+The loop at the edge turns bytes into these (``service/loop.py``); the simulation makes them with
+neither sockets nor a clock. What is answered is in ``decisions``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sparkdl.averager.messages.worker_state import WorkerState
+from sparkdl.errors import SparkDLError
+from sparkdl.events import MetricValue, ValidationReport, WindowReport
+from sparkdl.feed.statistics import ShardStatistics
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """One worker's connection, from joining to leaving.
+
+    Attributes:
+        rank: the worker's rank.
+        host: where it runs.
+        attempt: of Spark's task; a later one takes the place of an earlier.
+        task: the number of its task, which several workers may share.
+        frozen: the fingerprint of its frozen parameters; empty if it has none.
+        gone: whether it was lost, dropped or replaced; decisions ignore what it says from then on.
+    """
+
+    rank: int
+    host: str
+    attempt: int = 0
+    task: int = -1
+    frozen: str = ""
+    gone: bool = False
+
+    def __post_init__(self) -> None:
+        if self.task < 0:
+            self.task = self.rank
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+
+# What happened at a worker's connection.
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A worker has connected, for the first time or again."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A worker's connection broke; ``why`` follows its name in messages."""
+
+    member: Member
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RowsFound:
+    """A worker says what it has found in its rows, or in those that have arrived.
+
+    Attributes:
+        member: the worker.
+        shard: what it has found.
+        row_server: where others fetch rows from it, which is theirs to read; None if they do not.
+    """
+
+    member: Member
+    shard: ShardStatistics
+    row_server: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gave:
+    """A worker has given what the others are to know, and waits for what they give."""
+
+    member: Member
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class WindowClosed:
+    """A worker is about to contribute.
+
+    Attributes:
+        member: the worker.
+        report: what it has trained on.
+        kept: what is to be kept of it, should all start again from this round; None for nothing.
+        takes_reply: whether it wants to know what came out.
+    """
+
+    member: Member
+    report: WindowReport
+    kept: WorkerState | None = None
+    takes_reply: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Contributed:
+    """A worker's contribution has been added to the sum."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A worker has been sent the center, or what the round came to."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStateWritten:
+    """A worker's state is in the checkpoint that waited for it."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """A worker reports the loss on its held-out rows.
+
+    Attributes:
+        member: the worker.
+        report: the loss.
+        states: what its metrics have counted; None without metrics.
+    """
+
+    member: Member
+    report: ValidationReport
+    states: WorkerState | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EpochLossesWanted:
+    """A worker waits for what epochs came to.
+
+    Attributes:
+        member: the worker.
+        known: of how many epochs it knows that.
+        epochs: of how many it wants to.
+    """
+
+    member: Member
+    known: int
+    epochs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A worker has trained its last epoch."""
+
+    member: Member
+
+
+# What happened elsewhere.
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The run cannot go on; later failures are consequences of the first and are dropped."""
+
+    error: SparkDLError
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The driver has looked at the statistics of the rows: the workers may train."""
+
+
+@dataclass(frozen=True, slots=True)
+class Approved:
+    """The driver has looked at rows that arrived while a rank trains."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class EpochApproved:
+    """The driver has looked at an epoch: workers that ask for leave may begin the next one."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class EpochMeasured:
+    """The driver has computed an epoch's metrics; the answer to ``run_events.EpochCounted``.
+
+    Attributes:
+        epoch: counted from 1.
+        values: by name.
+    """
+
+    epoch: int
+    values: Mapping[str, MetricValue]
+
+
+@dataclass(frozen=True, slots=True)
+class StopWanted:
+    """The training is to end here, as if it had come to its end.
+
+    Attributes:
+        reason: why, for logs.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommitWanted:
+    """Workers that exchange among themselves are to hand over a copy when they next agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """The run is to end with ``reason`` once a commit has become a checkpoint."""
+
+    reason: SparkDLError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersExpected:
+    """What workers wait for before they can start makes progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWritten:
+    """The checkpoint that was being written is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointGivenUp:
+    """The checkpoint that was being written could not be, and nothing of it is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; everything that had arrived before has been told."""
+
+
+Event = (
+    Joined
+    | Lost
+    | RowsFound
+    | Gave
+    | WindowClosed
+    | Contributed
+    | Taken
+    | WorkerStateWritten
+    | Validated
+    | EpochLossesWanted
+    | Finished
+    | Failed
+    | Started
+    | Approved
+    | EpochApproved
+    | EpochMeasured
+    | StopWanted
+    | CommitWanted
+    | Preempted
+    | WorkersExpected
+    | CheckpointWritten
+    | CheckpointGivenUp
+    | Tick
+)

@@ -1,0 +1,1 @@
+"""The driver's end: a service whose loop turns bytes into events, decisions into bytes."""

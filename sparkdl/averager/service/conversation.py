@@ -1,0 +1,440 @@
+"""What one worker and the averager say to each other, from joining to leaving.
+
+One worker is one connection (``framing.py`` has its form):
+
+    worker                               averager
+    {"join": rank, "host": ...,
+     "attempt": of its task,
+     "task": ..., "frozen":
+     fingerprint}                ------>
+    {"reading": rows so far}     ------> now and then, while its rows arrive
+    {"clock": true}              ------> some times, to compare the clocks
+                                 <------ {"clock": seconds}
+    {"shard": what they are,
+     "row_server": where others fetch
+     them, or null}              ------> wait for all ranks, and for the driver to look at it
+                                 <------ or {"read_on": true}, to one that has not read all of
+                                         them and does not begin its training, or continues from a
+                                         checkpoint, which may be of other rows: the same again
+                                 <------ {"waiting": true}, now and then
+                                 <------ {"chunk_bytes": size of the largest message of values,
+                                          "position": where to continue,
+                                          "epoch_ended": whether all have just ended an epoch,
+                                          "asks_leave": whether to ask for leave to begin one,
+                                          "may_wait": whether others may keep it from
+                                          contributing its first window, or with
+                                          "holds_windows": any,
+                                          "rounds_of_epoch": how many it had, which says of what
+                                          fragment the next one is,
+                                          "worker_state": bytes of it, or null at the very start,
+                                          "mean_weight": of a row, "shard_rows": by rank,
+                                          "held_out_rows": by rank, "row_servers": by rank}
+                                 <------ the center's parameters and buffers, chunk by chunk
+                                 <------ unless at the very start: the rest of the center, and the
+                                         worker's state from the checkpoint, or from the
+                                         last commit of the workers before, if all start again
+    {"gather": something small}  ------> wait for all ranks, whenever these agree to
+                                 <------ {"gathered": [everyone's, by rank],
+                                          "commit": whether the driver wants a window of all now}
+    {"reading": rows so far},
+    {"shard": what they are}     ------> while rows arrive that are trained on: wait for the driver
+                                 <------ {"go_on": true}
+    {"rows": true}               ------> when all rows were read by all, or one is served elsewhere
+                                 <------ {"mean_weight": of a row, "shard_rows": by rank,
+                                          "held_out_rows": by rank, "row_servers": by rank}
+    {"validation": report,
+     "states": bytes}, bytes     ------> after an epoch, if rows are held out: the loss, and what
+                                         metrics have counted
+    {"epoch_losses": epochs,
+     "known": of how many already} ---> from who follows them, or asks for leave: wait until all
+                                         have validated, and for the driver to look at that
+                                 <------ {"waiting": true}, now and then
+                                 <------ {"epoch_losses": of those not known}
+    {"alive": true}              ------> now and then, from who trains for long between two windows
+    {"window": report,
+     "takes_reply": whether,
+     "worker_state": bytes}, bytes,
+    chunks                       ------> add in rank order, wait for the round
+                                 <------ with "may_wait", of the first window between the bytes
+                                         and the chunks: {"waiting": true}, now and then, and
+                                         {"enter": true}; with "holds_windows" of each
+                                 <------ {"waiting": true}, now and then after a last window,
+                                         and where the round policy has it wait for others
+                                 <------ {"checkpoint": true}, if this commit becomes one; with
+                                         "now" where it waits as above: send your state at
+                                         once
+                                 <------ the reply, chunk by chunk, or {"committed": true}
+    {"worker_state": bytes}, bytes  ------> only if it becomes a checkpoint
+                                 <------ or {"again": true}: a member of the round was lost;
+    {"window": report}, chunks   ------> the same once more
+    ... a round a window ...
+    {"finish": true}             ------> wait for a checkpoint that is being written
+                                 <------ {"finished": true}; without it the worker comes back
+    or {"failure": {...}}        ------> the run ends, with the worker's traceback
+    or {"broken": why,
+        "missing": ranks}        ------> the run ends; it is the exchange among the workers, of whom
+                                         these gave no sign
+
+With what is sent of rows, windows, held-out rows and the end comes "phases": where the worker's
+time went since it told that last (``phases.py``). Nothing is decided by it.
+
+Where rounds are of fragments, chunks and reply are of the one that is due, but for the reply to an
+epoch's last window, which is the center.
+A worker that sends faster than its chunks can be added is held back by the connection itself.
+A worker whose connection breaks may come back: it joins again, and it continues after its
+last committed window. If the run ends elsewhere, the next message that a worker receives is
+{"stopped": reason}.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
+from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.events import Member
+from sparkdl.averager.messages.headers import (
+    raise_reported_failure,
+    read_epoch_losses,
+    read_gather,
+    read_join,
+    read_phases,
+    read_row_server,
+    read_shard,
+    read_states_size,
+    read_validation,
+    read_window,
+    read_worker_state,
+)
+from sparkdl.averager.messages.run_events import RunEvent, WorkerTimes
+from sparkdl.averager.messages.worker_state import WorkerState
+from sparkdl.averager.service.saving import Resumed, Saving
+from sparkdl.averager.values.accumulator import Accumulator
+from sparkdl.averager.values.center import Center
+from sparkdl.averager.values.chunks import Chunk
+from sparkdl.averager.values.finite import require_finite
+from sparkdl.errors import SparkDLError, TrainingError
+from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError, UpTo
+from sparkdl.transport.framing import octets_of, values_prefix
+
+logger = logging.getLogger(__name__)
+
+MAX_WORKER_STATE_BYTES = 1 << 40
+"""It goes to the checkpoint's storage block by block, or to a file, so this bounds no memory."""
+
+T = TypeVar("T")
+
+
+class Edge(Protocol):
+    """What a conversation needs of the loop around it."""
+
+    coordinator: Coordinator
+    center: Center
+    saving: Saving | None
+    resumed: Resumed | None
+
+    def tell(self, event: on.Event) -> None:
+        """Have the coordinator decide what follows from an event, once this one has paused."""
+
+    def report(self, event: RunEvent) -> None:
+        """Tell the driver something of which nothing follows for the run."""
+
+    def begins(self, worker: Worker) -> bool:
+        """Take note of a worker that has said something; returns whether it is listened to."""
+
+    def joined(self, member: Member, worker: Worker) -> None:
+        """Take note of whom decisions about a member concern."""
+
+    def left(self, worker: Worker) -> None:
+        """Take note that a worker's connection is closed."""
+
+    def failed(self, worker: Worker, error: SparkDLError) -> None:
+        """End the run for what a worker has sent, unless it has ended."""
+
+    def await_turn(self, worker: Worker, index: int) -> None:
+        """Wake a worker when it is its turn to add a chunk."""
+
+    def pass_turn(self, index: int) -> None:
+        """Wake whoever waits to add a chunk, if it is its turn now."""
+
+    def in_background(self, job: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Do what may take long, with files, elsewhere; ``then`` gets what it has returned."""
+
+
+class Worker:
+    """One worker at its connection; see ``service.Peer``.
+
+    Args:
+        channel: to it.
+        edge: the loop that serves it.
+
+    Attributes:
+        channel: as given.
+        member: who it is, once it has joined.
+        sum: what it contributes to; None if it does not, or if the round has started over.
+    """
+
+    def __init__(self, channel: Channel, edge: Edge) -> None:
+        self.channel = channel
+        self.member: Member | None = None
+        self.sum: Accumulator | None = None
+        self._edge = edge
+        self._owes_worker_state = False
+        self._awaits_entry = self._holds_windows = False
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    # What decisions have it do.
+
+    def welcome(self) -> None:
+        """Send the center, and what only this worker knew."""
+        edge, member = self._edge, self._member()
+        committed, resumed, rank = edge.coordinator.committed, edge.resumed, member.rank
+        position, kept = committed.positions[rank], committed.kept.get(rank)
+        worker_state_bytes, from_checkpoint = None, False
+        if kept is not None:
+            worker_state_bytes = kept.size
+        elif resumed is not None and position == resumed.progress.positions[rank]:
+            worker_state_bytes, from_checkpoint = resumed.worker_state_bytes(rank), True
+        elif committed.begun:
+            worker_state_bytes = 0
+        policy = edge.coordinator.round.policy
+        self._awaits_entry, self._holds_windows = not policy.in_step, policy.holds_windows
+        self.channel.send_header(
+            {
+                "chunk_bytes": edge.center.chunk_bytes,
+                "position": dataclasses.asdict(position),
+                "worker_state": worker_state_bytes,
+                "epoch_ended": committed.at_end_of_epoch,
+                "asks_leave": edge.coordinator.followed,
+                "may_wait": self._awaits_entry,
+                "holds_windows": self._holds_windows,
+                "rounds_of_epoch": edge.center.rounds_of_epoch,
+                **self._all_rows(),
+            }
+        )
+        self.channel.send(edge.center.state("parameters", "buffers"))
+        if worker_state_bytes is not None:
+            self.channel.send(edge.center.state("optimizer"))
+        if kept is not None:
+            self._send_blocks(kept.blocks(edge.center.chunk_bytes))
+        elif resumed is not None and from_checkpoint and worker_state_bytes:
+            self._send_blocks(resumed.worker_state(rank, edge.center.chunk_bytes))
+        else:
+            self.channel.send([], then=self._taken)
+
+    def reply(self, decision: do.Reply) -> None:
+        """Send what a round came to."""
+        if decision.worker_state:
+            self.ask_worker_state()
+        if not decision.values:
+            self.channel.send_header({"committed": True})
+        # Who was done early has missed rounds: the changes of the last one would not be enough.
+        center = self._edge.center
+        frames = center.state() if decision.final else center.reply()
+        self.channel.send(frames if decision.values else [], then=self._taken)
+
+    def ask_worker_state(self, *, now: bool = False) -> None:
+        """Have the worker send its state, after the reply that follows or ``now``."""
+        self._owes_worker_state = True
+        self.channel.send_header({"checkpoint": True, **({"now": True} if now else {})})
+
+    def receive(self, total: Accumulator, weight: int, scale: float) -> None:
+        """Add the worker's contribution to a sum."""
+        total.declare(self._member().rank, weight, scale)
+        if self._awaits_entry or self._holds_windows:
+            self._awaits_entry = False
+            self.channel.send_header({"enter": True})
+        self.channel.wake(total)
+
+    def start_over(self) -> None:
+        """Forget what it contributes; what is still on its way goes nowhere."""
+        self.channel.send_header({"again": True})
+        if self.sum is not None:
+            self.sum = None
+            self.channel.redirect(self._scratch(self._edge.center.message_bytes))
+
+    def _taken(self) -> None:
+        self._edge.tell(on.Taken(self._member()))
+
+    def _send_blocks(self, blocks: Iterator[bytes]) -> None:
+        """Send the worker's state, and read each block when it has the one before."""
+
+        def send(block: bytes) -> None:
+            if block:
+                frames = [values_prefix(len(block)), memoryview(block)]
+                self.channel.send(frames, then=read_next)
+            else:
+                self._taken()
+
+        def read_next() -> None:
+            self._edge.in_background(lambda: next(blocks, b""), send)
+
+        self.channel.send([], then=read_next)
+
+    # What the worker says.
+
+    def conversation(self, said: dict[str, Any]) -> Conversation:
+        """Listen to the worker, from joining to leaving."""
+        edge = self._edge
+        if not edge.begins(self):
+            return
+        self.channel.check = raise_reported_failure
+        raise_reported_failure(said)
+        self.member = member = Member(*read_join(said))
+        edge.joined(member, self)
+        edge.tell(on.Joined(member))
+        while True:
+            header = yield HEADER
+            times = read_phases(header, member.rank)
+            if times is not None:
+                edge.report(WorkerTimes(member.rank, member.host, times))
+            if self._owes_worker_state:
+                yield from self._take_worker_state(header)
+            elif "window" in header:
+                yield from self._contribute(header)
+            elif "gather" in header:
+                value = read_gather(header, member.rank, edge.coordinator.members.world_size)
+                edge.tell(on.Gave(member, value))
+            elif "shard" in header:
+                shard = read_shard(header, member.rank)
+                edge.tell(on.RowsFound(member, shard, read_row_server(header, member.rank)))
+            elif "rows" in header and edge.coordinator.shards.known:
+                self.channel.send_header(self._all_rows())
+            elif "validation" in header:
+                yield from self._validate(header)
+            elif "epoch_losses" in header:
+                edge.tell(on.EpochLossesWanted(member, *read_epoch_losses(header, member.rank)))
+            elif header.get("finish"):
+                edge.tell(on.Finished(member))
+                return
+            elif "clock" in header:
+                self.channel.send_header({"clock": time.monotonic()})
+            elif "reading" not in header and "alive" not in header:
+                raise TrainingError(f"{member} sent a header that no worker sends: {header}")
+
+    def note_heartbeat(self) -> None:
+        """It is there."""
+        if self.member is not None:
+            self._edge.coordinator.heartbeat(self.member, time.monotonic())
+
+    def left(self, error: LeftError) -> None:
+        """It has gone."""
+        if self.member is None:
+            logger.info("a worker left before it had joined: %s", error)
+            return
+        why = f"ended its connection in the middle of training ({error}). The executor's log "
+        self._edge.tell(on.Lost(self.member, why + "says why"))
+
+    def failed(self, error: SparkDLError) -> None:
+        """It has reported a failure, or has sent what no worker sends."""
+        self._edge.failed(self, error)
+
+    def closed(self) -> None:
+        """Nothing is sent to it any more."""
+        self._edge.left(self)
+
+    def _validate(self, header: dict[str, Any]) -> Conversation:
+        """Take what was found on held-out rows, and receive what metrics have counted there."""
+        member = self._member()
+        report = read_validation(header, member.rank)
+        world_size = self._edge.coordinator.members.world_size
+        size = read_states_size(header, member.rank, world_size)
+        states = WorkerState() if size else None
+        for block in self._blocks(size):
+            yield block
+            states.add(block)  # type: ignore[union-attr]
+        self._edge.tell(on.Validated(member, report, states))
+
+    def _contribute(self, header: dict[str, Any]) -> Conversation:
+        """Receive a contribution, each chunk into the sum as soon as it is its turn."""
+        edge, member = self._edge, self._member()
+        rank = member.rank
+        report = read_window(header, rank)
+        size = read_worker_state({"worker_state": 0, **header}, rank, MAX_WORKER_STATE_BYTES)
+        kept = WorkerState() if size else None
+        for block in self._blocks(size):
+            yield block
+            kept.add(block)  # type: ignore[union-attr]
+        takes_reply = header.get("takes_reply") is not False
+        edge.tell(on.WindowClosed(member, report, kept, takes_reply))
+        if not report.weight:
+            return
+        self.sum = total = yield PAUSE
+        for index, chunk in enumerate(total.chunks):
+            place = None if self.sum is None else self.sum.in_place(rank, index)
+            packed = self._packed(chunk) if place is None else place
+            packing = edge.center.contribution(chunk)
+            if packing.varies:
+                count = yield UpTo(octets_of(packed))
+                packed = packed[: count // packed.dtype.itemsize]
+            else:
+                yield octets_of(packed)
+            if self.sum is None:
+                continue  # they went elsewhere
+            values = packing.unpack(packed, chunk.stop - chunk.start)
+            require_finite(values, report)
+            if self.sum.turn(index) != rank:
+                edge.await_turn(self, index)
+                yield PAUSE
+            if self.sum is not None:
+                self.sum.add(rank, index, values if place is None else None)
+                edge.pass_turn(index)
+        if self.sum is not None:
+            self.sum = None
+            edge.tell(on.Contributed(member))
+
+    def _take_worker_state(self, header: dict[str, Any]) -> Conversation:
+        """Write the worker's state into the checkpoint that waits for it."""
+        edge, member = self._edge, self._member()
+        size = read_worker_state(header, member.rank, MAX_WORKER_STATE_BYTES)
+        self._owes_worker_state = False
+        assert edge.saving is not None
+        file = edge.saving.worker_state(member.rank)
+        try:
+            for block in self._blocks(size):
+                yield block
+                edge.in_background(lambda block=block: file.write(block), self.channel.wake)  # type: ignore[misc]
+                yield PAUSE
+        finally:
+            edge.in_background(file.close, self.channel.wake)
+        yield PAUSE
+        edge.tell(on.WorkerStateWritten(member))
+
+    def _member(self) -> Member:
+        assert self.member is not None
+        return self.member
+
+    def _all_rows(self) -> dict[str, object]:
+        shards = self._edge.coordinator.shards
+        return {
+            "mean_weight": shards.statistics.mean_weight,
+            "shard_rows": list(shards.statistics.shard_rows),
+            "held_out_rows": shards.held_out_rows,
+            "row_servers": shards.row_servers,
+        }
+
+    def _blocks(self, size: int) -> Iterator[memoryview]:
+        """Where to receive so many bytes; each block is overwritten by the one after it."""
+        step = self._edge.center.chunk_bytes
+        for start in range(0, size, step):
+            yield self._scratch(min(step, size - start))
+
+    def _packed(self, chunk: Chunk) -> Tensor:
+        """Where to receive a chunk that cannot be added yet."""
+        packing = self._edge.center.contribution(chunk)
+        size = packing.numel(chunk.stop - chunk.start) * packing.dtype.itemsize
+        self._scratch(size)
+        return self._buffer[:size].view(packing.dtype)
+
+    def _scratch(self, size: int) -> memoryview:
+        if len(self._buffer) < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        return octets_of(self._buffer[:size])

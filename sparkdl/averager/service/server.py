@@ -1,0 +1,334 @@
+"""The averager: a service in the driver that holds the center and runs rounds."""
+
+from __future__ import annotations
+
+import math
+import queue
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+
+from torch import Tensor
+
+from sparkdl.averager.coordination import events as on
+from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.membership import Tolerance
+from sparkdl.averager.messages.progress import Progress
+from sparkdl.averager.messages.run_events import RunEvent, TimePassed
+from sparkdl.averager.messages.worker_state import WorkerState
+from sparkdl.averager.policies.round_policy import RoundPolicy
+from sparkdl.averager.service.kept_model import KeptModel
+from sparkdl.averager.service.loop import Loop
+from sparkdl.averager.service.saving import CheckpointPlan, Resumed, Saving
+from sparkdl.averager.values.center import Center
+from sparkdl.averager.values.center_update import CenterUpdate, Memory
+from sparkdl.averager.values.wire_format import WireFormat
+from sparkdl.errors import ConfigError, SparkDLError, TrainingError
+from sparkdl.events import EpochSummary, MetricValue
+from sparkdl.protocols import Layout
+from sparkdl.transport.service import Service
+
+
+class Averager:
+    """Serve rounds to ``world_size`` workers; a context manager that opens and closes the port.
+
+    Args:
+        layout: kinds and sizes of the replicas' state.
+        center: the initial center, a tensor of ``center_dtype`` a segment; owned from here on.
+        world_size: number of workers.
+        wire_format: how values travel.
+        update: what contributions do to the center; by default their mean replaces it.
+        memory: what the update remembers; by default it begins. Owned from here on.
+        policy: who is waited for in rounds; by default everyone.
+        fragments: of how many parts of the state one after the other a round is; 1 for all of it.
+        host: interface to bind to, an address or name of this machine.
+        advertised_host: the name under which workers reach it; ``host`` by default.
+        deadline_s: the longest that a worker may be silent while it is waited for, in seconds.
+        plan: which commits become checkpoints; none by default.
+        resumed: the checkpoint with which this process began, if there was one.
+        progress: how far the training of ``center`` has come; by default it starts.
+        saved: whether a checkpoint has it, if there is anything to have.
+        kept: what was kept of each rank at its last commit; by default nothing.
+        tolerance: what losses of workers the run survives; none by default.
+        tls: whether connections are encrypted.
+        frozen: the fingerprint of the parameters that are no part of the center; a worker that has
+            built others ends the run.
+        followed: whether callbacks follow the run: ``events`` has more for them, and workers begin
+            an epoch when ``approve_epoch`` was called for the one before.
+        measures: whether ``events`` has what metrics have counted, and ``measured`` says what they
+            come to; such a run is ``followed``.
+        metric: the metric that workers want to know of each epoch, instead of the loss.
+        kept_model: what was kept of the center before; by default nothing.
+
+    Attributes:
+        service: takes the workers' connections, and others if it is told who serves them.
+        address: of the service.
+
+    Raises:
+        ConfigError: the wire format, or fragments, are for workers that stay in step, and the
+            policy lets them get out of it; or there are more fragments than values.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        center: Sequence[Tensor],
+        world_size: int,
+        wire_format: WireFormat,
+        *,
+        update: CenterUpdate | None = None,
+        memory: Memory | None = None,
+        policy: RoundPolicy | None = None,
+        fragments: int = 1,
+        host: str = "127.0.0.1",
+        advertised_host: str | None = None,
+        deadline_s: float = 600.0,
+        plan: CheckpointPlan | None = None,
+        resumed: Resumed | None = None,
+        progress: Progress | None = None,
+        saved: bool = True,
+        kept: Mapping[int, WorkerState] | None = None,
+        tolerance: Tolerance | None = None,
+        tls: bool = False,
+        frozen: str = "",
+        followed: bool = False,
+        measures: bool = False,
+        metric: str | None = None,
+        kept_model: KeptModel | None = None,
+    ) -> None:
+        self._coordinator = Coordinator(
+            world_size,
+            deadline_s,
+            time.monotonic(),
+            tolerance=tolerance,
+            progress=progress,
+            kept=kept,
+            checkpoints=plan,
+            saved=saved,
+            resumed=resumed is not None,
+            frozen=frozen,
+            policy=policy,
+            followed=followed,
+            measures=measures,
+            metric=metric,
+        )
+        if wire_format.replies_changes and policy is not None and not policy.in_step:
+            raise ConfigError(
+                f"wire format {wire_format.name!r} sends workers how the center has moved, which "
+                "is of use only to those who have followed each of its moves; with "
+                f"{type(policy).__name__} they have not. Use FullPrecision, or Changes"
+            )
+        if fragments > 1 and policy is not None and not policy.in_step:
+            raise ConfigError(
+                f"rounds of one of {fragments} fragments each are for workers that stay in step, "
+                f"and {type(policy).__name__} lets them get out of it. Use All, or one fragment"
+            )
+        largest = max((segment.numel for segment in layout), default=0)
+        if fragments > 1 and fragments > largest:
+            raise ConfigError(
+                f"{fragments} fragments are more than the model has values of any one kind "
+                f"({largest}): use fewer"
+            )
+        self._plan = plan
+        self._center = Center(
+            layout,
+            center,
+            world_size,
+            wire_format,
+            update,
+            memory,
+            fragments=fragments,
+            rounds=0 if progress is None else progress.all_rounds,
+            rounds_of_epoch=0 if progress is None else progress.rounds,
+        )
+        self._loop = Loop(
+            self._coordinator,
+            self._center,
+            plan,
+            resumed,
+            kept_model,
+            host=host,
+            advertised_host=advertised_host,
+            encrypted=tls,
+        )
+        self.service: Service = self._loop
+        self.address = self._loop.address
+
+    def __enter__(self) -> Averager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.fail(TrainingError("the driver closed the averager"))
+        self._loop.close()
+
+    @property
+    def center(self) -> list[Tensor]:
+        """The current center, a tensor of ``center_dtype`` a segment."""
+        return self._center.values
+
+    @property
+    def memory(self) -> Memory:
+        """What the update of ``center`` remembers."""
+        return self._center.memory
+
+    @property
+    def history(self) -> list[EpochSummary]:
+        """The epochs that have ended, those before a checkpoint included."""
+        with self._loop.lock:
+            return list(self._coordinator.committed.history)
+
+    @property
+    def progress(self) -> Progress:
+        """How far the training of ``center`` has come."""
+        with self._loop.lock:
+            return self._coordinator.committed.progress()
+
+    @property
+    def kept(self) -> dict[int, WorkerState]:
+        """What is kept of each rank, to start it again from ``progress``."""
+        with self._loop.lock:
+            return dict(self._coordinator.committed.kept)
+
+    @property
+    def losses(self) -> list[str]:
+        """Which workers were lost so far, and why."""
+        with self._loop.lock:
+            return list(self._coordinator.members.losses)
+
+    @property
+    def dropped(self) -> list[int]:
+        """The rank of each worker that was dropped for its silence so far, in that order."""
+        with self._loop.lock:
+            return list(self._coordinator.members.dropped)
+
+    @property
+    def anyone_joined(self) -> bool:
+        """Whether a worker has ever joined."""
+        return self._coordinator.members.joined > 0
+
+    def postpone_deadline(self) -> None:
+        """Restart the time in which workers have to join.
+
+        For whoever starts them and knows that they are about to be started.
+        """
+        self._loop.post_event(on.WorkersExpected())
+
+    def start(self) -> None:
+        """Let the workers train, if they do not: the statistics of their rows were found good."""
+        self._loop.post_event(on.Started())
+
+    def approve(self, rank: int) -> None:
+        """Let a worker train on rows that arrived while it trains; the answer to ``NewRows``."""
+        self._loop.post_event(on.Approved(rank))
+
+    def approve_epoch(self, epoch: int) -> None:
+        """Let workers that ask for leave begin the epoch after this one."""
+        self._loop.post_event(on.EpochApproved(epoch))
+
+    def measured(self, epoch: int, values: Mapping[str, MetricValue]) -> None:
+        """Say what an epoch's metrics came to; the answer to ``EpochCounted``."""
+        self._loop.post_event(on.EpochMeasured(epoch, values))
+
+    def stop(self, reason: str) -> None:
+        """End the run as if it had come to its end; ``center`` is that of the last commit."""
+        self._loop.post_event(on.StopWanted(reason))
+
+    def want_commit(self) -> None:
+        """Have workers that exchange among themselves commit before the epoch ends.
+
+        They do so when they next tell each other that they are there, within a few seconds. Others
+        commit after each window, and are not asked.
+        """
+        self._loop.post_event(on.CommitWanted())
+
+    def save_and_fail(self, reason: SparkDLError) -> None:
+        """End the run with ``reason`` as soon as a commit has become a checkpoint."""
+        self._loop.post_event(on.Preempted(reason))
+
+    @property
+    def kept_model(self) -> KeptModel | None:
+        """What ``keep_model`` has kept last, perhaps before a checkpoint."""
+        return self._loop.kept_model
+
+    def keep_model(self, epoch: int) -> None:
+        """Keep a copy of the center, also in the checkpoints that follow.
+
+        To be called before ``approve_epoch``, while workers wait and the center stays as it is.
+
+        Args:
+            epoch: that has just ended.
+        """
+        self._loop.kept_model = KeptModel(epoch, self._center.model())
+
+    @property
+    def saved(self) -> bool:
+        """Whether a checkpoint has all that was committed, if there is a plan for any."""
+        with self._loop.lock:
+            return self._coordinator.checkpoints.has_last_commit
+
+    def save_center(self) -> bool:
+        """After the end, write a checkpoint if the last one lacks the last commit or what is kept.
+
+        Nothing if nothing was committed. The workers' states are in it if they were saved with
+        that commit before.
+
+        Returns:
+            Whether there is one now, or nothing that it would have.
+        """
+        self._loop.join_writer()
+        with self._loop.lock:
+            # Nothing is committed any more, so the center stays as it is.
+            assert self._coordinator.ended
+            is_saved = self._coordinator.checkpoints.has_last_commit
+            kept = self.kept_model
+            if self._plan is None or (is_saved and (kept is None or kept.saved)):
+                return True
+            data = self._coordinator.shards.statistics.lasting()
+            progress = self._coordinator.committed.progress()
+            center = self._center.named()
+            saving = Saving(self._plan, progress, data, center, kept, goes_on=False)
+        if is_saved:
+            saving.take_over_worker_states()
+        saving.publish()
+        return not saving.failed
+
+    def fail(self, error: SparkDLError) -> None:
+        """End the run from the driver's side; ``events`` then raises the error."""
+        self._loop.post_event(on.Failed(error))
+
+    def events(self, *, look_s: float = math.inf) -> Iterator[RunEvent]:
+        """Yield what is reported: the data's statistics, then what happens until all have finished.
+
+        The workers train only after ``start``, which has to follow the statistics.
+
+        Args:
+            look_s: about how often to yield ``TimePassed`` between, in seconds; by default never.
+
+        Raises:
+            WorkerError: the user's code raised on a worker.
+            WorkerLostError: a worker's connection broke.
+            CollectiveError: the exchange among the workers broke.
+            DeadlineError: a worker that was waited for was silent for ``deadline_s``.
+            TrainingError: the averager's own thread has ended by a mistake.
+        """
+        next_look = time.monotonic() + look_s
+        while True:
+            # Also where there is always something else to report.
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + look_s
+                yield TimePassed()
+            try:
+                event = self._loop.reports.get(timeout=min(1.0, look_s))
+            except queue.Empty:
+                continue
+            if event is not None:
+                yield event
+            elif failure := self._coordinator.failure or self._loop.cut_short:
+                raise failure
+            else:
+                return

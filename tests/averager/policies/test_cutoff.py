@@ -1,0 +1,394 @@
+"""Rounds that are cut off: when they are over, who is late, and what becomes of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+from decisions import Every, Run, commit, only, started
+from stragglers import AllButStragglers
+
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
+from sparkdl.averager.policies.round_policy import All, RoundPolicy
+from sparkdl.averager.values.center_update import Contributions
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.testing.simulation import Outcome, random_plan, simulate
+
+
+def left_out(decisions: list[do.Decision]) -> list[int]:
+    return [skip.rank for skip in only(do.Skip, decisions)]
+
+
+def committed(decisions: list[do.Decision]) -> list[tuple[int, int]]:
+    """Who is part of the center now, and how stale."""
+    told = [d.event for d in only(do.Report, decisions) if isinstance(d.event, WindowReport)]
+    return [(window.rank, window.staleness) for window in told]
+
+
+def finish(run: Run, *ranks: int, **window: Any) -> list[do.Decision]:
+    """Contributions, and everybody who is sent a center takes it."""
+    decisions = [each for rank in ranks for each in run.contribute(rank, **window)]
+    for reply in only(do.Reply, decisions):
+        decisions += run.take(reply.member.rank)
+    return decisions
+
+
+class TestOneBackupWorker:
+    """Three workers, of which one is not waited for."""
+
+    def run(self, **options: Any) -> Run:
+        return started(3, policy=BackupWorkers(1), **options)
+
+    def test_a_round_is_over_when_two_have_contributed(self) -> None:
+        run = self.run()
+        assert left_out(run.contribute(2)) == []
+        decisions = run.contribute(0)
+        assert left_out(decisions) == [1]
+        assert committed(decisions) == [(0, 0), (2, 0)]
+        assert [reply.member.rank for reply in only(do.Reply, decisions)] == [0, 2]
+
+    def test_who_comes_while_the_two_still_send_is_late_too(self) -> None:
+        run = self.run()
+        run.close(0)
+        run.close(1)
+        assert run.close(2) == []
+        run.add(0)
+        assert committed(run.add(1)) == [(0, 0), (1, 0)]
+
+    def test_a_late_contribution_is_part_of_the_next_round_with_its_rows(self) -> None:
+        run = self.run()
+        finish(run, 0, 1)
+        assert run.close(2, examples=7) == [
+            do.OpenSum((0, 1, 2)),
+            do.Receive(run.members[2], 7, staleness=1),
+        ]
+        run.add(2)
+        decisions = run.contribute(0, step=2) + run.contribute(1, step=2)
+        assert only(do.Commit, decisions) == [do.Commit(Contributions((1, 1, 7), 3, 1))]
+        assert run.positions() == [2, 2, 1]
+
+    def test_a_late_contribution_does_not_stand_for_one_that_is_due(self) -> None:
+        run = self.run()
+        finish(run, 0, 1)
+        run.contribute(2)
+        assert left_out(run.contribute(0, step=2)) == []
+        assert committed(run.contribute(1, step=2)) == [(0, 0), (1, 0), (2, 1)]
+
+    def test_who_is_late_is_not_waited_for_and_counts_whenever_it_comes(self) -> None:
+        run = self.run()
+        for step in (1, 2, 3):
+            assert committed(finish(run, 0, 1, step=step)) == [(0, 0), (1, 0)]
+        run.contribute(2)
+        assert committed(finish(run, 0, 1, step=4)) == [(0, 0), (1, 0), (2, 3)]
+
+    def test_who_was_late_begins_with_the_center_of_its_round_and_is_late_no_more(self) -> None:
+        run = self.run()
+        finish(run, 0, 1)
+        run.contribute(2)
+        finish(run, 0, 1, step=2)
+        run.take(2)
+        run.contribute(2, step=2)
+        assert committed(finish(run, 0, step=3)) == [(0, 0), (2, 0)]
+
+    def test_all_who_are_there_are_waited_for_but_one(self) -> None:
+        run = self.run(max_failures=1)
+        run.contribute(0)
+        decisions = run.lose(1)
+        assert left_out(decisions) == [1, 2]
+        assert committed(decisions) == [(0, 0)]
+
+    def test_who_was_lost_while_it_was_late_begins_anew_and_is_not_late(self) -> None:
+        run = self.run(max_failures=1)
+        finish(run, 0, 1)
+        run.lose(2)
+        run.come_back(2)
+        run.take(2)
+        run.contribute(2)
+        assert committed(finish(run, 0, step=2)) == [(0, 0), (2, 0)]
+
+    def test_a_round_that_starts_over_has_left_nobody_out(self) -> None:
+        run = self.run(max_failures=1)
+        run.close(0)
+        assert left_out(run.close(1)) == [2]
+        assert only(do.StartOver, run.lose(1)) == [do.StartOver((run.members[0],))]
+        # Rank 2 stands for one that is due: it has the center of the round that was begun.
+        run.close(2)
+        assert committed(run.add(2)) == [(2, 0)]
+
+    def test_who_has_entered_late_is_late_also_when_the_round_starts_over(self) -> None:
+        run = self.run(max_failures=1)
+        finish(run, 0, 1)
+        run.contribute(2)
+        run.close(0, step=2)
+        assert run.coordinator.round.late == set()
+        run.lose(0)
+        assert run.coordinator.round.late == {2}
+        run.close(2)
+        assert left_out(run.add(2)) == []
+        assert committed(run.contribute(1, step=2)) == [(1, 0), (2, 1)]
+
+    def test_the_last_of_an_epoch_contributes_alone(self) -> None:
+        run = self.run()
+        finish(run, 0, 1, last=True)
+        decisions = run.contribute(2, last=True)
+        assert committed(decisions) == [(2, 1)]
+        assert {reply.final for reply in only(do.Reply, decisions)} == {True}
+        (summary,) = [
+            e.event for e in decisions if isinstance(getattr(e, "event", 0), EpochSummary)
+        ]
+        assert (summary.mean_staleness, summary.max_staleness) == (1 / 3, 1)
+
+    def test_who_hangs_is_dropped_when_the_others_wait_for_it(self) -> None:
+        run = self.run(max_failures=1)
+        for step in range(1, 61):
+            run.wait(1)
+            assert only(do.Drop, finish(run, 0, 1, step=step)) == []
+        finish(run, 0, 1, step=61, last=True)
+        assert only(do.Drop, run.wait(20)) == [do.Drop(run.members[2])]
+
+    def test_a_checkpoint_has_the_worker_states_of_those_of_its_commit(self) -> None:
+        run = self.run(checkpoints=Every(1))
+        decisions = [*run.contribute(0), *run.contribute(1)]
+        asked = {reply.member.rank for reply in only(do.Reply, decisions) if reply.worker_state}
+        assert asked == run.coordinator.checkpoints.awaited == {0, 1}
+
+
+def test_one_contribution_is_waited_for_in_any_case() -> None:
+    run = started(3, policy=BackupWorkers(99))
+    decisions = run.contribute(1)
+    assert only(do.Commit, decisions) == [commit(run, 1)]
+    assert left_out(decisions) == [0, 2]
+
+
+def test_policies_are_told_when_windows_begin_and_end() -> None:
+    class Listens(All):
+        def __init__(self) -> None:
+            self.told: list[tuple[str, int, float]] = []
+
+        def began(self, rank: int, now: float) -> None:
+            self.told.append(("began", rank, now))
+
+        def closed(self, window: WindowReport, now: float) -> None:
+            self.told.append(("closed", window.rank, now))
+
+    policy = Listens()
+    run = started(1, policy=policy)
+    run.now += 3
+    run.contribute(0)
+    assert policy.told == [("began", 0, 1000), ("closed", 0, 1003), ("began", 0, 1003)]
+
+
+def calls_a_window(world_size: int, policy: RoundPolicy) -> float:
+    """Calls of functions for a contribution, as the mean over some rounds."""
+    run = started(world_size, policy=policy)
+    counted = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    windows = 0
+    for step in (1, 2, 3):
+        for rank in range(world_size // 2):
+            sys.setprofile(count)
+            try:
+                decisions = run.contribute(rank, step=step)
+            finally:
+                sys.setprofile(None)
+            windows += 1
+            for reply in only(do.Reply, decisions):
+                run.take(reply.member.rank)
+    return counted / windows
+
+
+def test_what_a_contribution_costs_does_not_grow_with_the_workers() -> None:
+    costs = [calls_a_window(workers, BackupWorkers(workers // 2)) for workers in (20, 1000)]
+    assert costs[1] < 1.25 * costs[0]
+
+
+# In many schedules.
+
+
+class Watched(Coordinator):
+    """Looks at each commit: how many were left out of it, and how many who were not are stale."""
+
+    most_left_out = 0
+    most_due = 0
+    stale = 0
+
+    def _commit(self) -> None:
+        present, before = set(self.round.active), dict(self._sent)
+        updates, began = self._updates, len(self._decided)
+        super()._commit()
+        ranks = {rank for rank, _ in committed(self._decided[began:])}
+        fresh = {rank for rank in ranks if before[rank] == updates}
+        Watched.most_left_out = max(Watched.most_left_out, len(present - ranks))
+        Watched.most_due = max(Watched.most_due, len(present) - len(fresh))
+        Watched.stale += len(ranks - fresh)
+
+
+def outcomes(policy: Any, seeds: Sequence[int], kind: Any = Coordinator) -> list[Outcome]:
+    def coordinator(*arguments: Any, **options: Any) -> Coordinator:
+        made: Coordinator = kind(*arguments, policy=policy(), **options)
+        return made
+
+    return [simulate(random_plan(seed, times=3), coordinator) for seed in seeds]
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("spared", [1, 2])
+def test_in_every_schedule_all_but_so_many_are_in_a_round_and_not_stale(spared: int) -> None:
+    Watched.most_left_out = Watched.most_due = Watched.stale = 0
+    ended = outcomes(lambda: BackupWorkers(spared), range(100), Watched)
+    assert sum(outcome.failure is None for outcome in ended) > 65
+    assert sum(outcome.losses for outcome in ended) > 20
+    assert sum(outcome.checkpoints for outcome in ended) > 65
+    assert (Watched.most_left_out, Watched.most_due) == (spared, spared)
+    assert Watched.stale > 100
+
+
+@pytest.mark.usefixtures("quiet")
+def test_the_simulation_sees_late_contributions_that_stand_for_others() -> None:
+    Watched.most_due = 0
+    outcomes(AllButStragglers, range(60), Watched)
+    assert Watched.most_due > 1
+
+
+# Predicted.
+
+
+class Cluster:
+    """Workers that take so many seconds for a window, all through one epoch.
+
+    Args:
+        seconds: by rank.
+        between_s: from the end of a round until its center was taken.
+    """
+
+    def __init__(self, *seconds: float, between_s: float = 0.0, **options: Any) -> None:
+        self.policy = PredictedCutoff()
+        self.run = started(len(seconds), policy=self.policy, **options)
+        self.seconds = list(seconds)
+        self.between_s = between_s
+        self.due = {rank: self.run.now + each for rank, each in enumerate(seconds)}
+        self.steps = [0] * len(seconds)
+
+    def round(self) -> set[int]:
+        """Let time pass until something is committed; returns who is part of it."""
+        while True:
+            rank = min(self.due, key=lambda each: (self.due[each], each))
+            self.run.now = max(self.run.now, self.due.pop(rank))
+            self.steps[rank] += 1
+            decisions = self._receive(self.run.close(rank, step=self.steps[rank]))
+            if ranks := {rank for rank, _ in committed(decisions)}:
+                self.run.now += self.between_s
+                for reply in only(do.Reply, decisions):
+                    rank = reply.member.rank
+                    self.due[rank] = self.run.now + self.seconds[rank]
+                    self._receive(self.run.take(rank))  # and who was late by little contributes
+                return ranks
+
+    def _receive(self, decisions: list[do.Decision]) -> list[do.Decision]:
+        received = only(do.Receive, decisions)
+        return [each for receive in received for each in self.run.add(receive.member.rank)]
+
+
+ALL = {0, 1, 2, 3}
+
+
+def test_until_times_are_known_and_while_they_are_alike_everyone_is_waited_for() -> None:
+    cluster = Cluster(1.0, 1.01, 0.99, 1.0)
+    assert [cluster.round() for _ in range(10)] == [ALL] * 10
+
+
+def test_who_has_become_slow_is_left_out_from_the_next_round_until_it_has_come() -> None:
+    cluster = Cluster(1.0, 1.01, 0.99, 1.0)
+    for _ in range(8):
+        cluster.round()
+    cluster.seconds[2] = cluster.due[2] = 9.5
+    cluster.due[2] += cluster.run.now
+    assert cluster.round() == ALL  # nobody could know
+    assert not any(2 in cluster.round() for _ in range(8))
+    assert any(2 in cluster.round() for _ in range(3))
+
+
+def test_one_that_is_fast_again_is_waited_for_again() -> None:
+    cluster = Cluster(1.0, 1.01, 0.99, 6.0)
+    rounds = [cluster.round() for _ in range(25)]
+    assert ALL - {3} in rounds
+    cluster.seconds[3] = 1.0
+    rounds = [cluster.round() for _ in range(25)]
+    assert rounds[-4:] == [ALL] * 4
+
+
+def test_one_that_is_slower_than_is_remembered_holds_nobody_up() -> None:
+    cluster = Cluster(1.0, 1.01, 0.99, 60.0)
+    while cluster.round() == ALL:
+        pass
+    began, rounds = cluster.run.now, [cluster.round() for _ in range(150)]
+    assert cluster.run.now - began < 1.1 * 150
+    assert sum(3 in ranks for ranks in rounds) == 2
+
+
+def test_where_rounds_themselves_take_long_the_slow_are_waited_for() -> None:
+    quick, slow = (Cluster(1.0, 1.0, 1.0, 2.0, between_s=seconds) for seconds in (0.0, 9.0))
+    for cluster in (quick, slow):
+        for _ in range(8):
+            cluster.round()
+    assert any(quick.round() != ALL for _ in range(4))
+    assert all(slow.round() == ALL for _ in range(4))
+
+
+def test_one_that_is_due_and_lost_is_not_replaced_by_one_that_is_late() -> None:
+    cluster = Cluster(1.0, 1.1, 0.9, 50.0, max_failures=1)
+    while cluster.round() == ALL:
+        pass
+    run, policy = cluster.run, cluster.policy
+    step = max(cluster.steps) + 1
+    run.now += 1
+    run.contribute(2, step=step)
+    run.contribute(0, step=step)
+    decisions = run.lose(1)
+    assert policy._spared == 1
+    assert {rank for rank, _ in committed(decisions)} == {0, 2}
+
+
+@pytest.mark.usefixtures("quiet")
+def test_every_schedule_with_predicted_cutoffs_ends_as_its_faults_allow() -> None:
+    Watched.most_left_out = Watched.stale = 0
+    ended = outcomes(PredictedCutoff, range(100), Watched)
+    assert sum(outcome.failure is None for outcome in ended) > 65
+    assert sum(outcome.losses for outcome in ended) > 20
+    assert Watched.most_left_out > 1
+    assert Watched.stale > 20
+
+
+def test_who_contributes_before_it_is_known_to_have_the_center_is_timed_as_any() -> None:
+    cluster = Cluster(1.0, 1.0, 1.0, 2.0)
+    for _ in range(8):
+        cluster.round()
+    run, step = cluster.run, max(cluster.steps) + 1
+    run.now += 1
+    for rank in (0, 1, 2):
+        run.contribute(rank, step=step)
+    run.now += 1
+    run.close(0, step=step + 1)  # it was sent the reply, and nobody knows that it was taken
+    run.take()
+    assert cluster.policy._closed[0] == run.now
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("policy", [partial(BackupWorkers, 1), PredictedCutoff])
+def test_ten_thousand_schedules_end_as_their_faults_allow(
+    policy: Callable[[], RoundPolicy], part: int
+) -> None:
+    ended = outcomes(policy, range(part, 10_000, 4))
+    assert sum(outcome.failure is None for outcome in ended) > 1_600
+    assert sum(outcome.losses for outcome in ended) > 500

@@ -1,0 +1,228 @@
+"""Who is waited for: everyone, nobody, or as a policy of one's own says."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from decisions import Run, commit, only, report, started
+from stragglers import AllButStragglers
+
+from sparkdl.averager import Averager
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
+from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy
+from sparkdl.averager.values.center_update import Contributions
+from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision
+from sparkdl.errors import ConfigError
+from sparkdl.protocols import Segment
+from sparkdl.testing.simulation import random_plan, simulate
+
+
+def replied_to(decisions: list[do.Decision]) -> list[int]:
+    return [reply.member.rank for reply in only(do.Reply, decisions)]
+
+
+def exchange(run: Run, rank: int, **window: Any) -> list[do.Decision]:
+    """A worker's contribution, and it takes what comes back."""
+    decisions = run.contribute(rank, **window)
+    run.take(rank)
+    return decisions
+
+
+class TestNobody:
+    """Each worker alone with the center."""
+
+    def run(self, world_size: int, **options: Any) -> Run:
+        return started(world_size, policy=Nobody(), **options)
+
+    def test_a_contribution_is_a_round_and_is_answered_at_once(self) -> None:
+        run = self.run(3)
+        assert run.close(1) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
+        assert run.add(1) == [
+            commit(run, 1),
+            do.Report(report(1)),
+            do.Reply(run.members[1], final=False, values=True, worker_state=False),
+        ]
+        assert run.positions() == [0, 1, 0]
+
+    def test_the_next_has_to_wait_until_the_reply_was_taken(self) -> None:
+        run = self.run(2)
+        run.close(0)
+        assert run.close(1) == []
+        run.add(0)
+        assert run.take(0) == [do.OpenSum((1,)), do.Receive(run.members[1], 1, staleness=1)]
+
+    def test_who_waits_is_let_in_in_the_order_of_arrival(self) -> None:
+        run = self.run(4)
+        for rank in (2, 3, 0, 1):
+            run.close(rank)
+        order = [2]
+        while len(order) < 4:
+            run.add(order[-1])
+            (receive,) = only(do.Receive, run.take(order[-1]))
+            order.append(receive.member.rank)
+        assert order == [2, 3, 0, 1]
+
+    def test_staleness_counts_the_others_updates_since_the_center_was_sent(self) -> None:
+        run = self.run(3)
+        told = []
+        for rank in (0, 0, 1, 2, 1, 0):
+            # Rank 2 changes nothing.
+            decisions = exchange(run, rank) if rank < 2 else run.close(rank, examples=0)
+            run.take(rank)
+            told += [decision.contributions for decision in only(do.Commit, decisions)]
+        assert [each.staleness for each in told] == [0, 0, 2, 0, 0, 2]
+        assert told[-1] == Contributions((1,), 3, 2)
+
+    def test_an_epoch_ends_when_all_are_through(self) -> None:
+        run = self.run(2)
+        assert replied_to(exchange(run, 0, last=True)) == []
+        exchange(run, 1)
+        last = run.contribute(1, last=True, step=2)
+        assert [reply.final for reply in only(do.Reply, last)] == [True, True]
+        assert run.coordinator.committed.epoch == 2
+
+    def test_those_without_rows_end_theirs_one_by_one(self) -> None:
+        run = self.run(3)
+        run.close(0)
+        assert run.close(1, examples=0, last=True) == []
+        assert run.close(2, examples=0, last=True) == []
+        decisions = run.add(0) + run.take(0)
+        assert only(do.Commit, decisions) == [commit(run, 1), commit(run), commit(run)]
+
+    def test_half_a_contribution_costs_nobody_else_anything(self) -> None:
+        run = self.run(2, max_failures=1)
+        run.close(0)
+        run.close(1)
+        assert run.lose(0) == [
+            do.Drop(run.members[0]),
+            do.StartOver(()),
+            do.OpenSum((1,)),
+            do.Receive(run.members[1], 1),
+        ]
+
+    def test_who_trains_for_long_is_not_dropped_while_another_adds_for_long(self) -> None:
+        run = self.run(3, max_failures=1)
+        run.wait(1)
+        for rank in run.ranks:
+            exchange(run, rank)
+        run.close(0)
+        run.close(1)
+        for _ in range(100):  # rank 0 sends all the time, and rank 2 trains
+            run.wait(1)
+            run.coordinator.heartbeat(run.members[0], run.now)
+        assert run.coordinator.members.dropped == []
+
+    def test_who_keeps_the_center_in_silence_is_dropped(self) -> None:
+        run = self.run(2, max_failures=1)
+        run.wait(1)
+        for rank in run.ranks:
+            exchange(run, rank)
+        run.close(0)
+        run.close(1)
+        assert only(do.Drop, run.wait(20)) == [do.Drop(run.members[0])]
+
+    def test_who_has_ended_its_epoch_waits_for_the_others_until_they_are_late(self) -> None:
+        run = self.run(2, max_failures=1)
+        run.wait(1)
+        for rank in run.ranks:
+            exchange(run, rank)
+        exchange(run, 0, last=True, step=2)
+        assert only(do.Drop, run.wait(20)) == [do.Drop(run.members[1])]
+
+    def test_nobody_overwrites_the_center_that_others_are_still_sent_at_the_start(self) -> None:
+        run = Run(2, policy=Nobody())
+        for rank in run.ranks:
+            run.join(rank)
+            run.read(rank)
+        run.start()
+        run.take(0)
+        assert run.close(0) == []
+        assert run.take(1) == [do.OpenSum((0,)), do.Receive(run.members[0], 1)]
+
+    def test_what_an_event_costs_does_not_depend_on_how_many_wait(self) -> None:
+        assert self.calls(10) == self.calls(1000)
+
+    def calls(self, world_size: int) -> int:
+        """Calls of functions for an exchange, while all others wait for theirs."""
+        run = self.run(world_size)
+        for rank in run.ranks:
+            run.close(rank)
+        counted = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal counted
+            counted += event in ("call", "c_call")
+
+        gc.disable()  # what others have it call is none of the exchange
+        sys.setprofile(count)
+        try:
+            run.add(0)
+            run.take(0)
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+        return counted
+
+
+class OverwritesWhatIsRead(Coordinator):
+    """Has a contribution change the center that others are still sent at the start."""
+
+    def _start(self, event: on.Started) -> None:
+        super()._start(event)
+        self.round.readers.clear()
+
+
+@pytest.mark.usefixtures("quiet")
+def test_the_simulation_finds_a_center_that_is_overwritten_while_it_is_sent() -> None:
+    def coordinator(*arguments: Any, **options: Any) -> Coordinator:
+        return OverwritesWhatIsRead(*arguments, policy=Nobody(), **options)
+
+    def simulate_many() -> None:
+        for seed in range(1000):
+            simulate(random_plan(seed), coordinator)
+
+    with pytest.raises(AssertionError, match="are being sent is overwritten"):
+        simulate_many()
+
+
+def test_a_straggler_contributes_to_the_next_round() -> None:
+    run = started(3, policy=AllButStragglers(1))
+    run.contribute(0)
+    assert run.close(2) == [do.Receive(run.members[2], 1), do.Skip(1)]
+    assert run.close(1) == []
+    assert only(do.Commit, run.add(2)) == [commit(run, 1, 1)]
+    run.take(0, 2)
+    assert run.close(2, step=2) == [do.Receive(run.members[2], 1), do.Skip(0)]
+    run.add(1)
+    late = Contributions((1, 1), 3, staleness=1)
+    assert only(do.Commit, run.add(2)) == [do.Commit(late)]
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("policy", [All, Nobody, AllButStragglers])
+def test_every_schedule_ends_as_its_faults_allow(policy: Callable[[], RoundPolicy]) -> None:
+    def coordinator(*arguments: Any, **options: Any) -> Coordinator:
+        return Coordinator(*arguments, policy=policy(), **options)
+
+    outcomes = [simulate(random_plan(seed), coordinator) for seed in range(300)]
+    assert sum(outcome.failure is None for outcome in outcomes) > 200
+
+
+@pytest.mark.parametrize("policy", [Nobody(), AllButStragglers(1)], ids=["nobody", "all but one"])
+def test_replies_of_changes_are_refused_where_not_all_get_each_of_them(policy: RoundPolicy) -> None:
+    with pytest.raises(ConfigError, match=f"'bfloat16' .* with {type(policy).__name__}"):
+        Averager((), [], 2, BFloat16Changes(), policy=policy)
+
+
+@pytest.mark.parametrize("policy", [Nobody(), AllButStragglers(1)], ids=["nobody", "all but one"])
+def test_fragments_are_refused_where_not_all_get_each_of_them(policy: RoundPolicy) -> None:
+    layout = (Segment("parameters", torch.float32, 4),)
+    with pytest.raises(ConfigError, match=f"2 fragments .* {type(policy).__name__} lets them"):
+        Averager(layout, [torch.zeros(4)], 2, FullPrecision(), policy=policy, fragments=2)

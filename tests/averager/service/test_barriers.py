@@ -1,0 +1,447 @@
+"""Barrier control: who waits, for whom, until when; what that costs; and what a loss changes."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from decisions import Every, Run, commit, expect_failure, only, report, started
+
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
+from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.messages.progress import Position, Progress
+from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy
+from sparkdl.averager.values.center_update import Contributions
+from sparkdl.errors import ConfigError, TrainingError
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.strategies import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
+from sparkdl.strategies.asynchronous.barriers import BoundedStaleness, SampledStaleness
+from sparkdl.testing.simulation import Outcome, Violation, random_plan, simulate
+
+MANY = 99
+"""More than any world or epoch here has."""
+
+
+def run_of(world_size: int, barrier: Barrier, **options: Any) -> Run:
+    return started(world_size, policy=barrier.policy(1), **options)
+
+
+def going_on(decisions: list[do.Decision]) -> set[int]:
+    """Who is sent a center."""
+    sent = [d for d in decisions if isinstance(d, (do.Reply, do.Welcome))]
+    return {decision.member.rank for decision in sent}
+
+
+class Steps:
+    """Workers that contribute one window after the other, and take what they are sent."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.done = Counter[int]()
+
+    def step(self, rank: int, **window: Any) -> set[int]:
+        """A rank's next window; returns who goes on."""
+        self.done[rank] += 1
+        steps = {"step": self.done[rank], "steps": self.done[rank]}
+        decisions = contribute(self.run, rank, **{**steps, **window})
+        self.run.take()
+        return going_on(decisions)
+
+
+def contribute(run: Run, rank: int, steps: int, **window: Any) -> list[do.Decision]:
+    """A contribution with its step in the epoch."""
+    told = replace(report(rank, **window), step_of_epoch=steps)
+    return run.tell(on.WindowClosed(run.members[rank], told)) + run.add(rank)
+
+
+class TestOneBound:
+    """Two workers, of which one may be a window ahead: every barrier that says so."""
+
+    @pytest.fixture(params=[SSP(1), PSSP(1, 1), PSSP(MANY, 1)], ids=str)
+    def steps(self, request: pytest.FixtureRequest) -> Steps:
+        return Steps(run_of(2, request.param, max_failures=3))
+
+    def test_a_contribution_changes_the_center_at_once(self, steps: Steps) -> None:
+        for number in (1, 2):
+            decisions = contribute(steps.run, 0, steps=number, step=number)
+            assert only(do.Commit, decisions) == [commit(steps.run, 1)]
+            steps.run.take(0)
+        assert steps.run.positions() == [2, 0]
+
+    def test_who_is_too_far_ahead_goes_on_when_the_other_is_near(self, steps: Steps) -> None:
+        assert steps.step(0) == {0}
+        assert steps.step(0) == set()
+        assert steps.step(1) == {0, 1}
+        assert steps.step(1) == {1}
+
+    def test_who_has_ended_the_epoch_is_not_waited_for(self, steps: Steps) -> None:
+        steps.step(0)
+        assert steps.step(0) == set()
+        assert steps.step(1, last=True) == {0}
+
+    def test_who_is_lost_is_not_waited_for(self, steps: Steps) -> None:
+        steps.step(0)
+        steps.step(0)
+        assert going_on(steps.run.lose(1)) == {0}
+
+    def test_in_the_next_epoch_all_begin_again(self, steps: Steps) -> None:
+        steps.step(0)
+        steps.step(0)
+        steps.step(1, last=True)
+        assert steps.step(0, last=True) == {0, 1}
+        steps.done.clear()
+        assert steps.step(0, epoch=2) == {0}
+        assert steps.step(0, epoch=2) == set()
+
+    def test_who_comes_back_is_waited_for_until_it_is_within_the_bound(self, steps: Steps) -> None:
+        steps.step(0)
+        steps.run.lose(1)
+        for _ in range(4):
+            assert steps.step(0) == {0}
+        assert going_on(steps.run.come_back(1)) == {1}
+        steps.run.take()
+        assert steps.step(0) == set()  # what it had begun, its sixth
+        assert [steps.step(1) for _ in range(5)] == [{1}, {1}, {1}, {1}, {0, 1}]
+
+    def test_who_waits_is_lost_and_comes_back_contributes_when_it_may(self, steps: Steps) -> None:
+        run = steps.run
+        steps.step(0)
+        steps.step(0)
+        run.lose(0)
+        assert going_on(run.come_back(0)) == {0}
+        run.take()
+        assert run.close(0, step=3) == []
+        contribute(run, 1, steps=1)
+        assert run.take(1) == [do.OpenSum((0,)), do.Receive(run.members[0], 1, 1)]
+
+    def test_who_waits_is_told_that_the_run_goes_on(self, steps: Steps) -> None:
+        steps.step(0)
+        steps.step(0)
+        assert only(do.SayWaiting, steps.run.wait(20)) == [do.SayWaiting((steps.run.members[0],))]
+
+    def test_who_waits_is_not_late_and_who_is_waited_for_is(self, steps: Steps) -> None:
+        steps.run.wait(1)
+        for rank in (0, 1, 0, 0):
+            steps.step(rank)
+        decisions = steps.run.wait(20)
+        assert only(do.Drop, decisions) == [do.Drop(steps.run.members[1])]
+        assert going_on(decisions) == {0}
+
+    def test_who_waits_and_contributes_is_an_error(self, steps: Steps) -> None:
+        steps.step(0)
+        steps.step(0)
+        decisions = steps.run.close(0, step=3)
+        words = "rank 0 contributed a window out of order"
+        expect_failure(steps.run, decisions, TrainingError, words)
+
+
+def test_with_no_bound_at_all_everyone_waits_for_everyone() -> None:
+    for barrier in (SSP(0), PBSP(2), PBSP(MANY)):
+        steps = Steps(run_of(3, barrier))
+        for order in ((2, 0, 1), (0, 1, 2)):
+            assert [steps.step(rank) for rank in order] == [set(), set(), {0, 1, 2}]
+
+
+def test_a_loss_while_another_contributes_lets_those_go_on_who_waited_for_the_lost() -> None:
+    run = run_of(3, SSP(0), max_failures=1)
+    contribute(run, 0, steps=1)
+    run.tell(on.WindowClosed(run.members[1], replace(report(1), step_of_epoch=1)))
+    assert going_on(run.lose(2)) == set()  # the sum is open
+    assert going_on(run.add(1)) == {0, 1}
+
+
+def test_everyone_starts_over_behind_a_barrier_if_the_contribution_breaks() -> None:
+    run = run_of(2, SSP(0), max_failures=1)
+    contribute(run, 0, steps=1)
+    run.close(1)
+    decisions = run.lose(1)
+    assert only(do.StartOver, decisions) == [do.StartOver(())]
+    assert going_on(decisions) == {0}
+
+
+def test_a_checkpoint_has_the_worker_states_of_those_who_wait() -> None:
+    run = run_of(3, SSP(0), checkpoints=Every(2))
+    contribute(run, 0, steps=1)
+    run.take()
+    decisions = contribute(run, 1, steps=1)
+    asked = {decision.member.rank for decision in only(do.AskWorkerState, decisions)}
+    assert asked == run.coordinator.checkpoints.awaited == {0, 1}
+    for rank in asked:
+        run.tell(on.WorkerStateWritten(run.members[rank]))
+    run.tell(on.CheckpointWritten())
+    decisions = contribute(run, 2, steps=1)
+    assert going_on(decisions) == {0, 1, 2}
+    assert only(do.AskWorkerState, decisions) == []
+
+
+@pytest.mark.parametrize("barrier", [SSP(1), PSSP(MANY, 1)], ids=str)
+def test_a_resumed_run_has_those_wait_who_were_ahead_when_they_have_trained(
+    barrier: Barrier,
+) -> None:
+    progress = replace(
+        Progress.start(3), positions=tuple(Position(step=n, step_of_epoch=n) for n in (4, 2, 3))
+    )
+    run = Run(3, policy=barrier.policy(1), progress=progress)
+    for rank in run.ranks:
+        run.join(rank)
+        run.read(rank)
+    assert going_on(run.start()) == {0, 1, 2}
+    run.take()
+    assert run.close(0, step=5) == []
+    contribute(run, 1, steps=3, step=3)
+    assert only(do.Receive, run.take(1)) == [do.Receive(run.members[0], 1, 1)]
+
+
+def test_a_window_is_a_period_of_steps() -> None:
+    run = started(2, policy=SSP(1).policy(5))
+    assert going_on(contribute(run, 0, steps=5)) == {0}
+    run.take()
+    assert going_on(contribute(run, 0, steps=10)) == set()
+    assert going_on(contribute(run, 1, steps=5)) == {0, 1}
+
+
+class TestSoftsync:
+    """The first contributions are an update."""
+
+    def test_the_others_contribute_to_the_next_what_is_stale(self) -> None:
+        run = run_of(3, Softsync(2))
+        run.contribute(2)
+        assert run.close(0) == [do.Receive(run.members[0], 1), do.Skip(1)]
+        assert only(do.Commit, run.add(0)) == [commit(run, 1, 1)]
+        run.take(0, 2)
+        assert run.close(1) == [do.OpenSum((0, 1, 2)), do.Receive(run.members[1], 1, 1)]
+        run.add(1)
+        decisions = run.contribute(2, step=2)
+        assert only(do.Commit, decisions) == [do.Commit(Contributions((1, 1), 3, 1))]
+        told = [d.event for d in only(do.Report, decisions) if isinstance(d.event, WindowReport)]
+        assert [(window.rank, window.staleness) for window in told] == [(1, 1), (2, 0)]
+
+    def test_all_who_are_there_are_enough(self) -> None:
+        run = run_of(3, Softsync(3), max_failures=1)
+        run.contribute(0)
+        run.lose(2)
+        assert going_on(run.contribute(1)) == {0, 1}
+
+    def test_of_those_who_are_left_in_the_epoch_fewer_are_enough(self) -> None:
+        run = run_of(3, Softsync(2))
+        run.contribute(0, last=True)
+        run.contribute(1, last=True)
+        assert going_on(run.contribute(2)) == {2}
+
+
+def test_staleness_is_in_the_epochs_summary() -> None:
+    run = run_of(2, ASP())
+    for rank, steps in ((0, 1), (0, 2), (1, 1)):
+        contribute(run, rank, steps=steps, step=steps)
+        run.take()
+    contribute(run, 0, steps=3, last=True)
+    told = only(do.Report, contribute(run, 1, steps=1, examples=0, last=True))
+    (summary,) = [each.event for each in told if isinstance(each.event, EpochSummary)]
+    # Rank 1 has missed two updates, then rank 0 one; without rows there is nothing stale.
+    assert (summary.mean_staleness, summary.max_staleness) == (3 / 4, 2)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_workers_of_the_same_speed_have_missed_one_update_of_each_other(workers: int) -> None:
+    run = run_of(workers, ASP())
+    told = []
+    for steps in range(1, 4):
+        for rank in run.ranks:
+            told += only(do.Commit, contribute(run, rank, steps=steps, step=steps))
+            run.take(rank)
+    stale = [each.contributions.staleness for each in told[workers:]]
+    assert stale == [workers - 1] * (2 * workers)
+
+
+@pytest.mark.parametrize(
+    ("barrier", "policy"), [(BSP(), All), (ASP(), Nobody), (SSP(3), BoundedStaleness)], ids=str
+)
+def test_each_run_has_a_policy_of_its_own(barrier: Barrier, policy: type[RoundPolicy]) -> None:
+    first, second = barrier.policy(2), barrier.policy(2)
+    assert type(first) is type(second) is policy
+    assert first is not second
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.0, True, None, "2"])
+@pytest.mark.parametrize(
+    ("barrier", "words"),
+    [
+        (SSP, r"s must be a whole number >= 0 of windows, got "),
+        (PBSP, r"beta must be a whole number >= 0 of workers, got "),
+        (lambda value: PSSP(value, 1), r"beta must be a whole number >= 0 of workers, got "),
+        (lambda value: PSSP(1, value), r"s must be a whole number >= 0 of windows, got "),
+        (Softsync, r"n must be a whole number >= 1 of contributions, got "),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(
+    barrier: Callable[[Any], Barrier], words: str, wrong: object
+) -> None:
+    with pytest.raises(ConfigError, match=words + repr(wrong)):
+        barrier(wrong)
+    with pytest.raises(ConfigError, match="n must be"):
+        Softsync(0)
+
+
+# Samples.
+
+
+def samples(policy: SampledStaleness, world_size: int, draws: int) -> list[tuple[int, list[int]]]:
+    policy.begin([Position()] * world_size)
+    return [(n % world_size, policy._sample(n % world_size)) for n in range(draws)]
+
+
+def test_a_sample_is_of_others_each_as_often() -> None:
+    drawn = samples(SampledStaleness(3, 0, 1), 7, 7 * 400)
+    assert all(len(set(sample)) == 3 and rank not in sample for rank, sample in drawn)
+    often = Counter((rank, other) for rank, sample in drawn for other in sample)
+    assert len(often) == 7 * 6
+    # 400 draws, each with probability 1/2: five standard deviations are 50.
+    assert all(abs(count - 200) < 50 for count in often.values())
+
+
+def test_samples_are_the_same_with_the_same_seed() -> None:
+    def drawn(seed: int) -> list[tuple[int, list[int]]]:
+        return samples(SampledStaleness(3, 0, 1, seed), 50, 100)
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+class Watched(SampledStaleness):
+    """Samples that are said."""
+
+    said: list[list[int]]
+
+    def _sample(self, rank: int) -> list[int]:
+        return self.said.pop(0)
+
+
+def test_a_sample_stays_until_all_of_it_are_near_and_the_next_is_another() -> None:
+    policy = Watched(2, 0, 1)
+    policy.said = [[1, 2], [], [], [3]]
+    steps = Steps(started(4, policy=policy))
+    assert steps.step(0) == set()
+    assert steps.step(1) == {1}
+    assert steps.step(2) == {0, 2}
+    assert steps.step(0) == set()
+    assert steps.step(3, last=True) == {0}
+
+
+# What an answer costs.
+
+
+def calls_a_window(world_size: int, barrier: Barrier) -> float:
+    """Calls of functions for a contribution, as the mean over three of each rank."""
+    run = run_of(world_size, barrier)
+    counted = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    for window in (1, 2, 3):
+        for rank in run.ranks:
+            sys.setprofile(count)
+            try:
+                decisions = contribute(run, rank, steps=window, step=window)
+            finally:
+                sys.setprofile(None)
+            run.take(*going_on(decisions)) if going_on(decisions) else None
+    return counted / (3 * world_size)
+
+
+@pytest.mark.parametrize("barrier", [ASP(), SSP(0), SSP(1), PBSP(4), PSSP(4, 1)], ids=str)
+def test_what_a_contribution_costs_does_not_grow_with_the_workers(barrier: Barrier) -> None:
+    assert calls_a_window(1000, barrier) < 1.25 * calls_a_window(20, barrier)
+
+
+# In many schedules.
+
+
+def deciding_by(make: Callable[[], RoundPolicy]) -> Callable[..., Coordinator]:
+    def coordinator(*arguments: Any, **options: Any) -> Coordinator:
+        return Coordinator(*arguments, policy=make(), **options)
+
+    return coordinator
+
+
+def outcomes(barrier: Barrier, seeds: range) -> list[Outcome]:
+    """Of epochs of up to six windows."""
+    coordinator = deciding_by(lambda: barrier.policy(1))
+    return [simulate(random_plan(seed, times=2), coordinator) for seed in seeds]
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(
+    ("barrier", "least", "most"),
+    [
+        (SSP(0), 0, 0),
+        (SSP(1), 1, 1),
+        (SSP(3), 3, 3),
+        (PBSP(MANY), 0, 0),
+        (PSSP(MANY, 2), 2, 2),
+        (PSSP(1, 1), 2, 6),
+        (PBSP(1), 1, 6),
+        (ASP(), 4, 6),
+        (Softsync(2), 3, 6),
+    ],
+    ids=str,
+)
+def test_in_every_schedule_nobody_goes_on_beyond_the_bound(
+    barrier: Barrier, least: int, most: int
+) -> None:
+    ended = outcomes(barrier, range(150))
+    assert sum(outcome.failure is None for outcome in ended) > 100
+    assert sum(outcome.losses for outcome in ended) > 35
+    assert least <= max(outcome.ahead for outcome in ended) <= most
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(
+    ("barrier", "limit"),
+    [
+        (PBSP(0), ASP()),
+        (SSP(MANY), ASP()),
+        (PSSP(2, MANY), ASP()),
+        (PBSP(MANY), SSP(0)),
+        (PSSP(MANY, 1), SSP(1)),
+        (Softsync(MANY), BSP()),
+    ],
+    ids=str,
+)
+def test_limits_decide_the_same_in_every_schedule(barrier: Barrier, limit: Barrier) -> None:
+    for mine, other in zip(outcomes(barrier, range(40)), outcomes(limit, range(40)), strict=True):
+        assert replace(mine, failure=None) == replace(other, failure=None)
+        assert repr(mine.failure) == repr(other.failure)
+
+
+class Forgets(BoundedStaleness):
+    """Asks nobody again."""
+
+    def committed(self, windows: Any, active: Any) -> tuple[()]:
+        super().committed(windows, active)
+        return ()
+
+
+class AnyoneMayGoOn(BoundedStaleness):
+    def goes_on(self, rank: int, active: Any) -> bool:
+        return True
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [(Forgets, "did not end"), (AnyoneMayGoOn, r"goes on after \d windows, .* slowest has")],
+)
+def test_the_simulation_finds_a_policy_that(policy: type[BoundedStaleness], words: str) -> None:
+    def simulate_many() -> None:
+        for seed in range(100):
+            plan = random_plan(seed, times=2)
+            simulate(plan, deciding_by(lambda: policy(1, 1)), most_ahead=1)
+
+    with pytest.raises(Violation, match=words):
+        simulate_many()

@@ -1,0 +1,86 @@
+"""A checkpoint is of those who took part in its commit, not of who comes back meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crew import WAIT_S, Crew, crew, eventually, window
+
+from sparkdl.averager.service.saving import CheckpointPlan, worker_state_file
+from sparkdl.checkpoint.storage import CheckpointStore
+
+
+def plan(path: Path, every_rounds: int) -> CheckpointPlan:
+    store = CheckpointStore(str(path), keep_last=9)
+    return CheckpointPlan(
+        store=store, every_epochs=1, every_rounds=every_rounds, last_epoch=1, config={}
+    )
+
+
+def exchanged(workers: Crew, ranks: Sequence[int], step: int, **fields: Any) -> None:
+    rounds = [workers.exchange(window(rank, step, **fields)) for rank in ranks]
+    for one in rounds:
+        one.result(WAIT_S)
+
+
+def saved_ranks(path: Path) -> dict[tuple[int, ...], list[int]]:
+    """By the steps that the ranks had taken: whose worker states are in each checkpoint."""
+    found = {}
+    store = CheckpointStore(str(path), keep_last=9)
+    while (saved := store.newest()) is not None:
+        steps = tuple(position["step"] for position in saved.description["progress"]["positions"])
+        found[steps] = [rank for rank in range(3) if saved.has(worker_state_file(rank))]
+        (Path(saved.directory) / "manifest.json").unlink()
+    return found
+
+
+@pytest.mark.parametrize("every_rounds", [1, 2])
+def test_who_is_let_in_behind_a_commit_is_not_asked_for_its_state(
+    tmp_path: Path, every_rounds: int
+) -> None:
+    """Its next round may be due for a checkpoint too, which would wait for the one before."""
+    with crew(3, deadline_s=3.0, plan=plan(tmp_path, every_rounds)) as workers:
+        for step in range(1, every_rounds):
+            exchanged(workers, [0, 1, 2], step)
+        workers.lose(1)
+        first = workers.exchange(window(0, every_rounds))
+        time.sleep(0.3)  # for it to arrive
+        back = workers.join(1, attempt=1)
+        time.sleep(0.3)  # for it to knock, in the middle of the round; it is let in at its end
+        exchanged(workers, [2], every_rounds)
+        first.result(WAIT_S)
+        position = back.result(WAIT_S)
+        assert position.step == every_rounds - 1
+        for step in range(every_rounds + 1, 2 * every_rounds + 1):
+            exchanged(workers, [0, 1, 2], step)
+        exchanged(workers, [0, 1, 2], 2 * every_rounds + 1, last=True)
+        for rank in range(3):
+            workers.client(rank).finish()
+        workers.outcome.result(WAIT_S)
+    states = saved_ranks(tmp_path)
+    assert states[every_rounds, every_rounds - 1, every_rounds] == [0, 2]
+    assert [0, 1, 2] in states.values()
+
+
+def test_who_was_lost_behind_its_contribution_and_came_back_is_not_asked(tmp_path: Path) -> None:
+    """Its contribution counts, but what its process knew at that commit is lost."""
+    with crew(3, deadline_s=3.0, plan=plan(tmp_path, 1)) as workers:
+        first = workers.exchange(window(0))
+        lost = workers.exchange(window(1))
+        time.sleep(0.3)  # for both to arrive whole
+        back = workers.join(1, attempt=1)
+        assert lost.exception(WAIT_S) is not None
+        time.sleep(0.3)  # for it to knock
+        exchanged(workers, [2], 1)
+        first.result(WAIT_S)
+        assert back.result(WAIT_S).step == 1
+        exchanged(workers, [0, 1, 2], 2, last=True)
+        for rank in range(3):
+            workers.client(rank).finish()
+        workers.outcome.result(WAIT_S)
+    assert eventually(lambda: len(list(tmp_path.iterdir())) == 2)
+    assert saved_ranks(tmp_path) == {(1, 1, 1): [0, 2], (2, 2, 2): [0, 1, 2]}

@@ -1,0 +1,89 @@
+"""What many columns and many workers cost, and where they are too many."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+import torch
+from crew import LAYOUT, WAIT_S, crew
+from toys import drive
+
+from sparkdl.averager import Averager, AveragerClient
+from sparkdl.averager.messages import headers
+from sparkdl.averager.messages.headers import read_statistics, shard_header, statistics_header
+from sparkdl.averager.values.wire_format import FullPrecision
+from sparkdl.errors import DataError, TrainingError
+from sparkdl.feed.statistics import ColumnStatistics, DataStatistics, ShardStatistics
+
+WORKERS, COLUMNS = 8, 50
+
+
+def test_the_statistics_about_columns_are_added_up_once_however_many_workers_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    added, add = [0], ColumnStatistics.__add__
+
+    def counted(one: ColumnStatistics, other: ColumnStatistics) -> ColumnStatistics:
+        added[0] += 1
+        return add(one, other)
+
+    monkeypatch.setattr(ColumnStatistics, "__add__", counted)
+    shard = ShardStatistics(2, (ColumnStatistics(),) * COLUMNS)
+    with (
+        ExitStack() as stack,
+        ThreadPoolExecutor(WORKERS + 1) as pool,
+        Averager(LAYOUT, [torch.zeros(3)], WORKERS, FullPrecision(), deadline_s=10) as averager,
+    ):
+        pool.submit(drive, averager)
+        clients = [
+            stack.enter_context(AveragerClient(averager.address, rank, FullPrecision()))
+            for rank in range(WORKERS)
+        ]
+        starts = [pool.submit(one.start, shard, [torch.zeros(3)], LAYOUT) for one in clients]
+        for start in starts:
+            start.result(WAIT_S)
+        assert clients[-1].shard_rows == [2] * WORKERS
+    assert added[0] <= 2 * WORKERS * COLUMNS
+
+
+def test_more_columns_than_a_header_holds_are_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By who has read them, before the driver is told of them."""
+    shard = ShardStatistics(2, (ColumnStatistics(smallest=-1.5, largest=2.5),) * 2000)
+    size = len(json.dumps(shard_header(shard)))
+    monkeypatch.setattr(headers, "MAX_HEADER_BYTES", size)
+    shard_header(shard)
+    monkeypatch.setattr(headers, "MAX_HEADER_BYTES", size - 1)
+    with pytest.raises(DataError, match=rf"2000 columns takes {size} bytes.*for about 1999\. Put"):
+        shard_header(shard)
+
+
+def test_the_statistics_of_all_survive_their_header() -> None:
+    statistics = DataStatistics(
+        (3, 0), (ColumnStatistics(nulls=1, places={"nulls": (0, 2)}),), 4, 2.5
+    )
+    text = json.dumps(statistics_header(statistics))
+    found = read_statistics(json.loads(text))
+    assert found == statistics
+    assert found.columns[0].where("nulls") == "row 2 of partition 0"
+    with pytest.raises(TrainingError, match="where the workers' rows belong"):
+        read_statistics(json.loads(text) | {"shard_rows": [3, -1]})
+
+
+def test_more_than_all_may_tell_each_other_is_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is sent what all have told; so a part of one header is all that each may tell."""
+    monkeypatch.setattr(headers, "MAX_HEADER_BYTES", 1000)
+    with crew(2) as workers:
+        fits = [workers.call(workers.client(rank).gather, {"a": "x" * 481}) for rank in range(2)]
+        assert [len(one.result(WAIT_S)) for one in fits] == [2, 2]
+        workers.call(workers.client(0).gather, {"a": "x" * 482})
+        error = workers.outcome.exception(WAIT_S)
+    assert "rank 0 wants all 2 workers to know 491 bytes, and of so many each may tell 490" in str(
+        error
+    )

@@ -1,0 +1,212 @@
+"""Turns: each worker alone with the center, in the order of ranks, and nobody else's business."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from crew import WAIT_S, window
+from decisions import Every, Run, only, report, started
+from toys import drive
+
+from sparkdl.averager import Averager, AveragerClient
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
+from sparkdl.averager.coordination.membership import Tolerance
+from sparkdl.averager.messages.progress import Position, Progress
+from sparkdl.averager.policies.round_policy import RoundRobin
+from sparkdl.averager.values.wire_format import Changes
+from sparkdl.feed.statistics import ShardStatistics
+from sparkdl.protocols import Segment
+
+
+def run_of(world_size: int, **options: Any) -> Run:
+    return started(world_size, policy=RoundRobin(1), **options)
+
+
+def close(run: Run, rank: int, steps: int = 1, **fields: Any) -> list[int]:
+    """A rank has trained a window; returns who may contribute then."""
+    told = replace(report(rank, step=steps, **fields), step_of_epoch=steps)
+    return received(run.tell(on.WindowClosed(run.members[rank], told)))
+
+
+def add(run: Run, rank: int) -> list[int]:
+    """A rank's contribution is whole, and it takes the reply; returns who may contribute then."""
+    return received(run.add(rank) + run.take(rank))
+
+
+def received(decisions: list[do.Decision]) -> list[int]:
+    return [each.member.rank for each in only(do.Receive, decisions)]
+
+
+def test_who_is_ready_first_waits_for_those_before() -> None:
+    run = run_of(3)
+    assert close(run, 2) == []
+    assert close(run, 0) == [0]
+    assert add(run, 0) == []
+    assert close(run, 0, 2) == []
+    assert close(run, 1) == [1]
+    assert [add(run, rank) for rank in (1, 2)] == [[2], [0]]
+
+
+def test_who_has_had_its_turn_goes_on_at_once() -> None:
+    run = run_of(3)
+    close(run, 0)
+    assert [each.member.rank for each in only(do.Reply, run.add(0))] == [0]
+
+
+def test_a_turn_of_who_is_lost_is_skipped_and_it_has_one_when_it_is_back() -> None:
+    run = run_of(3, max_failures=1)
+    close(run, 1)
+    close(run, 2)
+    assert received(run.lose(0)) == [1]
+    assert [add(run, rank) for rank in (1, 2)] == [[2], []]
+    run.come_back(0)
+    run.take()
+    assert close(run, 1, 2) == []
+    assert close(run, 0) == [0]
+    assert add(run, 0) == [1]
+
+
+def test_a_turn_of_who_is_lost_in_it_passes_on() -> None:
+    run = run_of(3, max_failures=1)
+    close(run, 1)
+    assert close(run, 0) == [0]
+    decisions = run.lose(0)
+    assert only(do.StartOver, decisions) == [do.StartOver(())]
+    assert received(decisions) == [1]
+
+
+def test_who_has_ended_the_epoch_has_no_more_turns_and_the_next_epoch_begins_with_the_first() -> (
+    None
+):
+    run = run_of(3)
+    close(run, 0)
+    add(run, 0)
+    close(run, 1, last=True)
+    add(run, 1)
+    close(run, 2)
+    add(run, 2)
+    close(run, 0, 2, last=True)
+    add(run, 0)
+    assert close(run, 2, 2, last=True) == [2]
+    run.add(2)
+    run.take()
+    assert close(run, 1, epoch=2) == []
+    assert close(run, 0, epoch=2) == [0]
+
+
+def test_a_window_without_rows_takes_its_turn_too() -> None:
+    run = run_of(2)
+    assert close(run, 1) == []
+    assert close(run, 0, 0, examples=0, last=True) == [1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "period", "first"),
+    [((0, 0, 0), 2, 0), ((4, 2, 2), 2, 1), ((4, 4, 2), 2, 2), ((5, 4, 4), 2, 1), ((5, 6, 6), 2, 0)],
+    ids=str,
+)
+def test_a_resumed_run_goes_on_with_who_has_had_the_fewest(
+    steps: tuple[int, ...], period: int, first: int
+) -> None:
+    policy = RoundRobin(period)
+    policy.begin([Position(step=n, step_of_epoch=n) for n in steps])
+    assert [rank for rank in range(3) if policy.may_contribute(rank, {0, 1, 2})] == [first]
+
+
+def test_who_waits_for_its_turn_is_told_that_the_run_goes_on_and_is_not_late() -> None:
+    run = run_of(2, max_failures=2)
+    run.wait(1)
+    close(run, 1)
+    decisions = run.wait(20)
+    assert only(do.SayWaiting, decisions) == [do.SayWaiting((run.members[1],))]
+    assert only(do.Drop, decisions) == [do.Drop(run.members[0])]
+    assert received(decisions) == [1]
+
+
+def test_a_turn_that_has_come_waits_for_a_checkpoint_and_comes_behind_it() -> None:
+    run = run_of(2, checkpoints=Every(1))
+    close(run, 0)
+    close(run, 1)
+    run.add(0)
+    assert received(run.take(0)) == []
+    run.tell(on.WorkerStateWritten(run.members[0]))
+    assert received(run.tell(on.CheckpointWritten())) == [1]
+
+
+VALUES = 4 << 20
+"""Of a contribution, more than connections take that nobody reads."""
+LAYOUT = (Segment("parameters", torch.float32, VALUES),)
+DEADLINE_S = 0.8
+TRAINS_S = 3.6
+
+
+@pytest.fixture
+def clients() -> Iterator[tuple[Averager, list[AveragerClient]]]:
+    with ExitStack() as stack:
+        averager = Averager(
+            LAYOUT,
+            [torch.zeros(VALUES)],
+            2,
+            Changes(),
+            deadline_s=DEADLINE_S,
+            tolerance=Tolerance(1),
+            policy=RoundRobin(1),
+            progress=Progress.start(2),
+        )
+        stack.enter_context(averager)
+        yield (
+            averager,
+            [
+                stack.enter_context(
+                    AveragerClient(averager.address, rank, Changes(), deadline_s=DEADLINE_S)
+                )
+                for rank in range(2)
+            ],
+        )
+
+
+def test_others_may_train_longer_than_who_waits_could_go_on_sending(
+    clients: tuple[Averager, list[AveragerClient]],
+) -> None:
+    """In every window, not only in the first, for which late comers wait anyway."""
+    averager, (first, second) = clients
+    # Of a send that has begun the kernel waits once for room, and once more for what is left.
+    assert TRAINS_S > 2 * 2 * DEADLINE_S
+    with ThreadPoolExecutor(4) as pool:
+        outcome = pool.submit(drive, averager)
+        states = [torch.zeros(VALUES), torch.zeros(VALUES)]
+        for started_ in [
+            pool.submit(client.start, ShardStatistics(2, ()), [state], LAYOUT)
+            for client, state in zip((first, second), states, strict=True)
+        ]:
+            started_.result(WAIT_S)
+        states[1] += 1
+        waits = pool.submit(second.exchange, [states[1]], window(1))
+        first.exchange([states[0]], window(0))
+        waits.result(WAIT_S)
+        states[1] += 1
+        waits = pool.submit(second.exchange, [states[1]], window(1, 2))
+        until = time.monotonic() + TRAINS_S
+        while time.monotonic() < until:
+            time.sleep(0.1)
+            first.heartbeat()
+            assert not waits.done()
+        first.exchange([states[0]], window(0, 2))
+        waits.result(WAIT_S)
+        assert float(states[0][0]) == 1.0
+        through = pool.submit(second.exchange, [states[1]], window(1, 3, last=True))
+        first.exchange([states[0]], window(0, 3, last=True))
+        through.result(WAIT_S)
+        for client in (first, second):
+            client.finish()
+        outcome.result(WAIT_S)
+    assert averager.losses == []
+    assert torch.equal(states[0], torch.full_like(states[0], 2.0))
