@@ -14,6 +14,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from sparkdl.encodings import NUMBERS, Encoding
+from sparkdl.encodings import UNKNOWN as UNKNOWN
 from sparkdl.events import ValidationReport, WindowReport
 
 ModelBuilder = Callable[[], nn.Module]
@@ -64,15 +66,6 @@ Layout = tuple[Segment, ...]
 """Every segment of a replica's state in the order in which they travel."""
 
 
-UNKNOWN = -1
-"""A dimension of a row's shape that only the data will tell."""
-
-
-Encoding = Literal["numbers", "vector", "matrix", "bytes", "image", "pixels"]
-"""How a column's rows arrive: numbers and (nested) arrays of them, pyspark.ml's vectors or
-matrices, a tensor's own bytes, an encoded image (PNG, JPEG, ...), or Spark's image struct."""
-
-
 SequenceInput = Literal["padding_mask", "attention_mask", "lengths"]
 """What a model is given besides padded rows: bool, true at padding (torch's
 ``src_key_padding_mask``); int64, 1 at values and 0 at padding (Hugging Face's); or int64 lengths.
@@ -101,7 +94,7 @@ class ColumnSpec:
         dtype: the tensor's element type.
         row_shape: shape of one row's value: () for a number, (k,) for an array of k numbers, or
             (UNKNOWN,) before the data were read; images have (channels, height, width).
-        encoding: how the rows arrive.
+        encoding: how the rows arrive, and how they are decoded.
         padding: how minibatches are padded; the first number of ``row_shape`` then stays UNKNOWN.
             None if all rows are of the same shape.
     """
@@ -109,7 +102,7 @@ class ColumnSpec:
     name: str
     dtype: torch.dtype
     row_shape: tuple[int, ...] = ()
-    encoding: Encoding = "numbers"
+    encoding: Encoding = NUMBERS
     padding: Padding | None = None
 
     @property

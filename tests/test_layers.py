@@ -30,7 +30,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("checkpoint", "metrics"),
     ("outputs",),
     ("protocols",),
-    ("events", "hooks", "phases"),
+    ("encodings", "events", "hooks", "phases"),
     ("process", "user_code"),
     ("errors",),
     ("version",),

@@ -18,6 +18,7 @@ import torch
 
 from fuzzing.averager import _memory
 from fuzzing.loop import Fault, Target
+from sparkdl import encodings
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.reading import Reading
 from sparkdl.feed.statistics import DataStatistics
@@ -61,11 +62,11 @@ MATRICES: list[dict[str, Any]] = [
 Kind = tuple[ColumnSpec, pa.DataType, list[Any]]
 KINDS: dict[str, Kind] = {
     "vector": (
-        ColumnSpec("x", torch.float32, (UNKNOWN,), "vector"),
+        ColumnSpec("x", torch.float32, (UNKNOWN,), encodings.VECTOR),
         VECTOR,
         [DENSE, SPARSE, {**SPARSE, "indices": [], "values": []}],
     ),
-    "matrix": (ColumnSpec("x", torch.float32, (2, 2), "matrix"), MATRIX, MATRICES),
+    "matrix": (ColumnSpec("x", torch.float32, (2, 2), encodings.MATRIX), MATRIX, MATRICES),
     "nested": (
         ColumnSpec("x", torch.float32, (2, 2)),
         pa.list_(pa.list_(pa.float32())),
@@ -73,7 +74,7 @@ KINDS: dict[str, Kind] = {
     ),
     "array": (ColumnSpec("x", torch.int32, (UNKNOWN,)), pa.list_(pa.int64()), [[1, 2], [3, 4]]),
     "number": (ColumnSpec("x", torch.int8), pa.float64(), [1.0, 2.0]),
-    "bytes": (ColumnSpec("x", torch.int16, (2,), "bytes"), pa.binary(), [b"abcd"]),
+    "bytes": (ColumnSpec("x", torch.int16, (2,), encodings.BYTES), pa.binary(), [b"abcd"]),
 }
 
 
@@ -84,8 +85,12 @@ class ColumnsTarget(Target):
     reads = (
         "feed/decode.py",
         "feed/statistics.py",
-        "feed/linalg.py",
-        "feed/lists.py",
+        "encodings/vectors.py",
+        "encodings/matrices.py",
+        "encodings/linalg.py",
+        "encodings/numbers.py",
+        "encodings/raw_bytes.py",
+        "encodings/lists.py",
         "feed/reading.py",
         "feed/ranges.py",
     )

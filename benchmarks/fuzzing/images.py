@@ -14,8 +14,8 @@ from PIL import Image, features
 
 from fuzzing.loop import Fault, Target
 from fuzzing.mutation import mutated_bytes, number_of_changes
+from sparkdl import encodings
 from sparkdl.errors import SparkDLError
-from sparkdl.feed.images import decode_images, decode_pixels
 from sparkdl.protocols import ColumnSpec
 
 FORMATS = (
@@ -39,7 +39,12 @@ class ImagesTarget(Target):
     """A few rows of images, of which one is whole: it has to be among what is decoded."""
 
     name = "images"
-    reads = ("feed/images.py", "feed/image_headers.py", "feed/lists.py")
+    reads = (
+        "encodings/images.py",
+        "encodings/pixels.py",
+        "encodings/image_headers.py",
+        "encodings/lists.py",
+    )
     deadline_s = 10.0
 
     def __enter__(self) -> ImagesTarget:
@@ -59,7 +64,9 @@ class ImagesTarget(Target):
 
     def attempt(self, draw: random.Random) -> bool:
         """One column of three rows."""
-        spec = ColumnSpec("x", torch.uint8, (draw.choice([3, 3, 3, 1, 4]), SIZE, SIZE), "image")
+        spec = ColumnSpec(
+            "x", torch.uint8, (draw.choice([3, 3, 3, 1, 4]), SIZE, SIZE), encodings.IMAGE
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's, of files that are odd
             return self._pixels(draw) if draw.random() < 0.2 else self._encoded(draw, spec)
@@ -69,7 +76,9 @@ class ImagesTarget(Target):
             mutated_bytes(draw, draw.choice(self._files), number_of_changes(draw)) for _ in range(2)
         ]
         try:
-            values, broken = decode_images(pa.array([*rows, self._whole]), spec)
+            values, broken = encodings.IMAGE.decode(
+                pa.array([*rows, self._whole]), spec.row_shape, spec.dtype
+            )
         except SparkDLError as error:
             raise Fault("one image that cannot be read ended the reading") from error
         wrong = 0 if broken is None else len(broken.rows)
@@ -83,7 +92,7 @@ class ImagesTarget(Target):
 
     @staticmethod
     def _pixels(draw: random.Random) -> bool:
-        spec = ColumnSpec("x", torch.uint8, (3, 2, 2), "pixels")
+        spec = ColumnSpec("x", torch.uint8, (3, 2, 2), encodings.PIXELS)
         good: dict[str, Any] = {
             **{"origin": "a", "height": 2, "width": 2, "nChannels": 3, "mode": 16},
             "data": bytes(range(12)),
@@ -98,7 +107,7 @@ class ImagesTarget(Target):
                 key = draw.choice(list(good))
                 numbers = [0, -1, None, 3, (1 << 31) - 1, -(1 << 31), 24]
                 row[key] = draw.choice(odd.get(key, numbers))
-        values, broken = decode_pixels(pa.array(rows, PIXELS), spec)
+        values, broken = encodings.PIXELS.decode(pa.array(rows, PIXELS), spec.row_shape, spec.dtype)
         wrong = 0 if broken is None else len(broken.rows)
         if len(values) + wrong != 3 or (broken is not None and 2 in broken.rows):
             raise Fault(f"{len(values)} rows were decoded and {wrong} not, of 3 with one whole")

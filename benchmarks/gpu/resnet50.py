@@ -24,6 +24,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
+from sparkdl import encodings
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.feed import Feed
 from sparkdl.protocols import Batch, ColumnSpec
@@ -161,7 +162,7 @@ def images(setting: Setting) -> list[pa.RecordBatch]:
 
 def schema(setting: Setting) -> FeedSchema:
     """Bytes to uint8 tensors of shape (3, size, size)."""
-    image = ColumnSpec("image", torch.uint8, (3, setting.size, setting.size), "bytes")
+    image = ColumnSpec("image", torch.uint8, (3, setting.size, setting.size), encodings.BYTES)
     return FeedSchema((image,), ColumnSpec("label", torch.int64))
 
 

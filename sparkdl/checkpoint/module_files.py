@@ -23,11 +23,12 @@ from sparkdl.checkpoint.json_file import read_json_object
 from sparkdl.checkpoint.local_files import whole_directory
 from sparkdl.checkpoint.object_spec import LOSS, MODEL, load_object, save_object
 from sparkdl.checkpoint.trust import TrustArgument
+from sparkdl.encodings import NUMBERS, named
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, are_measured, are_metrics
 from sparkdl.outputs import OutputKey, Widths, names_output
 from sparkdl.process.randomness import borrowed_random_numbers
-from sparkdl.protocols import UNKNOWN, ColumnSpec, Encoding, Padding, SequenceInput
+from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding, SequenceInput
 
 DESCRIPTION = "module.json"
 WEIGHTS = "module.safetensors"
@@ -39,7 +40,6 @@ _CASTS = {
     torch.float16: nn.Module.half,
     torch.bfloat16: nn.Module.bfloat16,
 }
-_ENCODINGS = get_args(Encoding)
 _EPOCH_TYPES = get_type_hints(EpochSummary)
 
 
@@ -199,7 +199,7 @@ def _column_fields(column: ColumnSpec) -> dict[str, Any]:
         "name": column.name,
         "dtype": str(column.dtype).removeprefix("torch."),
         "row_shape": list(column.row_shape),
-        "encoding": column.encoding,
+        "encoding": column.encoding.name,
         "padding": None if column.padding is None else dataclasses.asdict(column.padding),
     }
 
@@ -208,16 +208,16 @@ def _column(
     name: str,
     dtype: str,
     row_shape: list[int],
-    encoding: Encoding = "numbers",  # models were saved before there were others
+    encoding: str = NUMBERS.name,  # models were saved before there were others
     padding: dict[str, Any] | None = None,  # and before there were sequences
 ) -> ColumnSpec:
     # Not by getattr, for torch imports some of its modules when it is asked for them.
     element = vars(torch).get(dtype)
     if not isinstance(name, str) or not isinstance(element, torch.dtype):
         raise ValueError(f"{name!r} cannot be of type {dtype!r}")
-    if not all(_is_count(n) or n == UNKNOWN for n in row_shape) or encoding not in _ENCODINGS:
-        raise ValueError(f"{name!r} cannot have shape {row_shape!r} and encoding {encoding!r}")
-    spec = ColumnSpec(name, element, tuple(row_shape), encoding)
+    if not all(_is_count(n) or n == UNKNOWN for n in row_shape):
+        raise ValueError(f"{name!r} cannot have shape {row_shape!r}")
+    spec = ColumnSpec(name, element, tuple(row_shape), named(encoding))
     if padding is None:
         return spec
     if row_shape.count(UNKNOWN) != 1 or row_shape[0] != UNKNOWN:

@@ -266,15 +266,7 @@ class FittedModel(
         columns = [input_column(dataset, name, "featuresCol") for name in names]
         # Named as in training: a model that takes a dict knows those names.
         specs = [
-            replace(
-                column.spec(
-                    trained.dtype,
-                    trained.row_shape or None,
-                    image=trained.encoding == "image",
-                    padding=trained.padding,
-                ),
-                name=trained.name,
-            )
+            replace(column.as_trained(trained), name=trained.name)
             for column, trained in zip(columns, self._features, strict=True)
         ]
         return columns, specs

@@ -43,10 +43,7 @@ def label_tensors(
             "from the columns that transform adds"
         )
     if trained:
-        return [
-            column.spec(known.dtype, known.row_shape or None, image=known.encoding == "image")
-            for column, known in zip(columns, trained, strict=True)
-        ]
+        return [column.as_trained(known) for column, known in zip(columns, trained, strict=True)]
     return [_from_rows(dataset, column, head) for column in columns]
 
 

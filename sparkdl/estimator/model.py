@@ -95,9 +95,9 @@ class TorchModel(FittedModel, OutputParams):
                 "takes them"
             )
         features = named_features(example, taking.feature_columns())
-        declared = ColumnOverrides(None, None, None, paddings(padCols), pad_inputs(padInputs))
-        declared.require_known(list(features))
-        taking._features = tuple(specs_of(features, imageCols, declared))
+        overrides = ColumnOverrides(None, None, None, paddings(padCols), pad_inputs(padInputs))
+        overrides.require_known(list(features))
+        taking._features = tuple(specs_of(features, imageCols, overrides))
         if taking.features_by_name():
             require_distinct(taking._features)
         taking._widths = output_widths(

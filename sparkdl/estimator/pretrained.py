@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparkdl.encodings import IMAGE, NUMBERS
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.estimator.predictions import require_any_length
 from sparkdl.feed.columns import input_names, model_inputs
@@ -68,14 +69,14 @@ def named_features(example: Example, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def specs_of(
-    features: Mapping[str, Tensor], images: Sequence[str], declared: ColumnOverrides
+    features: Mapping[str, Tensor], images: Sequence[str], overrides: ColumnOverrides
 ) -> list[ColumnSpec]:
     """The tensors that the columns become.
 
     Args:
         features: of the example, by column.
         images: the columns of encoded images.
-        declared: which columns are padded, and how.
+        overrides: which columns are padded, and how.
 
     Raises:
         ConfigError: an image column is none of the features, or a padded one cannot be.
@@ -86,7 +87,7 @@ def specs_of(
             f"imageCols names '{unknown[0]}', which is no feature: {', '.join(features)}"
         )
     return [
-        _spec_of(name, tensor, name in images, declared.padding(name))
+        _spec_of(name, tensor, name in images, overrides.padding(name))
         for name, tensor in features.items()
     ]
 
@@ -94,7 +95,7 @@ def specs_of(
 def _spec_of(name: str, tensor: Tensor, image: bool, padding: Padding | None) -> ColumnSpec:
     shape = tuple(tensor.shape[1:])
     if padding is None:
-        return ColumnSpec(name, tensor.dtype, shape, "image" if image else "numbers")
+        return ColumnSpec(name, tensor.dtype, shape, IMAGE if image else NUMBERS)
     if image or len(shape) not in (1, 2) or shape[0] < 2:
         raise ConfigError(
             f"padCols pads rows of numbers or of items, and the example has '{name}' of "

@@ -71,7 +71,7 @@ def fed_columns(
         input_column(frame, name, "labelCols" if several else "labelCol")
         for name in params.label_columns()
     ]
-    declared = ColumnOverrides(
+    overrides = ColumnOverrides(
         params.getColumnShapes(),
         params.getColumnDtypes(),
         params.getImageCols(),
@@ -79,7 +79,7 @@ def fed_columns(
         params.getPadInputs(),
     )
     label_specs = tuple(
-        declared.spec(column, _target_dtype(column, loss, head, fractions), label=True)
+        overrides.spec(column, _target_dtype(column, loss, head, fractions), label=True)
         for column in labels
     )
     weight = scalar_column(frame, params.optional_column("weightCol"), "weightCol")
@@ -91,13 +91,13 @@ def fed_columns(
     else:
         indicator = scalar_column(frame, held_out, "validationIndicatorCol")
     schema = FeedSchema(
-        tuple(declared.spec(c, c.default_dtype(fractions)) for c in features),
+        tuple(overrides.spec(c, c.default_dtype(fractions)) for c in features),
         label_specs if several else label_specs[0],
         weight=None if weight is None else weight.spec(torch.float32),
         validation=None if indicator is None else indicator.spec(torch.bool),
         by_name=params.features_by_name(),
     )
-    declared.require_known([c.name for c in (*features, *labels)])
+    overrides.require_known([c.name for c in (*features, *labels)])
     _require_paddable(params, schema)
     optional = [column for column in (weight, indicator) if column is not None]
     columns = (*features, *labels, *optional)

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from sparkdl.encodings.lists import numpy_of
 from sparkdl.feed.decode import Decoded
-from sparkdl.feed.lists import numpy_of
 from sparkdl.feed.ranges import all_within, beyond, holds_all
 from sparkdl.feed.statistics import ColumnStatistics, RowLocation
 from sparkdl.protocols import ColumnSpec
@@ -69,7 +69,7 @@ def adds_nothing(column: Decoded, spec: ColumnSpec, known: ColumnStatistics) -> 
         values = values.flatten()
         if values.null_count:
             return False
-        if spec.encoding not in ("numbers", "vector", "matrix"):
+        if not spec.encoding.numeric:
             return True
     numbers = numpy_of(values)
     if not len(numbers):
@@ -141,8 +141,9 @@ def _scan_numbers(numbers: np.ndarray, spec: ColumnSpec, found: _Finder) -> None
 
 def _scan_arrays(values: pa.Array, spec: ColumnSpec, found: _Finder) -> None:
     lengths = numpy_of(values.value_lengths())
-    declared = spec.encoding == "numbers" and spec.elements is not None
-    if declared and (lengths != spec.elements).any():
+    # What was decoded has the declared length.
+    as_arrived = spec.encoding.is_decoded(values.type) and spec.elements is not None
+    if as_arrived and (lengths != spec.elements).any():
         wrong = np.flatnonzero(lengths != spec.elements)
         found.reason = f"has {lengths[wrong[0]]} elements, the declared {spec.row_shape}"
         found.count("broken", wrong)
@@ -152,7 +153,7 @@ def _scan_arrays(values: pa.Array, spec: ColumnSpec, found: _Finder) -> None:
     if elements.null_count:
         parents = numpy_of(pc.list_parent_indices(values).filter(elements.is_null()))
         found.count("null_elements", np.unique(parents))
-    if len(elements) > elements.null_count and spec.encoding in ("numbers", "vector", "matrix"):
+    if len(elements) > elements.null_count and spec.encoding.numeric:
         _scan_elements(numpy_of(elements), _Parents(values, elements), spec, found)
 
 

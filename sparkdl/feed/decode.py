@@ -11,20 +11,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from sparkdl.encodings.lists import Broken, numpy_of
 from sparkdl.errors import DataError
-from sparkdl.feed.images import decode_images, decode_pixels
-from sparkdl.feed.linalg import MAX_SIZE, decode_matrices, decode_vectors
-from sparkdl.feed.lists import Broken, binary_bytes, broken_where, lists_of, numpy_of
 from sparkdl.feed.ragged import Column, Ragged
-from sparkdl.protocols import UNKNOWN, ColumnSpec
-
-GROWING = ("image", "matrix", "vector")
-"""Encodings whose rows may become far larger than they arrive."""
+from sparkdl.protocols import ColumnSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +43,7 @@ def decode(values: pa.Array, spec: ColumnSpec) -> Decoded:
         values: as Spark delivers them.
         spec: what they are and what they become.
     """
-    if spec.encoding == "numbers" and not _nested(values.type):
+    if spec.encoding.is_decoded(values.type):
         return Decoded(values)
     if values.null_count:
         # Rows without a value are counted elsewhere; the others keep their positions.
@@ -66,15 +60,7 @@ def decode(values: pa.Array, spec: ColumnSpec) -> Decoded:
 
 
 def _decode_present(values: pa.Array, spec: ColumnSpec) -> Decoded:
-    decoders = {
-        "numbers": flatten_nested,
-        "vector": decode_vectors,
-        "matrix": decode_matrices,
-        "bytes": _reinterpret,
-        "image": decode_images,
-        "pixels": decode_pixels,
-    }
-    lists, broken = decoders[spec.encoding](values, spec)
+    lists, broken = spec.encoding.decode(values, spec.row_shape, spec.dtype)
     if broken is None:
         return Decoded(lists)
     return Decoded(lists, np.setdiff1d(np.arange(len(values)), broken.rows), broken)
@@ -97,7 +83,7 @@ def to_column(values: pa.Array, spec: ColumnSpec) -> Column:
     if spec.padding is None:
         return to_tensor(values, spec)
     width = math.prod(spec.item_shape)
-    numbers = replace(spec, row_shape=(), encoding="numbers", padding=None)
+    numbers = replace(spec, row_shape=(), padding=None)
     lengths = numpy_of(values.value_lengths()) // width
     flat = to_tensor(values.flatten(), numbers).view(-1, *spec.item_shape)
     return Ragged(flat, torch.from_numpy(lengths.astype(np.int64)))
@@ -128,10 +114,8 @@ def to_tensor(values: pa.Array, spec: ColumnSpec) -> Tensor:
         values = values.cast(pa.uint8())
     if len(values) == 0:
         return torch.empty((rows, *spec.row_shape), dtype=spec.dtype)
-    numbers = from_dlpack(values)
-    if spec.encoding == "bytes":
-        return numbers.view(spec.dtype).view(rows, *spec.row_shape)
-    return numbers.to(spec.dtype).view(rows, *spec.row_shape)
+    numbers = spec.encoding.tensor(from_dlpack(values), spec.dtype)
+    return numbers.view(rows, *spec.row_shape)
 
 
 def tensors_of(columns: Iterable[pa.Array], specs: Iterable[ColumnSpec]) -> list[Column]:
@@ -159,60 +143,6 @@ def tensors_of(columns: Iterable[pa.Array], specs: Iterable[ColumnSpec]) -> list
     return converted
 
 
-def flatten_nested(values: pa.Array, spec: ColumnSpec) -> tuple[pa.Array, Broken | None]:
-    """Nested lists as one list a row.
-
-    Args:
-        values: lists of lists of numbers, no row null.
-        spec: its row shape has one dimension a level.
-    """
-    inner, parents = values, np.arange(len(values))
-    wrong = np.zeros(len(values), dtype=bool)
-    ends = None
-    for length in spec.row_shape:
-        lengths = numpy_of(inner.value_lengths().fill_null(-1))
-        if length == UNKNOWN:
-            ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        elif (lengths != length).any():
-            wrong[parents[lengths != length]] = True
-        if not _nested(inner.type):
-            break
-        parents = np.repeat(parents, np.maximum(lengths, 0))  # a null list has no elements
-        inner = inner.flatten()
-    shape = str(spec.row_shape).replace(str(UNKNOWN), "any length")
-    broken = broken_where(wrong, f"is not an array of shape {shape}")
-    if broken is not None:
-        kept: pa.Array = values.filter(pa.array(~wrong))
-        return flatten_nested(kept, spec)[0], broken
-    if ends is not None:
-        ends *= math.prod(spec.item_shape)
-        return pa.LargeListArray.from_arrays(pa.array(ends), inner.flatten()), None
-    return lists_of(inner.flatten(), len(values)), None
-
-
-def _reinterpret(values: pa.Array, spec: ColumnSpec) -> tuple[pa.Array, Broken | None]:
-    """A tensor's own bytes as a list of bytes."""
-    elements = spec.elements
-    assert elements is not None
-    size = elements * spec.dtype.itemsize
-    lengths = numpy_of(pc.binary_length(values))
-    wrong = lengths != size
-    if wrong.any():
-        found = int(lengths[wrong][0])
-        broken = broken_where(
-            wrong,
-            f"has {found} bytes, but {spec.dtype} of shape {spec.row_shape} takes {size}".replace(
-                "torch.", ""
-            ),
-        )
-        return _reinterpret(values.filter(pa.array(~wrong)), spec)[0], broken
-    return lists_of(binary_bytes(values), len(values)), None
-
-
-def _nested(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) and pa.types.is_list(kind.value_type))
-
-
 def _require_numbers(values: pa.Array, spec: ColumnSpec) -> None:
     """Refuse rows that are null, and arrays that hold a null."""
     flat = values.flatten()
@@ -231,9 +161,7 @@ def _require_numbers(values: pa.Array, spec: ColumnSpec) -> None:
 def _flatten_lists(values: pa.Array, spec: ColumnSpec) -> pa.Array:
     lengths = values.value_lengths()
     flat = values.flatten()
-    width = spec.elements or 0
-    if spec.encoding == "bytes":
-        width *= spec.dtype.itemsize
+    width = spec.encoding.list_length(spec.elements or 0, spec.dtype)
     if len(flat) != len(values) * width or (
         len(values) and lengths.to_numpy(zero_copy_only=False).max() != width
     ):
@@ -253,11 +181,3 @@ def _flatten_lists(values: pa.Array, spec: ColumnSpec) -> pa.Array:
 def _some(numbers: list[int]) -> str:
     shown = ", ".join(map(str, numbers[:5]))
     return shown + (", ..." if len(numbers) > 5 else "")
-
-
-def decoded_elements(values: pa.Array, spec: ColumnSpec) -> int:
-    """Numbers a row of a column whose rows grow when decoded; 0 for one whose rows do not."""
-    if spec.encoding == "vector" and len(values):
-        longest: int = pc.max(pc.struct_field(values, "size")).as_py() or 0
-        return min(longest, MAX_SIZE)
-    return (spec.elements or 0) if spec.encoding in GROWING else 0

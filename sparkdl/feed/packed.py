@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from sparkdl.encodings import vectors
+
 ELEMENTS: dict[str, np.dtype[Any]] = {
     "tinyint": np.dtype(np.int8),
     "smallint": np.dtype(np.int16),
@@ -178,8 +180,7 @@ def _merged(lists: pa.Array, rest: pa.Array) -> pa.Array:
 def _vectors(kinds: pa.Array, indices: pa.Array, values: pa.Array) -> pa.Array:
     """Vectors as the structs that Spark keeps them in; dense ones have no indices."""
     parts = [kinds.field("type"), kinds.field("size"), indices, values]
-    names = ["type", "size", "indices", "values"]
-    return pa.StructArray.from_arrays(parts, names, mask=kinds.is_null())
+    return pa.StructArray.from_arrays(parts, vectors.FIELDS, mask=kinds.is_null())
 
 
 def _apart(values: pa.Array, width: int) -> list[pa.Array]:

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sparkdl.encodings import VECTOR, vectors
 from sparkdl.errors import DataError
 from sparkdl.feed.packed import by_number, columns_of, unpacked
 
@@ -37,14 +38,7 @@ _KINDS: Mapping[str, pa.DataType] = {
     "float": pa.float32(),
     "double": pa.float64(),
     "binary": pa.binary(),
-    "vector": pa.struct(
-        [
-            ("type", pa.int8()),
-            ("size", pa.int32()),
-            ("indices", pa.list_(pa.int32())),
-            ("values", pa.list_(pa.float64())),
-        ]
-    ),
+    VECTOR.name: vectors.ARROW_TYPE,
 }
 KINDS = frozenset(_KINDS)
 """What columns in files may hold, themselves or in nested arrays: names of SQL's types, and

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparkdl.feed.column_scan import adds_nothing, scan
 from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.decode import GROWING, Decoded, decode, decoded_elements, to_column, to_tensor
+from sparkdl.feed.decode import Decoded, decode, to_column, to_tensor
 from sparkdl.feed.fingerprint import MODULUS, numbers_of_rows
 from sparkdl.feed.packed import ORDER_COLUMN
 from sparkdl.feed.ragged import Column, picked
@@ -74,11 +74,10 @@ class Reading:
         for record_batch in source:
             if record_batch.num_rows == 0:
                 continue
-            for part in _parts(record_batch, specs):
-                columns = part.columns
+            for columns in _parts(record_batch, specs):
                 decoded = [decode(*pair) for pair in zip(columns[: len(specs)], specs, strict=True)]
                 self._scan(decoded)
-                self.rows += part.num_rows
+                self.rows += len(columns[0])
                 keys = columns[len(specs)] if len(columns) > len(specs) else None
                 yield self._store(decoded, keys) if self.sound else []
         self._training.flush()
@@ -164,13 +163,16 @@ def _copied(numbers: Column) -> Tensor:
     return numbers.clone()
 
 
-def _parts(record_batch: pa.RecordBatch, specs: tuple[ColumnSpec, ...]) -> Iterator[pa.RecordBatch]:
-    """Cut a record batch so that what it is decoded into stays small."""
-    growing = [index for index, spec in enumerate(specs) if spec.encoding in GROWING]
-    elements = max((decoded_elements(record_batch[k], specs[k]) for k in growing), default=0)
+def _parts(record_batch: pa.RecordBatch, specs: tuple[ColumnSpec, ...]) -> Iterator[list[pa.Array]]:
+    """The columns of a record batch, cut so that what they are decoded into stays small."""
+    columns = record_batch.columns
+    elements = max(
+        spec.encoding.grown_elements(values, spec.row_shape)
+        for values, spec in zip(columns, specs, strict=False)  # the order is no column of the specs
+    )
     rows = max(1, DECODED_BYTES // (8 * elements)) if elements else record_batch.num_rows
     if rows >= record_batch.num_rows:
-        yield record_batch
+        yield columns
         return
     for start in range(0, record_batch.num_rows, rows):
-        yield record_batch.slice(start, rows)
+        yield [values.slice(start, rows) for values in columns]

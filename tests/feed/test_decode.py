@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from spark_structs import MATRIX, VECTOR, as_matrix, as_vector
 from torch import Tensor
 
+from sparkdl import encodings
 from sparkdl.errors import DataError
 from sparkdl.feed.column_scan import scan
-from sparkdl.feed.decode import decode, decoded_elements, tensors_of, to_tensor
+from sparkdl.feed.decode import decode, tensors_of, to_tensor
 from sparkdl.feed.statistics import ColumnStatistics, DataStatistics
 from sparkdl.feed.statistics_check import check_statistics
 from sparkdl.protocols import UNKNOWN, ColumnSpec
@@ -48,7 +49,7 @@ def test_vectors_dense_and_sparse_become_the_same_rows(data: Any, rows: int, wid
     kinds = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
     column = [as_vector(row, sparse=kind) for row, kind in zip(expected, kinds, strict=True)]
     start = data.draw(st.integers(0, rows))
-    spec = ColumnSpec("v", torch.float32, (width,), "vector")
+    spec = ColumnSpec("v", torch.float32, (width,), encodings.VECTOR)
     tensor = tensor_of(pa.array(column, VECTOR).slice(start), spec)
     assert np.array_equal(tensor.numpy(), expected[start:])
 
@@ -67,7 +68,7 @@ def test_matrices_of_every_layout_become_the_same_rows(
         for matrix in expected
     ]
     start = data.draw(st.integers(0, rows))
-    spec = ColumnSpec("m", torch.float64, (height, width), "matrix")
+    spec = ColumnSpec("m", torch.float64, (height, width), encodings.MATRIX)
     tensor = tensor_of(pa.array(column, MATRIX).slice(start), spec)
     assert np.array_equal(tensor.numpy(), expected[start:])
 
@@ -104,7 +105,7 @@ def test_raw_bytes_are_the_tensor_that_they_were(dtype: torch.dtype, binary: pa.
     expected = (torch.arange(24) % 5).to(dtype).view(4, 3, 2)
     rows = [row.contiguous().view(torch.uint8).numpy().tobytes() for row in expected]
     column = pa.array([b"other", *rows], binary).slice(1)
-    tensor = tensor_of(column, ColumnSpec("b", dtype, (3, 2), "bytes"))
+    tensor = tensor_of(column, ColumnSpec("b", dtype, (3, 2), encodings.BYTES))
     assert tensor.dtype is dtype
     assert torch.equal(tensor, expected)
 
@@ -128,7 +129,7 @@ def test_encoded_images_become_their_pixels_channels_first(channels: int) -> Non
     generator = np.random.default_rng(0)
     pixels = generator.integers(0, 256, (3, 5, 4, channels), dtype=np.uint8)
     column = pa.array([encoded(image.squeeze()) for image in pixels])
-    tensor = tensor_of(column, ColumnSpec("i", torch.uint8, (channels, 5, 4), "image"))
+    tensor = tensor_of(column, ColumnSpec("i", torch.uint8, (channels, 5, 4), encodings.IMAGE))
     assert np.array_equal(tensor.numpy(), pixels.transpose(0, 3, 1, 2))
 
 
@@ -147,7 +148,7 @@ def test_sparks_images_become_rgb_channels_first(channels: int, mode: int) -> No
         for image in pixels
     ]
     tensor = tensor_of(
-        pa.array(column, IMAGE), ColumnSpec("i", torch.float32, (channels, 3, 2), "pixels")
+        pa.array(column, IMAGE), ColumnSpec("i", torch.float32, (channels, 3, 2), encodings.PIXELS)
     )
     blue_green_red = {1: [0], 3: [2, 1, 0], 4: [2, 1, 0, 3]}[channels]
     assert np.array_equal(tensor.numpy(), pixels[..., blue_green_red].transpose(0, 3, 1, 2))
@@ -178,25 +179,25 @@ BROKEN: dict[str, tuple[pa.Array, ColumnSpec, list[int], str]] = {
     ),
     "bytes": (
         pa.array([None, b"1234", b"123", b"12345678"]),
-        ColumnSpec("x", torch.float32, (1,), "bytes"),
+        ColumnSpec("x", torch.float32, (1,), encodings.BYTES),
         [2, 3],
         "has 3 bytes, but float32 of shape (1,) takes 4",
     ),
     "a corrupt image": (
         pa.array([PNG, PNG[:40], b"no image", None, PNG]),
-        ColumnSpec("x", torch.uint8, (3, 2, 2), "image"),
+        ColumnSpec("x", torch.uint8, (3, 2, 2), encodings.IMAGE),
         [1, 2],
         "no such image",
     ),
     "an image of another size": (
         pa.array([PNG, SMALL]),
-        ColumnSpec("x", torch.uint8, (3, 2, 2), "image"),
+        ColumnSpec("x", torch.uint8, (3, 2, 2), encodings.IMAGE),
         [1],
         "1 x 2 pixels, not 2 x 2",
     ),
     "Spark's image of another size": (
         pa.array([PIXELS, {**PIXELS, "width": 3}, {**PIXELS, "data": None}], IMAGE),
-        ColumnSpec("x", torch.uint8, (3, 2, 2), "pixels"),
+        ColumnSpec("x", torch.uint8, (3, 2, 2), encodings.PIXELS),
         [1, 2],
         "width 3",
     ),
@@ -225,7 +226,7 @@ BROKEN: dict[str, tuple[pa.Array, ColumnSpec, list[int], str]] = {
             ],
             VECTOR,
         ),
-        ColumnSpec("x", torch.float32, (2,), "vector"),
+        ColumnSpec("x", torch.float32, (2,), encodings.VECTOR),
         [1, 2, 3, 4, 5, 6, 7, 8, 9],
         "is no vector: its type is 0 (1 is dense, 0 sparse), its size 2",
     ),
@@ -248,7 +249,7 @@ BROKEN: dict[str, tuple[pa.Array, ColumnSpec, list[int], str]] = {
             ],
             MATRIX,
         ),
-        ColumnSpec("x", torch.float32, (2, 2), "matrix"),
+        ColumnSpec("x", torch.float32, (2, 2), encodings.MATRIX),
         list(range(1, 12)),
         "do not belong together",
     ),
@@ -260,7 +261,7 @@ BROKEN: dict[str, tuple[pa.Array, ColumnSpec, list[int], str]] = {
             ],
             MATRIX,
         ),
-        ColumnSpec("x", torch.float32, (1, 2), "matrix"),
+        ColumnSpec("x", torch.float32, (1, 2), encodings.MATRIX),
         [1],
         "shape (2, 1), the declared shape is (1, 2)",
     ),
@@ -298,30 +299,32 @@ def test_the_first_bad_value_is_told_with_its_row_and_partition() -> None:
 
 def test_vectors_of_unequal_length_are_told_as_arrays_are() -> None:
     rows = [as_vector(np.ones(n), sparse=n == 2) for n in (2, 3)]
-    spec = ColumnSpec("v", torch.float32, (UNKNOWN,), "vector")
+    spec = ColumnSpec("v", torch.float32, (UNKNOWN,), encodings.VECTOR)
     statistics = scan(decode(pa.array(rows, VECTOR), spec), spec)
     assert statistics == ColumnStatistics(shortest=2, longest=3)
     assert statistics.places["longest"] == (0, 1)
 
 
 @pytest.mark.parametrize(
-    ("values", "encoding", "elements"),
+    ("values", "encoding", "shape", "elements"),
     [
-        (pa.array([[1.0] * 9]), "numbers", 0),
-        (pa.array([as_vector(np.ones(9), sparse=True)], VECTOR), "vector", 9),
-        (pa.array([as_vector(np.ones(9), sparse=False)], VECTOR), "vector", 0),
-        (pa.array([PNG]), "image", 12),
+        (pa.array([[1.0] * 9]), encodings.NUMBERS, (UNKNOWN,), 0),
+        (pa.array([as_vector(np.ones(9), sparse=True)], VECTOR), encodings.VECTOR, (UNKNOWN,), 9),
+        (pa.array([as_vector(np.ones(9), sparse=False)], VECTOR), encodings.VECTOR, (UNKNOWN,), 0),
+        (pa.array([MATRIX_ROW], MATRIX), encodings.MATRIX, (2, 2), 4),
+        (pa.array([PNG]), encodings.IMAGE, (3, 2, 2), 12),
+        (pa.array([PIXELS], IMAGE), encodings.PIXELS, (3, 2, 2), 0),
+        (pa.array([b"12"]), encodings.BYTES, (2,), 0),
     ],
 )
 def test_how_much_larger_rows_get_is_known_before(
-    values: pa.Array, encoding: Any, elements: int
+    values: pa.Array, encoding: encodings.Encoding, shape: tuple[int, ...], elements: int
 ) -> None:
-    shape = (3, 2, 2) if encoding == "image" else (UNKNOWN,)
-    assert decoded_elements(values, ColumnSpec("x", torch.float32, shape, encoding)) == elements
+    assert encoding.grown_elements(values, shape) == elements
 
 
 def test_nulls_stay_nulls_when_decoded() -> None:
-    spec = ColumnSpec("b", torch.uint8, (2,), "bytes")
+    spec = ColumnSpec("b", torch.uint8, (2,), encodings.BYTES)
     decoded = decode(pa.array([None, b"ab", None, b"cd"]), spec)
     assert decoded.values.null_count == 2
     with pytest.raises(DataError, match="2 null values"):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from spark_structs import MATRIX, VECTOR, as_matrix, as_vector
 from torch import Tensor
 
+from sparkdl import encodings
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.feed import Feed
 from sparkdl.protocols import UNKNOWN, ColumnSpec
@@ -54,7 +55,7 @@ def numbers(draw: Any, name: str, rows: int) -> Column:
 def vectors(draw: Any, name: str, rows: int) -> Column:
     values = values_of(draw, rows, draw(st.integers(1, 4)), largest=2)
     column = [as_vector(row.astype(float), sparse=draw(st.booleans())) for row in values]
-    spec = ColumnSpec(name, draw(st.sampled_from(DTYPES)), (UNKNOWN,), "vector")
+    spec = ColumnSpec(name, draw(st.sampled_from(DTYPES)), (UNKNOWN,), encodings.VECTOR)
     return pa.array(column, VECTOR), spec, values
 
 
@@ -65,7 +66,7 @@ def matrices(draw: Any, name: str, rows: int) -> Column:
         as_matrix(m.astype(float), sparse=draw(st.booleans()), transposed=draw(st.booleans()))
         for m in values
     ]
-    spec = ColumnSpec(name, draw(st.sampled_from(DTYPES)), shape, "matrix")
+    spec = ColumnSpec(name, draw(st.sampled_from(DTYPES)), shape, encodings.MATRIX)
     return pa.array(column, MATRIX), spec, values
 
 
@@ -75,7 +76,7 @@ def raw_bytes(draw: Any, name: str, rows: int) -> Column:
     values = values_of(draw, rows, *shape)
     tensors = torch.from_numpy(values).to(dtype)
     column = [t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
-    return pa.array(column, pa.binary()), ColumnSpec(name, dtype, shape, "bytes"), values
+    return pa.array(column, pa.binary()), ColumnSpec(name, dtype, shape, encodings.BYTES), values
 
 
 @st.composite

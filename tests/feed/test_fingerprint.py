@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spark_structs import VECTOR, as_vector
 
+from sparkdl import encodings
 from sparkdl.feed.columns import FeedSchema
 from sparkdl.feed.fingerprint import fingerprint
 from sparkdl.feed.statistics import DataStatistics
@@ -144,8 +145,8 @@ def test_rows_are_the_same_in_whatever_way_spark_brings_them(tmp_path: Path) -> 
     raw = pa.array([np.float32(row).tobytes() for row in sparse], pa.binary())
     pairs = zip(np.array(sparse), [True, False] * 25, strict=True)
     vectors = pa.array([as_vector(row, sparse=is_sparse) for row, is_sparse in pairs], VECTOR)
-    vector = ColumnSpec("x", torch.float32, (UNKNOWN,), "vector")
-    octets = ColumnSpec("x", torch.float32, (3,), "bytes")
+    vector = ColumnSpec("x", torch.float32, (UNKNOWN,), encodings.VECTOR)
+    octets = ColumnSpec("x", torch.float32, (3,), encodings.BYTES)
     assert {
         found(lists),
         found(lists, size=7),

@@ -24,6 +24,7 @@ from ragged_rows import (
     same,
 )
 
+from sparkdl import encodings
 from sparkdl.errors import DataError
 from sparkdl.feed import arrival, lengths
 from sparkdl.feed.columns import FeedSchema
@@ -290,7 +291,7 @@ class TestDecode:
             {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0]},
             {"type": 0, "size": 4, "indices": [2], "values": [5.0]},
         ]
-        spec = ColumnSpec("v", torch.float32, (UNKNOWN,), "vector", Padding(-1))
+        spec = ColumnSpec("v", torch.float32, (UNKNOWN,), encodings.VECTOR, Padding(-1))
         column = self.one(pa.array(rows, kind), spec)
         assert isinstance(column, Ragged)
         assert column.padded(-1).tolist() == [[1, 2, -1, -1], [0, 0, 5, 0]]

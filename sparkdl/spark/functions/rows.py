@@ -56,13 +56,13 @@ class Rows:
 
 
 def rows_of(
-    df: DataFrame, declared: ColumnOverrides, num_workers: int, device: str, keeping: Keeping
+    df: DataFrame, overrides: ColumnOverrides, num_workers: int, device: str, keeping: Keeping
 ) -> Rows:
     """Look at the DataFrame that ``sparkdl.run`` was given.
 
     Args:
         df: the DataFrame.
-        declared: what the user said of its columns.
+        overrides: what the user said of its columns.
         num_workers: how many workers share its rows.
         device: as ``run`` takes it.
         keeping: how they get and keep them.
@@ -73,8 +73,8 @@ def rows_of(
     columns = tuple(input_column(df, name, "df") for name in df.columns)
     if not columns:
         raise DataError("df has no columns: there is nothing to feed")
-    declared.require_known(df.columns)
-    specs = tuple(declared.spec(c, c.default_dtype(torch.float32)) for c in columns)
+    overrides.require_known(df.columns)
+    specs = tuple(overrides.spec(c, c.default_dtype(torch.float32)) for c in columns)
     require_distinct(specs)
     for column, spec in zip(columns, specs, strict=True):
         logger.info("column '%s' (%s) becomes %s", column.name, column.type_name, spec.dtype)

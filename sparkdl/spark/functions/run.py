@@ -127,7 +127,7 @@ def run(
     if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
         raise ConfigError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
     call = Call(function_of(train_fn, kwargs, "train_fn"), args, kwargs)
-    declared = ColumnOverrides(
+    overrides = ColumnOverrides(
         shapes(columnShapes),
         dtypes(columnDtypes),
         names("imageCols")(imageCols),
@@ -137,7 +137,7 @@ def run(
     if groupByLength and not padCols:
         raise ConfigError(GROUPS_WITHOUT_PADDING)
     keeping = Keeping(shuffleRows, shuffleSeed, memoryBudget, storeIn, groupByLength)
-    rows = None if df is None else rows_of(df, declared, num_workers, device, keeping)
+    rows = None if df is None else rows_of(df, overrides, num_workers, device, keeping)
     placement = Placement(
         network=network_of(spark),
         directory=Directory.of_driver(cwd),

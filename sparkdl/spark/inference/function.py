@@ -9,16 +9,18 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql.pandas.functions import arrow_udf
 
+from sparkdl.encodings import arriving_as
 from sparkdl.errors import DataError
-from sparkdl.protocols import ColumnSpec, Encoding
+from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.predictor import Predictor
 
-_STRUCTS: dict[tuple[str, ...], Encoding] = {
-    ("type", "size", "indices", "values"): "vector",
-    ("type", "numRows", "numCols", "colPtrs", "rowIndices", "values", "isTransposed"): "matrix",
-    ("origin", "height", "width", "nChannels", "mode", "data"): "pixels",
-}
-"""By the names of their fields what structs hold: Spark's own types arrive as such."""
+_SILENT = (
+    pa.types.is_struct,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+    pa.types.is_null,
+)
+"""Arrow types that do not say how many numbers a row is."""
 
 
 def predict_function(predictor: Predictor, features: Sequence[ColumnSpec]) -> Any:
@@ -63,39 +65,31 @@ def predict_function(predictor: Predictor, features: Sequence[ColumnSpec]) -> An
 
 
 def _as_it_comes(spec: ColumnSpec, rows: pa.Array) -> ColumnSpec:
-    return spec if spec.encoding == "image" else replace(spec, encoding=_encoding(spec, rows.type))
+    """The same tensor of rows that may arrive in another encoding.
 
-
-def _encoding(spec: ColumnSpec, kind: pa.DataType) -> Encoding:
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return "bytes"
-    if not pa.types.is_struct(kind):
-        _require_numbers(spec, kind)
-        return "numbers"
-    names = tuple(kind.field(index).name for index in range(kind.num_fields))
-    if names not in _STRUCTS:
-        raise DataError(
-            f"the model was called with a column of structs ({', '.join(names)}), which cannot "
-            "become a tensor. Call it with their numeric fields"
-        )
-    return _STRUCTS[names]
-
-
-def _require_numbers(spec: ColumnSpec, kind: pa.DataType) -> None:
-    """Refuse columns that are no numbers, or not as many a row as the model takes."""
+    Raises:
+        DataError: they cannot become it.
+    """
+    if spec.encoding.chosen:
+        return spec
+    kind = rows.type
+    encoding = arriving_as(kind, likely=spec.encoding)
     value, arrays = kind, False
     while pa.types.is_list(value) or pa.types.is_large_list(value):
         value, arrays = value.value_type, True
-    if pa.types.is_null(value):  # its rows are refused as nulls
-        return
     taken = "one number a row"
     if spec.is_array:
         taken = f"arrays of {spec.elements or ''} numbers".replace("  ", " ")
     called = f"the model was called with a column of {kind}, but '{spec.name}' takes {taken}"
-    if not (
-        pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)
-    ):
+    if encoding is None and pa.types.is_struct(kind):
+        raise DataError(
+            f"the model was called with a column of structs ({', '.join(f.name for f in kind)}), "
+            "which cannot become a tensor. Call it with their numeric fields"
+        )
+    if encoding is None:
         wanted = "ARRAY<DOUBLE>" if arrays else "DOUBLE"
         raise DataError(f"{called}. Cast it if it holds numbers: CAST(x AS {wanted})")
-    if arrays != spec.is_array:
+    # What is in structs and bytes shows when they are decoded, and nulls are refused as such.
+    if not any(tells_nothing(value) for tells_nothing in _SILENT) and arrays != spec.is_array:
         raise DataError(f"{called}. Call it with {'array(x, ...)' if spec.is_array else 'x[0]'}")
+    return replace(spec, encoding=encoding)

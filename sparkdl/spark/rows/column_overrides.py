@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import torch
 
+from sparkdl.encodings import IMAGE
 from sparkdl.errors import ConfigError
 from sparkdl.feed.ragged import sequence_names
 from sparkdl.outputs import OutputKey, names_output
@@ -227,15 +228,16 @@ class ColumnOverrides:
             label: whether it is one.
 
         Raises:
-            ConfigError: what was declared does not fit the column, or is missing.
+            ConfigError: the overrides do not fit the column, or one is missing.
         """
         name, image = column.name, column.name in self._images
-        if image and column.encoding != "bytes":
+        if image and not IMAGE.reads(column.encoding):
             raise ConfigError(
                 f"imageCols names column '{name}', which has type {column.type_name}; encoded "
                 "images are binary"
             )
-        if column.encoding == "bytes" and not image and name not in self._dtypes:
+        encoding = IMAGE if image else column.encoding
+        if encoding.needs_dtype and name not in self._dtypes:
             raise ConfigError(
                 f"column '{name}' is binary: say what its bytes are with columnDtypes="
                 f"{{'{name}': 'float32'}} and columnShapes={{'{name}': [...]}}, or imageCols="
@@ -243,10 +245,10 @@ class ColumnOverrides:
             )
         dtype = getattr(torch, self._dtypes[name]) if name in self._dtypes else default
         padding = self.padding(name, label=label)
-        return column.spec(dtype, self._shapes.get(name), image=image, padding=padding)
+        return column.spec(dtype, self._shapes.get(name), encoding=encoding, padding=padding)
 
     def require_known(self, names: Sequence[str]) -> None:
-        """Refuse what was declared of other columns.
+        """Refuse overrides of other columns.
 
         Args:
             names: of the columns that are fed.
@@ -254,13 +256,13 @@ class ColumnOverrides:
         Raises:
             ConfigError: something was.
         """
-        for param, declared in (
+        for param, given in (
             ("columnShapes", self._shapes),
             ("columnDtypes", self._dtypes),
             ("imageCols", self._images),
             ("padCols", self._paddings),
         ):
-            unknown = sorted(set(declared) - set(names))
+            unknown = sorted(set(given) - set(names))
             if unknown:
                 raise ConfigError(
                     f"{param} speaks of '{unknown[0]}', which is none of the columns that are fed: "

@@ -6,19 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from pyspark.ml.linalg import MatrixUDT, VectorUDT
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from sparkdl.encodings import NUMBERS, Encoding
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.feed.images import MODES
 from sparkdl.feed.ranges import limits
-from sparkdl.protocols import UNKNOWN, ColumnSpec, Encoding, Padding
-
-_INTEGRAL = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.BooleanType)
-_FRACTIONAL = (T.FloatType, T.DoubleType)
-_IMAGE_FIELDS = ["origin", "height", "width", "nChannels", "mode", "data"]
+from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
+from sparkdl.spark.rows.column_types import recognized
 
 _FIXES: tuple[tuple[type[T.DataType], str], ...] = (
     (T.StringType, "index it with pyspark.ml.feature.StringIndexer, or cast it to a number"),
@@ -39,7 +35,7 @@ class InputColumn:
         name: as the user knows it.
         type_name: its SQL type, for messages.
         integral: whether its numbers are integers or booleans.
-        encoding: how its rows arrive; binary columns as ``bytes``, also where they hold images.
+        encoding: how its rows arrive, as far as its type tells.
         dimensions: of one row's value: 0 for a number, 1 for an array or vector, 2 for a matrix;
             None for bytes, which do not say.
     """
@@ -47,7 +43,7 @@ class InputColumn:
     name: str
     type_name: str
     integral: bool
-    encoding: Encoding = "numbers"
+    encoding: Encoding = NUMBERS
     dimensions: int | None = 0
 
     def tensor_dtype(self, fractions: torch.dtype) -> torch.dtype:
@@ -55,17 +51,15 @@ class InputColumn:
         return torch.int64 if self.integral else fractions
 
     def default_dtype(self, fractions: torch.dtype) -> torch.dtype:
-        """The same, but uint8 for bytes and images."""
-        if self.encoding in ("bytes", "pixels"):
-            return torch.uint8
-        return self.tensor_dtype(fractions)
+        """The same, unless the encoding has one of its own."""
+        return self.encoding.dtype or self.tensor_dtype(fractions)
 
     def spec(
         self,
         dtype: torch.dtype,
         shape: Sequence[int] | None = None,
         *,
-        image: bool = False,
+        encoding: Encoding | None = None,
         padding: Padding | None = None,
     ) -> ColumnSpec:
         """The tensor that the column becomes.
@@ -73,14 +67,14 @@ class InputColumn:
         Args:
             dtype: its element type.
             shape: one row's shape, if it was declared; UNKNOWN for the length of padded rows.
-            image: whether binary rows are encoded images.
+            encoding: how its rows arrive, if that was declared; None for what its type tells.
             padding: how rows of unequal length are padded; None if all have one shape.
 
         Raises:
             ConfigError: the declared shape is missing or impossible, or the column cannot be
                 padded.
         """
-        encoding = "image" if image else self.encoding
+        encoding = encoding or self.encoding
         if padding is not None:
             return ColumnSpec(
                 self.name, dtype, self._padded_shape(dtype, shape, padding), encoding, padding
@@ -91,17 +85,16 @@ class InputColumn:
                 f"padCols={{'{self.name}': 0}} what shorter rows are padded with"
             )
         if shape is None:
-            if self.dimensions not in (0, 1) or image:
+            if self.dimensions not in (0, 1) or encoding.dimension_names:
+                dimensions = encoding.dimension_names or ["..."] * (self.dimensions or 1)
                 raise ConfigError(
                     f"column '{self.name}' ({self.type_name}) needs a declared shape: "
-                    f"columnShapes={{'{self.name}': [{_example(encoding, self.dimensions)}]}}"
+                    f"columnShapes={{'{self.name}': [{', '.join(dimensions)}]}}"
                 )
             return ColumnSpec(self.name, dtype, (UNKNOWN,) * self.dimensions, encoding)
-        if encoding in ("image", "pixels") and (len(shape) != 3 or shape[0] not in MODES):
-            raise ConfigError(
-                f"the shape of an image is [channels, height, width] with 1, 3 or 4 channels; "
-                f"columnShapes gives {list(shape)} for column '{self.name}'"
-            )
+        fault = encoding.shape_fault(shape)
+        if fault is not None:
+            raise ConfigError(f"{fault}; columnShapes gives {list(shape)} for column '{self.name}'")
         if self.dimensions == 0 or ((self.dimensions or 0) > 1 and len(shape) != self.dimensions):
             raise ConfigError(
                 f"columnShapes gives {list(shape)} for column '{self.name}' ({self.type_name}), "
@@ -109,12 +102,25 @@ class InputColumn:
             )
         return ColumnSpec(self.name, dtype, tuple(shape), encoding)
 
+    def as_trained(self, known: ColumnSpec) -> ColumnSpec:
+        """The tensor that the column becomes for a model that was trained with one like it.
+
+        Args:
+            known: that tensor.
+
+        Raises:
+            ConfigError: as ``spec``.
+        """
+        encoding = known.encoding if known.encoding.chosen else None
+        shape = known.row_shape or None
+        return self.spec(known.dtype, shape, encoding=encoding, padding=known.padding)
+
     def _padded_shape(
         self, dtype: torch.dtype, shape: Sequence[int] | None, padding: Padding
     ) -> tuple[int, ...]:
         """The shape of a row whose length is open."""
         name, given = self.name, f"'{self.name}' ({self.type_name})"
-        if self.encoding not in ("numbers", "vector") or self.dimensions not in (1, 2):
+        if not self.encoding.paddable or self.dimensions not in (1, 2):
             raise ConfigError(
                 f"padCols names column {given}, which has no length to pad: it is for arrays of "
                 "numbers, arrays of arrays of one width, and vectors"
@@ -138,7 +144,7 @@ class InputColumn:
             raise ConfigError(
                 f"column {given} is padded, and of its rows only the length may be open: "
                 f"columnShapes={{'{name}': [{open_shape}]}}"
-                + ("" if shape is None else f"; it is {_declared(shape)}")
+                + ("" if shape is None else f"; it is {_as_declared(shape)}")
             )
         return tuple(shape)
 
@@ -147,14 +153,8 @@ class InputColumn:
         return quoted(self.name)
 
 
-def _declared(shape: Sequence[int]) -> list[int | None]:
+def _as_declared(shape: Sequence[int]) -> list[int | None]:
     return [None if size == UNKNOWN else size for size in shape]
-
-
-def _example(encoding: Encoding, dimensions: int | None) -> str:
-    if encoding in ("image", "pixels"):
-        return "channels, height, width"
-    return ", ".join(["..."] * (dimensions or 1))
 
 
 def quoted(name: str) -> Column:
@@ -185,9 +185,10 @@ def input_column(frame: DataFrame, name: str, param: str) -> InputColumn:
             "Drop or rename the others, for example after a join: df.drop(other['key'])"
         )
     kind = found[0].dataType
-    column = _recognized(name, kind)
+    column = recognized(kind)
     if column is not None:
-        return column
+        encoding, rows = column
+        return InputColumn(name, kind.simpleString(), rows.integral, encoding, rows.dimensions)
     fix = next(
         (fix for refused, fix in _FIXES if isinstance(kind, refused)),
         "convert it to a number or an array of numbers",
@@ -197,22 +198,3 @@ def input_column(frame: DataFrame, name: str, param: str) -> InputColumn:
         f"{fix}. Numbers, booleans, (nested) arrays of them, pyspark.ml vectors and matrices, "
         "binary columns and Spark's images can"
     )
-
-
-def _recognized(name: str, kind: T.DataType) -> InputColumn | None:
-    type_name = kind.simpleString()
-    if isinstance(kind, VectorUDT):
-        return InputColumn(name, type_name, False, "vector", 1)
-    if isinstance(kind, MatrixUDT):
-        return InputColumn(name, type_name, False, "matrix", 2)
-    if isinstance(kind, T.BinaryType):
-        return InputColumn(name, type_name, True, "bytes", None)
-    if isinstance(kind, T.StructType) and kind.names == _IMAGE_FIELDS:
-        return InputColumn(name, type_name, True, "pixels", 3)
-    dimensions = 0
-    while isinstance(kind, T.ArrayType):
-        kind = kind.elementType
-        dimensions += 1
-    if not isinstance(kind, _INTEGRAL + _FRACTIONAL):
-        return None
-    return InputColumn(name, type_name, isinstance(kind, _INTEGRAL), "numbers", dimensions)

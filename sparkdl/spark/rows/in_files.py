@@ -10,6 +10,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from sparkdl.encodings import VECTOR
 from sparkdl.feed.parquet_rows import KINDS, PATH, ROW, FileColumn, name_of_columns
 
 _PARQUET = "org.apache.spark.sql.execution.datasources.parquet.ParquetFileFormat"
@@ -86,7 +87,7 @@ def places(frame: DataFrame, columns: Mapping[str, FileColumn]) -> tuple[str, Co
 def _wide(kind: T.DataType) -> tuple[str, int] | None:
     """What a column holds and in how many arrays; None if Spark reads it as fast itself."""
     if isinstance(kind, VectorUDT):
-        return "vector", 0
+        return VECTOR.name, 0
     dimensions = 0
     while isinstance(kind, T.ArrayType):
         kind = kind.elementType

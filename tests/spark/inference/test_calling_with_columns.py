@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from sparkdl.encodings import NUMBERS
 from sparkdl.errors import DataError
 from sparkdl.feed.decode import tensors_of
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
@@ -35,7 +36,7 @@ def test_padded_columns_take_arrays_of_any_length() -> None:
     padded = ColumnSpec("x", torch.float32, (UNKNOWN,), padding=Padding(0.0))
     with pytest.raises(DataError, match="'x' takes arrays of numbers"):
         _as_it_comes(padded, pa.array([1.0]))
-    assert _as_it_comes(padded, pa.array([[1.0], [1.0, 2.0]])).encoding == "numbers"
+    assert _as_it_comes(padded, pa.array([[1.0], [1.0, 2.0]])).encoding == NUMBERS
 
 
 @pytest.mark.parametrize("rows", [pa.array([1, 2]), pa.array([True, False]), pa.array([1.0, 2.0])])

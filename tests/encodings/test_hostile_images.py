@@ -18,11 +18,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparkdl import encodings
+from sparkdl.encodings.images import FORMATS
 from sparkdl.feed.decode import decode
-from sparkdl.feed.images import FORMATS, decode_images
 from sparkdl.protocols import ColumnSpec
 
-SPEC = ColumnSpec("i", torch.uint8, (3, 6, 8), "image")
+SPEC = ColumnSpec("i", torch.uint8, (3, 6, 8), encodings.IMAGE)
 HUGE = 13_000
 """Pixels on a side: 676 MB in memory, below the size at which Pillow itself refuses."""
 
@@ -192,7 +193,9 @@ def test_every_format_of_the_list_is_read(kind: str) -> None:
 def test_a_gif_is_read_whatever_the_length_of_the_comment_before_its_pixels(length: int) -> None:
     target = io.BytesIO()
     PIL.Image.new("RGB", (8, 6), "red").save(target, "GIF", comment=b"c" * length)
-    values, broken = decode_images(pa.array([target.getvalue()]), SPEC)
+    values, broken = encodings.IMAGE.decode(
+        pa.array([target.getvalue()]), SPEC.row_shape, SPEC.dtype
+    )
     assert broken is None
     assert len(values) == 1
 

@@ -1,0 +1,108 @@
+"""Encoded images as bytes in torch's order: channels first.
+
+They may come from anybody. Only the formats that data sets are made of are opened, for in some of
+Pillow's others one image contains another, of any size, or runs a program; and no pixel is decoded
+of an image that has not the declared size.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from sparkdl.encodings.encoding import DecodedRows, Encoding, Shape
+from sparkdl.encodings.image_headers import Size, announced_sizes
+from sparkdl.encodings.lists import broken_where
+from sparkdl.encodings.pixels import OfPixels, channels_first
+from sparkdl.encodings.raw_bytes import RawBytes
+from sparkdl.errors import SetupError
+
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
+"""What is opened, by Pillow's names."""
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+"""What an image of so many channels is called by Pillow."""
+
+
+class Images(OfPixels):
+    """BMP, GIF, JPEG, PNG and WebP; of several frames the first."""
+
+    name = "image"
+    chosen = True
+
+    def takes(self, kind: pa.DataType) -> bool:
+        """Nothing by itself: they are binary rows, of which nobody can tell."""
+        return False
+
+    def reads(self, other: Encoding) -> bool:
+        """Binary rows."""
+        return isinstance(other, RawBytes)
+
+    def grown_elements(self, values: pa.Array, shape: Shape) -> int:
+        """All pixels."""
+        return math.prod(shape)
+
+    def decode(self, values: pa.Array, shape: Shape, dtype: torch.dtype) -> DecodedRows:
+        """Lists of bytes, opened one by one.
+
+        Raises:
+            SetupError: Pillow is not installed.
+        """
+        library = _pillow()
+        channels, height, width = shape
+        mode = MODES[channels]
+        decoded = np.empty((len(values), height, width, channels), dtype=np.uint8)
+        wrong = np.zeros(len(values), dtype=bool)
+        reason = ""
+        for row, encoded in enumerate(values):
+            try:
+                with _opened(library, encoded.as_buffer(), (width, height)) as image:
+                    # Converting copies, also to the mode that it has; and so would numpy.
+                    pixels = image if image.mode == mode else image.convert(mode)
+                    octets = np.frombuffer(pixels.tobytes(), np.uint8)
+                    decoded[row] = octets.reshape(height, width, channels)
+            except Exception as error:  # for bytes that are no image Pillow raises almost anything
+                reason = reason or f"is no such image: {type(error).__name__}: {error}"
+                wrong[row] = True
+        broken = broken_where(wrong, reason)
+        return channels_first(decoded if broken is None else decoded[~wrong]), broken
+
+
+IMAGE = Images()
+
+
+def _opened(library: Any, octets: pa.Buffer, wanted: Size) -> Any:
+    """Let Pillow look at an image, and see that it has the size that is wanted.
+
+    Raises:
+        ValueError: it has another one, or is of another format; Pillow raises more.
+    """
+    for size in announced_sizes(memoryview(octets)):
+        if size[0] > wanted[0] or size[1] > wanted[1]:
+            raise ValueError(_other_size(size, wanted))
+    try:
+        image = library.open(io.BytesIO(octets), formats=FORMATS)
+    except library.UnidentifiedImageError as error:
+        raise ValueError(f"it is none of {', '.join(FORMATS)}, or damaged") from error
+    if image.size != wanted:
+        raise ValueError(_other_size(image.size, wanted))
+    return image
+
+
+def _other_size(found: Size, wanted: Size) -> str:
+    return f"it has {found[1]} x {found[0]} pixels, not {wanted[1]} x {wanted[0]}"
+
+
+def _pillow() -> Any:
+    try:
+        import PIL.Image
+    except ImportError as error:
+        raise SetupError(
+            "encoded images are decoded with Pillow, which is not installed here: "
+            "pip install 'sparkdl-torch[images]'"
+        ) from error
+    return PIL.Image

@@ -1,0 +1,46 @@
+"""The encodings that there are, by their names and by the types of columns."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from sparkdl.encodings.encoding import Encoding
+from sparkdl.encodings.images import IMAGE
+from sparkdl.encodings.matrices import MATRIX
+from sparkdl.encodings.numbers import NUMBERS
+from sparkdl.encodings.pixels import PIXELS
+from sparkdl.encodings.raw_bytes import BYTES
+from sparkdl.encodings.vectors import VECTOR
+
+_known = {each.name: each for each in (NUMBERS, VECTOR, MATRIX, BYTES, IMAGE, PIXELS)}
+
+
+def register(encoding: Encoding) -> None:
+    """Make an encoding known to this process.
+
+    Raises:
+        ValueError: another one has its name.
+    """
+    if type(_known.setdefault(encoding.name, encoding)) is not type(encoding):
+        raise ValueError(f"there is another encoding of the name '{encoding.name}'")
+
+
+def named(name: object) -> Encoding:
+    """The encoding of a name that was received.
+
+    Raises:
+        ValueError: there is none, or that is no name.
+    """
+    if not isinstance(name, str) or name not in _known:
+        raise ValueError(f"{name!r} is no encoding: there are {', '.join(_known)}")
+    return _known[name]
+
+
+def arriving_as(kind: pa.DataType, likely: Encoding = NUMBERS) -> Encoding | None:
+    """How rows of an Arrow type arrive; None if nobody can tell.
+
+    Args:
+        kind: the type.
+        likely: what is asked first, registered or not.
+    """
+    return next((each for each in (likely, *_known.values()) if each.takes(kind)), None)

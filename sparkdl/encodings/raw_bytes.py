@@ -1,0 +1,49 @@
+"""A tensor's own bytes."""
+
+from __future__ import annotations
+
+import math
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from sparkdl.encodings.encoding import DecodedRows, Encoding, Shape
+from sparkdl.encodings.lists import binary_bytes, broken_where, lists_of, numpy_of
+
+
+class RawBytes(Encoding):
+    """The memory of a row, of the tensor's dtype, row-major."""
+
+    name = "bytes"
+    numeric = False
+    dtype = torch.uint8
+    needs_dtype = True
+
+    def takes(self, kind: pa.DataType) -> bool:
+        """Binary rows."""
+        return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+    def decode(self, values: pa.Array, shape: Shape, dtype: torch.dtype) -> DecodedRows:
+        """The bytes of a row as a list of bytes."""
+        size = self.list_length(math.prod(shape), dtype)
+        lengths = numpy_of(pc.binary_length(values))
+        wrong = lengths != size
+        if wrong.any():
+            found = int(lengths[wrong][0])
+            reason = f"has {found} bytes, but {dtype} of shape {shape} takes {size}"
+            broken = broken_where(wrong, reason.replace("torch.", ""))
+            return self.decode(values.filter(pa.array(~wrong)), shape, dtype)[0], broken
+        return lists_of(binary_bytes(values), len(values)), None
+
+    def list_length(self, elements: int, dtype: torch.dtype) -> int:
+        """Bytes of the elements."""
+        return elements * dtype.itemsize
+
+    def tensor(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        """The same memory."""
+        return numbers.view(dtype)
+
+
+BYTES = RawBytes()

@@ -1,0 +1,101 @@
+"""pyspark.ml's vectors, dense and sparse, as Spark keeps them inside: structs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from sparkdl.encodings.encoding import DecodedRows, Encoding, Shape, has_fields
+from sparkdl.encodings.linalg import (
+    DENSE,
+    SPARSE,
+    lengths_of,
+    null_rows,
+    outside,
+    with_null_elements,
+)
+from sparkdl.encodings.lists import broken_where, numpy_of
+
+MAX_SIZE = 1 << 24
+"""Longest sparse vector. A row says by itself how long it is, and a few bytes could take gigabytes.
+"""
+ARROW_TYPE = pa.struct(
+    [
+        ("type", pa.int8()),
+        ("size", pa.int32()),
+        ("indices", pa.list_(pa.int32())),
+        ("values", pa.list_(pa.float64())),
+    ]
+)
+FIELDS = [field.name for field in ARROW_TYPE]
+
+
+class Vectors(Encoding):
+    """Of doubles. Their lengths may turn out to be unequal."""
+
+    name = "vector"
+    paddable = True
+
+    def takes(self, kind: pa.DataType) -> bool:
+        """Structs of their fields."""
+        return has_fields(kind, FIELDS)
+
+    def grown_elements(self, values: pa.Array, shape: Shape) -> int:
+        """The size of the longest sparse one."""
+        longest: int = pc.max(pc.struct_field(values, "size")).as_py() or 0
+        return min(longest, MAX_SIZE)
+
+    def decode(self, values: pa.Array, shape: Shape, dtype: torch.dtype) -> DecodedRows:
+        """Lists of doubles."""
+        kind, size, indices, numbers = values.flatten()
+        kinds = numpy_of(kind.fill_null(-1))
+        sparse = kinds == SPARSE
+        wrong = (~sparse & (kinds != DENSE)) | null_rows(numbers)
+        if sparse.any():
+            wrong |= with_null_elements(numbers)
+            wrong |= sparse & _wrong_vectors(size, indices, numbers)
+        if wrong.any():
+            row = values[int(np.flatnonzero(wrong)[0])]
+            reason = (
+                f"is no vector: its type is {row['type']} (1 is dense, 0 sparse), its size "
+                f"{row['size']} (at most {MAX_SIZE}), it has {_count(row['indices'])} indices "
+                f"(each below the size) and {_count(row['values'])} values"
+            )
+            kept = values.filter(pa.array(~wrong))
+            return self.decode(kept, shape, dtype)[0], broken_where(wrong, reason)
+        if not sparse.any():
+            return numbers, None
+        counts = numpy_of(numbers.value_lengths())
+        lengths = np.where(sparse, numpy_of(size.fill_null(0)), counts)
+        starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        rows = np.repeat(np.arange(len(values)), counts)
+        columns = _within(counts)
+        columns[sparse[rows]] = numpy_of(indices.filter(pa.array(sparse)).flatten())
+        flat = np.zeros(starts[-1])
+        flat[starts[rows] + columns] = numpy_of(numbers.flatten())
+        return pa.LargeListArray.from_arrays(pa.array(starts), pa.array(flat)), None
+
+
+VECTOR = Vectors()
+
+
+def _wrong_vectors(size: pa.Array, indices: pa.Array, numbers: pa.Array) -> np.ndarray:
+    """Which rows are no sparse vectors, shape (rows,), bool."""
+    sizes = numpy_of(size.fill_null(-1))
+    lengths = lengths_of(indices)
+    wrong = outside(indices, lengths, sizes)
+    wrong |= (sizes < 0) | (sizes > MAX_SIZE) | (lengths != lengths_of(numbers))
+    return wrong
+
+
+def _count(elements: pa.Scalar) -> int | None:
+    return len(elements) if elements.is_valid else None
+
+
+def _within(counts: np.ndarray) -> np.ndarray:
+    """0, 1, ... for each row; the rows have ``counts`` elements."""
+    starts = np.cumsum(counts) - counts
+    within: np.ndarray = np.arange(counts.sum()) - np.repeat(starts, counts)
+    return within

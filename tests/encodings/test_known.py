@@ -1,0 +1,49 @@
+"""The encodings that there are: known by the names that saved models have, and equal by them."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+from sparkdl.encodings import Encoding, named, register
+from sparkdl.protocols import ColumnSpec
+
+NAMES = ["numbers", "vector", "matrix", "bytes", "image", "pixels"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_in_a_saved_model_stays_what_it_is(name: str) -> None:
+    assert named(name).name == name
+
+
+@pytest.mark.parametrize("name", ["vectors", "", None, 3, ["numbers"]])
+def test_other_names_are_refused_with_those_that_there_are(name: Any) -> None:
+    with pytest.raises(ValueError, match=f"is no encoding: there are {', '.join(NAMES)}"):
+        named(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_column_that_has_travelled_equals_the_one_that_was_sent(name: str) -> None:
+    sent = ColumnSpec("x", torch.float32, (3, 2, 2), named(name))
+    assert pickle.loads(pickle.dumps(sent)) == sent
+    assert sent != ColumnSpec("x", torch.float32, (3, 2, 2), named(NAMES[NAMES.index(name) - 1]))
+
+
+def test_no_encoding_takes_the_name_of_another() -> None:
+    class Others(Encoding):
+        name = "vector"
+
+        def takes(self, kind: pa.DataType) -> bool:
+            return False
+
+        def decode(self, values: pa.Array, shape: Any, dtype: torch.dtype) -> Any:
+            raise NotImplementedError
+
+    with pytest.raises(ValueError, match="another encoding of the name 'vector'"):
+        register(Others())
+    register(named("vector"))
+    assert type(named("vector")) is not Others
