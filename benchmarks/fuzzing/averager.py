@@ -65,6 +65,8 @@ class AveragerTarget(Target):
         "averager/messages/headers.py",
         "averager/service/conversation.py",
         "averager/coordination/coordinator.py",
+        "averager/coordination/arrivals.py",
+        "averager/coordination/round_decisions.py",
         "averager/service/loop.py",
         "transport/service.py",
         "averager/coordination/membership.py",

@@ -32,6 +32,7 @@ class CommittedProgress:
         positions: where each rank goes on, by rank.
         kept: of each rank, what it sent with its last committed window to be kept; with position
             and center the worker goes on exactly as it would have.
+        commit_wanted: whether the driver wants a commit before the epoch ends; until there is one.
     """
 
     def __init__(self, progress: Progress, kept: Mapping[int, WorkerState], now: float) -> None:
@@ -40,6 +41,7 @@ class CommittedProgress:
         self.positions = list(progress.positions)
         self._history = list(progress.history)
         self.kept = dict(kept)
+        self.commit_wanted = False
         self._reports = list(progress.reports)
         self._first_round = -progress.rounds
         # By epoch and rank; which epochs' summaries do not have them yet.
@@ -75,6 +77,7 @@ class CommittedProgress:
             kept: what is to be kept of the ranks that sent something.
         """
         self.round += 1
+        self.commit_wanted = False
         self.kept |= kept
         for report in windows:
             self.positions[report.rank] = Position.after(report)

@@ -27,6 +27,7 @@ class Conduct:
         round: who takes part in the round that is under way.
         committed: how far the training has come.
         gathers: what the workers tell each other.
+        done: ranks that have left for good.
         frozen: the fingerprint that the frozen parameters of every worker are to have.
     """
 
@@ -36,12 +37,14 @@ class Conduct:
         round: Round,
         committed: CommittedProgress,
         gathers: Gathers,
+        done: Set[int],
         frozen: str,
     ) -> None:
         self._members = members
         self._round = round
         self._committed = committed
         self._gathers = gathers
+        self._done = done
         self._frozen = frozen
 
     def require_same_frozen(self, member: Member) -> None:
@@ -68,24 +71,23 @@ class Conduct:
         if member.rank not in self._round.admitted:
             raise TrainingError(f"{member} acts as if it had been let start, and it has not")
 
-    def require_everyone(self, member: Member, what: str, done: Set[int]) -> None:
+    def require_everyone(self, member: Member, what: str) -> None:
         """Check that nobody has left for good whom a worker would wait for.
 
         Args:
             member: the worker.
             what: it does; follows its name.
-            done: ranks that have left.
 
         Raises:
             TrainingError: somebody has.
         """
-        if done:
+        if self._done:
             raise TrainingError(
-                f"{member} {what}, but {self._members.name(set(done))} left the run before: each "
+                f"{member} {what}, but {self._members.name(self._done)} left the run before: each "
                 "worker has to train as many epochs as the others"
             )
 
-    def require_turn(self, window: WindowClosed) -> None:
+    def require_window_order(self, window: WindowClosed) -> None:
         """Check that a worker may contribute a window now.
 
         Raises:
@@ -93,6 +95,10 @@ class Conduct:
         """
         member, report, this = window.member, window.report, self._round
         rank = member.rank
+        self.require_admitted(member)
+        if rank in this.held:
+            raise TrainingError(f"{member} closed a window twice")
+        self.require_everyone(member, f"contributed a window of epoch {report.epoch}")
         if report.epoch != self._committed.epoch:
             raise TrainingError(
                 f"{member} contributed a window of epoch {report.epoch}, but the run is in epoch "

@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+from sparkdl.averager.coordination.decisions import Tell
+from sparkdl.averager.coordination.events import Member
+from sparkdl.errors import TrainingError
+
 
 class Gathers:
     """Values given and not yet complete; one gather after another.
 
     Args:
         world_size: number of ranks.
+
+    Attributes:
+        waiting: who has given and waits for what the others give, by rank.
     """
 
     def __init__(self, world_size: int) -> None:
+        self.waiting: dict[int, Member] = {}
         self._world_size = world_size
         self._given: dict[int, object] = {}
 
-    def give(self, rank: int, value: object) -> tuple[object, ...] | None:
-        """Take what a rank gives; returns all values, by rank, with the last of them."""
-        self._given[rank] = value
+    def give(self, member: Member, value: object, *, commit: bool = False) -> Tell | None:
+        """Take what a worker gives; with the last of them, returns what all are told.
+
+        Args:
+            member: the worker.
+            value: what it gives.
+            commit: whether they are asked for a commit.
+
+        Raises:
+            TrainingError: it has given, and others have not yet.
+        """
+        if member.rank in self.waiting:
+            raise TrainingError(f"{member} gave twice before all others had given once")
+        self.waiting[member.rank] = member
+        self._given[member.rank] = value
         if len(self._given) < self._world_size:
             return None
+        members, self.waiting = tuple(self.waiting.values()), {}
         given, self._given = self._given, {}
-        return tuple(given[other] for other in range(self._world_size))
+        return Tell(members, tuple(given[rank] for rank in range(self._world_size)), commit)
 
     def withdraw(self, rank: int) -> None:
         """Forget what a lost rank has given and was not told the others' for: it gives again."""
+        self.waiting.pop(rank, None)
         self._given.pop(rank, None)
 
     @property

@@ -177,6 +177,14 @@ class Round:
         return {rank: window for rank, window in self.entered.items() if rank != first}
 
     @property
+    def waiting(self) -> dict[int, Member]:
+        """Who has closed a window and waits for others, which may train for long; by rank."""
+        windows = self.behind_others | self.at_barrier | self.through
+        if not self.policy.in_step:
+            windows |= self.kept_out
+        return {rank: each.member for rank, each in windows.items() if not each.member.gone}
+
+    @property
     def awaits_anyone(self) -> bool:
         """Whether someone of the group has not begun to contribute."""
         return bool(self._awaited)
