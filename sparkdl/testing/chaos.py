@@ -50,7 +50,7 @@ class Storm:
         victims: whose processes are killed and stopped.
         every_s: seconds between two faults, on average.
         stopped_s: the longest that a process is stopped, in seconds.
-        host: where the workers reach the lines that break, an address of this machine.
+        host: where the workers reach the connections that break, an address of this machine.
         more: faults beside those of processes, connections and the disk.
 
     Attributes:
@@ -78,7 +78,7 @@ class Storm:
         return sum("no" not in fault.split() and "nobody" not in fault for fault in self.injected)
 
     def over(self, launch: Launch) -> Launch:
-        """Start workers as ``launch`` does, which are to see the averager through faulty lines."""
+        """Start workers as ``launch`` does, which reach the averager over faulty connections."""
 
         @contextmanager
         def start(averager: Averager) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Scripted faults: a line between workers and averager that breaks when it is told to."""
+"""Scripted faults: a connection between workers and averager that breaks when it is told to."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Proxy:
         self._on_bytes = on_bytes
         self._breaks_after = breaks_after
         self._listener = socket.create_server((host, 0))
-        self._lines: list[_Line] = []
+        self._open: list[_Connection] = []
         self.breaks = 0
         uri = f"tcp://{host}:{self._listener.getsockname()[1]}"
         self.address = ServiceAddress(uri, target.token, target.fingerprint)
@@ -52,13 +52,13 @@ class Proxy:
         self._listener.close()
         self._thread.join(10)
         self.reset()
-        for line in self._lines:
-            line.join()
+        for each in self._open:
+            each.join()
 
     def reset(self) -> None:
         """Break every connection there is."""
-        for line in self._lines:
-            line.reset()
+        for each in self._open:
+            each.reset()
 
     def break_one(self, choose: random.Random, within_bytes: int) -> bool:
         """Break one connection in the middle of what it carries; returns whether there was one.
@@ -67,7 +67,7 @@ class Proxy:
             choose: picks the connection, and the byte after which it breaks.
             within_bytes: the byte is one of the next so many; 0 for at once.
         """
-        alive = [line for line in self._lines if line.alive]
+        alive = [each for each in self._open if each.alive]
         if alive:
             choose.choice(alive).break_after(choose.randint(0, within_bytes))
         return bool(alive)
@@ -80,8 +80,9 @@ class Proxy:
                 worker.close()
                 continue
             averager.settimeout(None)
-            line = _Line(worker, averager, self._breaks_after(), self._count, self._on_bytes)
-            self._lines.append(line)
+            self._open.append(
+                _Connection(worker, averager, self._breaks_after(), self._count, self._on_bytes)
+            )
 
     def _connections(self) -> Iterator[socket.socket]:
         while True:
@@ -95,7 +96,7 @@ class Proxy:
         self.breaks += 1
 
 
-class _Line:
+class _Connection:
     """One connection, as two sockets and a thread for each direction."""
 
     def __init__(

@@ -20,7 +20,8 @@ class Flood:
         address: of the port: host and number, or a local name.
         count: how many connections at once.
         drip_s: after how many seconds each sends one more byte; None for never.
-        sources: addresses of this machine to connect from in turn; by default the kernel's choice.
+        sources: addresses of this machine to connect from, one after another; by default the
+            kernel's choice.
 
     Attributes:
         closed: how often the other end has closed one, or refused it.

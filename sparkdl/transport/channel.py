@@ -32,7 +32,7 @@ from sparkdl.transport.streams import RECORD_BYTES, Stream
 IN_PLACE_BYTES = RECORD_BYTES
 """Values of so many bytes are received where they belong, with the prefix before them."""
 BUDGET_BYTES = 4 << 20
-"""What one worker's messages may amount to before it is the others' turn."""
+"""How much of one worker's messages is received before the others' are."""
 FRAMES_AT_ONCE = 64
 UNREAD_HEADERS = 64
 """Headers that may wait for the other end to take them; with more, it is not listened to."""
@@ -63,7 +63,7 @@ class UpTo:
 Need = _Need | memoryview | UpTo
 Conversation = Generator[Need, Any, None]
 Frames = list[memoryview]
-"""Bytes of messages, to be sent in turn."""
+"""Bytes of messages, to be sent in this order."""
 
 
 class LeftError(Exception):

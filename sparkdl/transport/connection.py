@@ -200,7 +200,7 @@ class Connection:
         return into[: length // item]
 
     def end_sending(self) -> None:
-        """Let the other end see an end behind what was sent; it may still be received from."""
+        """Let the other end see an end after what was sent; it may still be received from."""
         with contextlib.suppress(OSError):  # the other end was faster
             self._socket.shutdown(socket.SHUT_WR)
 

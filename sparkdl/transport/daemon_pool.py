@@ -52,7 +52,7 @@ class DaemonPool:
                 while cancel:
                     if (waiting := self._jobs.get_nowait()) is not None:
                         waiting[0].cancel()
-            for _ in self.threads:  # each takes one, behind what is left to do
+            for _ in self.threads:  # each takes one, after what is left to do
                 self._jobs.put(None)
 
     def _run(self) -> None:

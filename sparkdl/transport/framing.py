@@ -40,7 +40,7 @@ def header_message(fields: Mapping[str, Any]) -> bytes:
 
 
 def read_prefix(octets: bytes | bytearray) -> tuple[int, int]:
-    """Kind and length of the message behind a prefix.
+    """Kind and length of the message after a prefix.
 
     Raises:
         TrainingError: no message of ours begins so.

@@ -301,7 +301,7 @@ class Service:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._turn()
+                self._iterate()
             self._do_posted()
             self._settle()  # farewells go as far as they go at once
         except BaseException as error:  # a mistake of ours must not leave others waiting
@@ -343,7 +343,8 @@ class Service:
             return False
         return True
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
+        """One iteration of the event loop."""
         timeout_s = 0.0 if self._touched else max(0.0, self._tick_at - time.monotonic())
         for key, mask in self._selector.select(timeout_s):
             if key.data is None:

@@ -28,7 +28,7 @@ class Stream(Protocol):
         """For a selector."""
 
     def receive(self, into: Sequence[memoryview]) -> int | None:
-        """Fill buffers in turn with what has arrived.
+        """Fill buffers one after another with what has arrived.
 
         Args:
             into: where to; the last of them has room for ``RECORD_BYTES``, or what does not fit

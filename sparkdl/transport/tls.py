@@ -152,7 +152,7 @@ class Encrypted:
             self._when_ready(lambda piece=piece: self._encrypted.send(piece))  # type: ignore[misc]
 
     def sendmsg(self, parts: list[Any]) -> int:
-        """Send the first record of a prefix and what is behind it; returns how many bytes."""
+        """Send the first record of a prefix and what follows it; returns how many bytes."""
         prefix, octets = parts
         record = bytes(prefix) + bytes(memoryview(octets)[: RECORD_BYTES - len(prefix)])
         self.sendall(record)

@@ -96,7 +96,7 @@ def decided_by(kind: type[RoundDecisions]) -> type[Coordinator]:
 
 
 class AsksWhoComesBack(RoundDecisions):
-    """Waits for the worker state of who is let in behind a checkpoint's commit, and asks nobody."""
+    """Waits for the worker state of who is let in after a checkpoint's commit, and asks nobody."""
 
     def _save_if_due(self, windows: Iterable[on.WindowClosed], now: float) -> bool:
         saves = super()._save_if_due(windows, now)

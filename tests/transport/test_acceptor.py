@@ -104,8 +104,8 @@ def test_a_stranger_has_so_long_and_not_longer_however_it_behaves(
         started = time.monotonic()
         stranger.settimeout(0.05)
         with contextlib.suppress(ConnectionError):
-            for turn in range(400):
-                stranger.send(said[turn : turn + 1])
+            for index in range(400):
+                stranger.send(said[index : index + 1])
                 with contextlib.suppress(TimeoutError):
                     if not stranger.recv(HELLO_BYTES):
                         break

@@ -18,16 +18,16 @@ from sparkdl.transport.framing import header_message
 
 
 def converse(pieces: Iterable[bytes], staging: int = 64) -> list[Any]:
-    """What a conversation hears of some pieces, and is woken as it pauses."""
-    heard: list[Any] = []
+    """What a conversation receives of some pieces; it is woken as it pauses."""
+    received: list[Any] = []
     channel, _ = channel_over(*pieces, staging=staging)
-    channel.begin(listen(heard))
+    channel.begin(listen(received))
     for _ in range(2):
         receive_all(channel)
         assert not channel.listens
         channel.wake("woken")
     receive_all(channel)
-    return heard
+    return received
 
 
 class TestCutting:
@@ -53,9 +53,9 @@ class TestPausing:
     """Nothing is received meanwhile, and no wake is lost."""
 
     def test_what_arrives_meanwhile_is_left_at_the_other_end(self) -> None:
-        heard: list[Any] = []
+        received: list[Any] = []
         channel, wire = channel_over(MESSAGES[:80], MESSAGES[80:], staging=1000)
-        channel.begin(listen(heard))
+        channel.begin(listen(received))
         receive_all(channel)
         assert not channel.listens
         assert not channel.has_left
@@ -64,52 +64,52 @@ class TestPausing:
         assert channel.has_left
 
     def test_what_has_arrived_with_it_is_heard_afterwards(self) -> None:
-        heard: list[Any] = []
+        received: list[Any] = []
         channel, wire = channel_over(MESSAGES, staging=1000)
-        channel.begin(listen(heard))
+        channel.begin(listen(received))
         receive_all(channel)
         assert not wire.arriving
         channel.wake("woken")
         receive_all(channel)
-        assert heard == EXPECTED[:-2]
+        assert received == EXPECTED[:-2]
 
     def test_a_wake_before_the_pause_is_not_lost(self) -> None:
-        heard: list[Any] = []
+        received: list[Any] = []
         channel, wire = channel_over(MESSAGES)
-        channel.begin(listen(heard))
+        channel.begin(listen(received))
         channel.wake("woken")
         channel.wake("woken")
         receive_all(channel)
-        assert heard == EXPECTED
+        assert received == EXPECTED
         assert not wire.arriving
 
     def test_a_wake_from_within_the_conversation_is_not_lost(self) -> None:
-        heard: list[Any] = []
+        received: list[Any] = []
 
         def conversation() -> Conversation:
-            heard.append((yield HEADER))
+            received.append((yield HEADER))
             channel.wake("at once")
-            heard.append((yield PAUSE))
+            received.append((yield PAUSE))
 
         channel, _ = channel_over(header_message({}))
         channel.begin(conversation())
         receive_all(channel)
-        assert heard == [{}, "at once"]
+        assert received == [{}, "at once"]
 
     def test_wakes_are_in_order_and_one_a_pause(self) -> None:
-        heard: list[Any] = []
+        received: list[Any] = []
 
         def conversation() -> Conversation:
             while True:
-                heard.append((yield PAUSE))
-                heard.append((yield HEADER))
+                received.append((yield PAUSE))
+                received.append((yield HEADER))
 
         channel, _ = channel_over(header_message({"n": 1}), header_message({"n": 2}))
         channel.begin(conversation())
         for number in range(3):
             channel.wake(number)
         receive_all(channel)
-        assert heard == [0, {"n": 1}, 1, {"n": 2}, 2]
+        assert received == [0, {"n": 1}, 1, {"n": 2}, 2]
 
     def test_nobody_is_woken_who_has_ended(self) -> None:
         channel, _ = channel_over()
@@ -126,11 +126,11 @@ class TestRedirecting:
     def test_nothing_of_what_comes_later_is_in_the_first_place(self, before: int) -> None:
         octets = values(b"x" * 20)
         place, elsewhere = bytearray(20), bytearray(64)
-        heard: list[Any] = []
+        received: list[Any] = []
 
         def conversation() -> Conversation:
             yield memoryview(place)
-            heard.append((yield HEADER))
+            received.append((yield HEADER))
 
         channel, wire = channel_over(*cut(octets[:before], []))
         channel.begin(conversation())
@@ -141,14 +141,14 @@ class TestRedirecting:
         receive_all(channel)
         assert bytes(place) == came
         assert came.count(b"x") == max(0, before - (len(octets) - 20))
-        assert heard == [{"and": "on"}]
+        assert received == [{"and": "on"}]
 
     @pytest.mark.parametrize("need", [HEADER, PAUSE], ids=["a header", "a pause"])
     def test_who_waits_for_something_else_goes_on_waiting_for_it(self, need: Any) -> None:
-        heard: list[Any] = []
+        received: list[Any] = []
 
         def conversation() -> Conversation:
-            heard.append((yield need))
+            received.append((yield need))
 
         octets = header_message({"a": 1})
         channel, wire = channel_over(octets[:9])
@@ -157,7 +157,7 @@ class TestRedirecting:
         channel.redirect(memoryview(bytearray(64)))
         wire.arriving.append(octets[9:])
         channel.wake({"a": 1}) if need is PAUSE else receive_all(channel)
-        assert heard == [{"a": 1}]
+        assert received == [{"a": 1}]
 
     def test_a_header_on_its_way_is_received_all_the_same(self) -> None:
         octets = header_message({"failure": 1})
@@ -193,31 +193,31 @@ class TestTheEnd:
             act(channel)
 
     def test_after_a_conversation_whatever_arrives_is_thrown_away(self) -> None:
-        heard: list[Any] = []
+        received: list[Any] = []
         octets = b"nonsense" * 100
         channel, wire = channel_over(MESSAGES + MESSAGES, octets)
-        channel.begin(listen(heard))
+        channel.begin(listen(received))
         channel.wake("woken")
         channel.wake("woken")
         receive_all(channel)
-        assert heard == EXPECTED
+        assert received == EXPECTED
         assert not wire.arriving
         assert not channel.has_left
 
     def test_a_conversation_that_is_ended_cleans_up_and_hears_nothing(self) -> None:
-        heard: list[Any] = []
+        received: list[Any] = []
 
         def conversation() -> Conversation:
             try:
-                heard.append((yield HEADER))
+                received.append((yield HEADER))
             finally:
-                heard.append("cleaned up")
+                received.append("cleaned up")
 
         channel, _ = channel_over(header_message({}))
         channel.begin(conversation())
         channel.end_conversation()
         receive_all(channel)
-        assert heard == ["cleaned up"]
+        assert received == ["cleaned up"]
 
     @pytest.mark.parametrize("kind", ["header", "values"])
     @pytest.mark.parametrize("staging", [4, 64])
@@ -266,7 +266,7 @@ def test_a_stream_that_says_so_is_not_asked_again_for_what_it_does_not_have() ->
 class TestBudget:
     """Nobody keeps the others waiting."""
 
-    def test_who_sends_much_is_received_from_in_turns(
+    def test_who_sends_much_is_received_from_in_portions(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(channel_module, "BUDGET_BYTES", 100)

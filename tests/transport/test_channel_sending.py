@@ -26,11 +26,11 @@ class TestSending:
         for number, frames in enumerate(messages):
             view = [memoryview(frame) for frame in frames]
             channel.send(view, lambda number=number: told.append((number, len(wire.sent))))
-        turns = 0
+        flushes = 0
         while channel.sends:
             channel.flush()
-            turns += 1
-            assert turns <= len(takes) + 1
+            flushes += 1
+            assert flushes <= len(takes) + 1
         assert wire.sent == b"".join(b"".join(frames) for frames in messages)
         ends = itertools.accumulate(len(b"".join(frames)) for frames in messages)
         assert told == list(enumerate(ends))

@@ -72,7 +72,7 @@ def test_what_a_job_returns_or_raises_is_the_futures() -> None:
 def test_a_job_that_hangs_keeps_no_other_waiting_while_there_are_threads() -> None:
     pool, release = DaemonPool(2, "sparkdl-test"), threading.Event()
     hanging = pool.submit(lambda: release.wait(WAIT_S))
-    assert [pool.submit(lambda turn=turn: turn).result(WAIT_S) for turn in range(9)] == [*range(9)]
+    assert [pool.submit(lambda each=each: each).result(WAIT_S) for each in range(9)] == [*range(9)]
     release.set()
     assert hanging.result(WAIT_S)
     pool.close()

@@ -26,7 +26,7 @@ Seen: TypeAlias = "queue.SimpleQueue[tuple[str, str]]"
 
 
 class Echo:
-    """Sends back what it hears, with its own name; see ``service.Peer``."""
+    """Sends back what it receives, with its own name; see ``service.Peer``."""
 
     def __init__(self, name: str, service: Service, channel: Channel, seen: Seen) -> None:
         self.name = name
@@ -168,9 +168,9 @@ def broken_by(handler: Callable[[Channel], Any], said: dict[str, Any]) -> list[S
     with Service("127.0.0.1", {"first": handler}) as service:
         service.on_break(told.put)
         with closing(connected(service, said)):
-            heard = [told.get(timeout=WAIT_S)]
-        service.on_break(heard.append)  # whoever comes too late is told too
-    return heard
+            failures = [told.get(timeout=WAIT_S)]
+        service.on_break(failures.append)  # whoever comes too late is told too
+    return failures
 
 
 def until_closed(connection: Connection) -> None:

@@ -39,21 +39,21 @@ def test_answers_that_nobody_takes_are_bounded_in_number_and_in_bytes(size: int)
 
 
 @pytest.mark.parametrize("staging", [7, 1 << 16])
-def test_all_are_answered_in_turn_as_soon_as_answers_are_taken(staging: int) -> None:
+def test_all_are_answered_in_order_as_soon_as_answers_are_taken(staging: int) -> None:
     asked: list[int] = []
     questions = b"".join(header_message({"ask": number}) for number in range(ASKED))
     channel, wire = channel_over(questions, staging=staging)
     channel.begin(answers(channel, {"answer": 1}, asked))
-    turns = 0
-    while len(asked) < ASKED and turns < ASKED:
+    iterations = 0
+    while len(asked) < ASKED and iterations < ASKED:
         receive_all(channel)
         channel.flush()
-        turns += 1
+        iterations += 1
     assert asked == list(range(ASKED))
     assert wire.sent == header_message({"answer": 1}) * ASKED
 
 
-def test_values_on_their_way_keep_nobody_from_being_heard() -> None:
+def test_values_on_their_way_do_not_keep_headers_from_being_received() -> None:
     asked: list[int] = []
     channel, _ = channel_over(header_message({"ask": 1}), takes=[None])
     channel.begin(answers(channel, {"answer": 1}, asked))

@@ -94,16 +94,16 @@ MESSAGES = (
 ) * 2
 
 
-def listen(heard: list[Any]) -> Conversation:
+def listen(received: list[Any]) -> Conversation:
     """Take note of everything that ``MESSAGES`` has."""
     for _ in range(2):
-        heard.append((yield HEADER))
+        received.append((yield HEADER))
         for size in (20, 30):
             place = bytearray(size)
             assert (yield memoryview(place)) is None
-            heard.append(bytes(place))
-        heard.append((yield PAUSE))
-        heard.append((yield HEADER))
+            received.append(bytes(place))
+        received.append((yield PAUSE))
+        received.append((yield HEADER))
 
 
 EXPECTED = [{"window": 1}, bytes(range(20)), bytes(range(100, 130)), "woken", {}] * 2

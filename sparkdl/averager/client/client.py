@@ -151,7 +151,7 @@ class AveragerClient:
         self._say_now_and_then({"reading": rows})
 
     def heartbeat(self) -> None:
-        """Let the averager hear of this worker; see ``protocols.CenterExchange``."""
+        """Tell the averager that this worker is alive; see ``protocols.CenterExchange``."""
         self._say_now_and_then({"alive": True})
 
     def _say_now_and_then(self, header: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ class AveragerClient:
         self._worker_state_bytes = header["worker_state"]
         self.epoch_ended = bool(header["epoch_ended"])
         self.asks_leave = bool(header["asks_leave"])
-        self._entry.begin(first=bool(header["may_wait"]), each=bool(header["in_turns"]))
+        self._entry.begin(first=bool(header["may_wait"]), each=bool(header["holds_windows"]))
         self.next_fragment = int(header["rounds_of_epoch"]) % self._codec.fragments
         self._note_rows(header)
         with self._clock.phase(EXCHANGE):

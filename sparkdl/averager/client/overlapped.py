@@ -35,7 +35,7 @@ class Contribution:
         window: what was trained on.
         header: says so.
         kept: what the averager is to keep of the worker, in this order.
-        values: behind that, once the worker may contribute; none if it does not.
+        values: after that, once the worker may contribute; none if it does not.
     """
 
     window: WindowReport

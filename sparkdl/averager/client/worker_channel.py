@@ -124,7 +124,7 @@ class WorkerChannel:
             yield
         except SilenceError as error:
             raise DeadlineError(
-                f"rank {self._rank} heard nothing from the averager for {self._deadline_s:g} s"
+                f"rank {self._rank} received nothing from the averager for {self._deadline_s:g} s"
             ) from error
         except ConnectionLostError as error:
             raise DisconnectedError(

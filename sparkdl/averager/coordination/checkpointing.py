@@ -1,7 +1,7 @@
 """Which commits become checkpoints, and whose worker states belong to them.
 
 One at a time is put together: the worker states come, then it is written while training goes on. A
-round behind which the next is due waits until it is.
+round after which the next is due waits until it is.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Checkpointing:
         return self._schedule is None or self._saved_round == self._committed.round
 
     def preempt(self, reason: SparkDLError) -> None:
-        """Make the next commit a checkpoint, behind which the run ends."""
+        """Make the next commit a checkpoint, after which the run ends."""
         self._asked = True
         self.told_to_end = reason
 
@@ -80,7 +80,7 @@ class Checkpointing:
         return ends or window.report.last or self._schedule.due_within(rounds)
 
     def begin_if_due(self, windows: Iterable[on.WindowClosed], now: float) -> bool:
-        """Begin a checkpoint behind the commit that has just been, if it is time.
+        """Begin a checkpoint of the commit that has just been, if it is time.
 
         Args:
             windows: the last ones of those who stand where the commit says: they are asked for

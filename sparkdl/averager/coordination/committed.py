@@ -29,9 +29,9 @@ class CommittedProgress:
     Attributes:
         round: rounds committed in this run.
         epoch: the epoch that is under way, counted from 1.
-        positions: where each rank goes on, by rank.
+        positions: where each rank continues, by rank.
         kept: of each rank, what it sent with its last committed window to be kept; with position
-            and center the worker goes on exactly as it would have.
+            and center the worker continues exactly as it would have.
         commit_wanted: whether the driver wants a commit before the epoch ends; until there is one.
     """
 
@@ -161,7 +161,7 @@ class CommittedProgress:
         return tuple(self._history)
 
     def progress(self) -> Progress:
-        """How far the training has come, to go on from."""
+        """How far the training has come, to continue from."""
         return Progress(
             epoch=self.epoch,
             rounds=self.round - self._first_round,

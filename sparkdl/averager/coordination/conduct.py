@@ -1,4 +1,4 @@
-"""What a worker may do, and when: what it says out of turn ends the run, in words.
+"""What a worker may do, and when: anything else ends the run, with an error that says why.
 
 Only mistakes in a strategy, or a worker of other code, get so far.
 """
@@ -106,7 +106,8 @@ class Conduct:
             )
         if rank not in this.active or rank in this.entered or rank in this.at_barrier:
             raise TrainingError(
-                f"rank {rank} contributed out of turn in epoch {report.epoch}, step {report.step}"
+                f"rank {rank} contributed a window out of order in epoch {report.epoch}, step "
+                f"{report.step}"
             )
 
     def require_end_of_epoch(self, member: Member) -> None:

@@ -334,7 +334,7 @@ class Coordinator:
         self._epoch_losses.wanted.pop(rank, None)
         self._rounds.lose(rank, self._now)
         self._do_without_worker_state(rank)
-        # Who waited for the lost one could not be heard of.
+        # Nothing may have arrived from those who waited for the lost one.
         self.members.restart_clock(self._now)
         self._rounds.commit_if_complete(self._now)
 

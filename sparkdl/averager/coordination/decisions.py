@@ -68,7 +68,7 @@ class Receive:
 
     Attributes:
         member: the worker.
-        weight: rows behind it.
+        weight: rows that it was trained on.
         staleness: how often the center was updated since the worker has received it.
     """
 

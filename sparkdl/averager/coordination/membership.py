@@ -1,8 +1,8 @@
-"""Who is in a run: joined, heard of, silent, lost, back. Times come from outside.
+"""Who is in a run: joined, alive, silent, lost, back. Times come from outside.
 
 Heartbeats are the only evidence: whatever arrives of a worker, or is taken by it, is one. A rank is
-overdue when it is waited for and nothing was heard of it for longer than it is granted. What an
-event costs does not depend on the number of workers; only the look at the clock asks after all of
+overdue when it is waited for and its last message is longer ago than it is granted. What an event
+costs does not depend on the number of workers; only the look at the clock asks after all of
 them.
 """
 
@@ -76,8 +76,8 @@ class Membership:
         self._there: set[int] = set()
         self._lost: Counter[tuple[int, int, int]] = Counter()
         self._failures: dict[tuple[int, int], int] = {}
-        self._heard: dict[int, float] = {}
-        # Nobody was expected to be heard of before this.
+        self._last_message: dict[int, float] = {}
+        # Nobody was expected to send anything before this.
         self._silence_began = now
         self._awaited_began = now
         self._last_look = now
@@ -164,7 +164,7 @@ class Membership:
 
     def note_heartbeat(self, rank: int, now: float) -> None:
         """Take note that a worker is alive."""
-        self._heard[rank] = now
+        self._last_message[rank] = now
 
     def restart_clock(self, now: float) -> None:
         """Restart the clock of everybody's silence: something has happened that all waited for."""
@@ -223,7 +223,7 @@ class Membership:
         return paused
 
     def overdue(self, waited_for: Iterable[int], now: float) -> set[int]:
-        """Those of whom nothing was heard for longer than they are granted."""
+        """Those whose last message is longer ago than they are granted."""
         return {
             rank for rank in waited_for if now - self._silent_since(rank) >= self.patience_s(rank)
         }
@@ -234,11 +234,11 @@ class Membership:
         return now - since >= self.patience_s(rank)
 
     def silent_s(self, rank: int, now: float) -> float:
-        """Seconds since something was heard of a rank, or was expected of it."""
+        """Seconds since a rank's last message, or since one is expected."""
         return now - self._silent_since(rank)
 
     def _silent_since(self, rank: int) -> float:
-        return max(self._heard.get(rank, self._silence_began), self._silence_began)
+        return max(self._last_message.get(rank, self._silence_began), self._silence_began)
 
     def name(self, ranks: Iterable[int]) -> str:
         """Ranks with their hosts, for messages."""

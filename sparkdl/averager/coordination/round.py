@@ -109,7 +109,7 @@ class Round:
         self.queue.append(window)
 
     def next(self) -> WindowClosed | None:
-        """Whose turn it is to contribute, of those held, each once; None if nobody may now."""
+        """Who may contribute next, of those held, each once; None if nobody may now."""
         while self.queue and not self.readers:
             window = self.queue[0]
             rank = window.member.rank
@@ -125,7 +125,7 @@ class Round:
         if rank in self.newcomers and not self.policy.goes_on(rank, self.active):
             return False
         self.newcomers.discard(rank)
-        return self.policy.has_turn(rank, self.active)
+        return self.policy.may_contribute(rank, self.active)
 
     def requeue(self) -> None:
         """Have ``next`` name all who are held once more: what they waited for may have come."""
@@ -166,7 +166,7 @@ class Round:
     @property
     def kept_out(self) -> dict[int, WindowClosed]:
         """Of those held, whom the policy may keep from contributing."""
-        if self.policy.in_turns:
+        if self.policy.holds_windows:
             return self.held
         return {rank: self.held[rank] for rank in self.newcomers & self.held.keys()}
 
@@ -230,7 +230,7 @@ class Round:
             What each of them has contributed last.
         """
         assert not self.is_open
-        may_wait = self.held if self.policy.in_turns else self.newcomers
+        may_wait = self.held if self.policy.holds_windows else self.newcomers
         ranks = [*self.at_barrier, *may_wait] if self._ask_about_all else self._to_ask
         self._to_ask, self._ask_about_all = [], False
         # The queue asks about those, when they have trained.

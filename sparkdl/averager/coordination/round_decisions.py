@@ -98,7 +98,7 @@ class RoundDecisions:
     def complete(self, rank: int, now: float) -> None:
         """Take note that a contribution is whole."""
         self._round.finish(rank)
-        # Who waited for its turn to add could not be heard of.
+        # Nothing could arrive from those who waited for their turn to add.
         self._members.pass_turn(now)
         self.commit_if_complete(now)
 

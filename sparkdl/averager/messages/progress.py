@@ -20,7 +20,7 @@ _BY_NAME = {"metrics": are_metrics, "measured": are_measured}
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a worker goes on: the first minibatch that no committed round contains."""
+    """Where a worker continues: the first minibatch that no committed round contains."""
 
     epoch: int = 1
     """Epoch counted from 1."""
@@ -31,7 +31,7 @@ class Position:
 
     @classmethod
     def after(cls, report: WindowReport) -> Position:
-        """The position behind a committed window."""
+        """The position after a committed window."""
         return cls(epoch=report.epoch, step=report.step, step_of_epoch=report.step_of_epoch)
 
     def next_epoch(self) -> Position:

@@ -59,7 +59,7 @@ class KeptModel:
     """A copy of the center of some time, without the optimizer's state; not written to.
 
     Attributes:
-        epoch: behind which it was the center.
+        epoch: after which it was the center.
         values: a tensor of ``center_dtype`` for each segment of the layout that is none of the
             optimizer's.
         saved: whether a checkpoint has it.

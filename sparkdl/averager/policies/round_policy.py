@@ -22,8 +22,8 @@ class RoundPolicy(ABC):
 
     in_step: bool = False
     """Whether every round has everyone who is there, so that all have been sent the same center."""
-    in_turns: bool = False
-    """Whether ranks may have to wait before they contribute, in any window: see ``has_turn``."""
+    holds_windows: bool = False
+    """Whether any window may have to wait until its rank contributes it: see ``may_contribute``."""
 
     def begin(self, positions: Sequence[Position]) -> None:  # noqa: B027 - not all have to know
         """Take note of where the ranks stand when the run begins, or begins again."""
@@ -41,7 +41,7 @@ class RoundPolicy(ABC):
 
         Args:
             window: its report.
-            now: when the averager heard of it, in seconds.
+            now: when the averager was told, in seconds.
         """
 
     @abstractmethod
@@ -77,16 +77,16 @@ class RoundPolicy(ABC):
     def goes_on(self, rank: int, active: Set[int]) -> bool:
         """Whether a rank that has contributed may go on; it waits for the center otherwise.
 
-        Never asked behind a last window of an epoch. One that has just come in trains at once: then
+        Never asked after a last window of an epoch. One that has just come in trains at once: then
         it is asked whether it may contribute what it has trained. About one that waits it is asked
         once more when ``committed`` names it, and when another leaves ``active`` or comes to it.
         """
         return True
 
-    def has_turn(self, rank: int, active: Set[int]) -> bool:
+    def may_contribute(self, rank: int, active: Set[int]) -> bool:
         """Whether a rank that has trained a window may contribute it; it waits otherwise.
 
-        Only asked to any purpose with ``in_turns``: workers then send nothing before they may. It
+        Has an effect only with ``holds_windows``: workers then send nothing before they may. It
         is asked once more when ``committed`` names the rank, and when another leaves ``active`` or
         comes to it.
         """
@@ -118,37 +118,37 @@ class Nobody(RoundPolicy):
 class RoundRobin(Nobody):
     """Each worker with the center by itself, in the order of ranks: the same bits each time.
 
-    A turn passes to the next rank that is there and has not ended its epoch, after the last to the
+    After a rank comes the next one that is there and has not ended its epoch; after the last, the
     first. An epoch begins with the first.
 
     Args:
         period: steps in a window, but for the last of an epoch.
     """
 
-    in_turns = True
+    holds_windows = True
 
     def __init__(self, period: int) -> None:
         self._period = period
         self._world_size = 0
-        self._turn = 0
+        self._next_rank = 0
 
     def begin(self, positions: Sequence[Position]) -> None:
         """Go on with who has had the fewest windows of the epoch."""
         self._world_size = len(positions)
         windows = [-(-each.step_of_epoch // self._period) for each in positions]
-        self._turn = windows.index(min(windows))
+        self._next_rank = windows.index(min(windows))
 
-    def has_turn(self, rank: int, active: Set[int]) -> bool:
-        """Whether nobody is there whose turn comes before."""
+    def may_contribute(self, rank: int, active: Set[int]) -> bool:
+        """Whether nobody is there who comes before."""
         return rank == self._next(active)
 
     def committed(self, windows: Iterable[WindowReport], active: Set[int]) -> Iterable[int]:
-        """Pass the turn on."""
+        """Go on with the next rank."""
         for window in windows:
-            self._turn = (window.rank + 1) % self._world_size if active else 0
+            self._next_rank = (window.rank + 1) % self._world_size if active else 0
         return [self._next(active)] if active else ()
 
     def _next(self, active: Set[int]) -> int:
         """Found after as many looks as ranks are away that come before."""
-        ranks = range(self._turn, self._turn + self._world_size)
+        ranks = range(self._next_rank, self._next_rank + self._world_size)
         return next(rank % self._world_size for rank in ranks if rank % self._world_size in active)

@@ -14,15 +14,16 @@ One worker is one connection (``framing.py`` has its form):
      "row_server": where others fetch
      them, or null}              ------> wait for all ranks, and for the driver to look at it
                                  <------ or {"read_on": true}, to one that has not read all of
-                                         them and does not begin its training, or goes on from a
+                                         them and does not begin its training, or continues from a
                                          checkpoint, which may be of other rows: the same again
                                  <------ {"waiting": true}, now and then
                                  <------ {"chunk_bytes": size of the largest message of values,
-                                          "position": where to go on,
-                                          "epoch_ended": whether all stand behind an epoch's end,
+                                          "position": where to continue,
+                                          "epoch_ended": whether all have just ended an epoch,
                                           "asks_leave": whether to ask for leave to begin one,
                                           "may_wait": whether others may keep it from
-                                          contributing its first window, "in_turns": or any,
+                                          contributing its first window, or with
+                                          "holds_windows": any,
                                           "rounds_of_epoch": how many it had, which says of what
                                           fragment the next one is,
                                           "worker_state": bytes of it, or null at the very start,
@@ -56,7 +57,7 @@ One worker is one connection (``framing.py`` has its form):
     chunks                       ------> add in rank order, wait for the round
                                  <------ with "may_wait", of the first window between the bytes
                                          and the chunks: {"waiting": true}, now and then, and
-                                         {"enter": true}; with "in_turns" of each
+                                         {"enter": true}; with "holds_windows" of each
                                  <------ {"waiting": true}, now and then after a last window,
                                          and where the round policy has it wait for others
                                  <------ {"checkpoint": true}, if this commit becomes one; with
@@ -77,12 +78,12 @@ One worker is one connection (``framing.py`` has its form):
 With what is sent of rows, windows, held-out rows and the end comes "phases": where the worker's
 time went since it told that last (``phases.py``). Nothing is decided by it.
 
-Where rounds are of fragments, chunks and reply are of the one whose turn it is, but for the reply
-to an epoch's last window, which is the center.
+Where rounds are of fragments, chunks and reply are of the one that is due, but for the reply to an
+epoch's last window, which is the center.
 A worker that sends faster than its chunks can be added is held back by the connection itself.
 A worker whose connection breaks may come back: it joins again, and it continues after its
-last committed window. If the run ends elsewhere, the next thing that a worker hears is {"stopped":
-reason}.
+last committed window. If the run ends elsewhere, the next message that a worker receives is
+{"stopped": reason}.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ class Worker:
         self.sum: Accumulator | None = None
         self._edge = edge
         self._owes_worker_state = False
-        self._awaits_entry = self._in_turns = False
+        self._awaits_entry = self._holds_windows = False
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     # What decisions have it do.
@@ -205,7 +206,7 @@ class Worker:
         elif committed.begun:
             worker_state_bytes = 0
         policy = edge.coordinator.round.policy
-        self._awaits_entry, self._in_turns = not policy.in_step, policy.in_turns
+        self._awaits_entry, self._holds_windows = not policy.in_step, policy.holds_windows
         self.channel.send_header(
             {
                 "chunk_bytes": edge.center.chunk_bytes,
@@ -214,7 +215,7 @@ class Worker:
                 "epoch_ended": committed.at_end_of_epoch,
                 "asks_leave": edge.coordinator.followed,
                 "may_wait": self._awaits_entry,
-                "in_turns": self._in_turns,
+                "holds_windows": self._holds_windows,
                 "rounds_of_epoch": edge.center.rounds_of_epoch,
                 **self._all_rows(),
             }
@@ -248,7 +249,7 @@ class Worker:
     def receive(self, total: Accumulator, weight: int, scale: float) -> None:
         """Add the worker's contribution to a sum."""
         total.declare(self._member().rank, weight, scale)
-        if self._awaits_entry or self._in_turns:
+        if self._awaits_entry or self._holds_windows:
             self._awaits_entry = False
             self.channel.send_header({"enter": True})
         self.channel.wake(total)

@@ -227,7 +227,7 @@ class WorkerStateFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """A checkpoint from which a training goes on.
+    """A checkpoint from which a training continues.
 
     Attributes:
         saved: the files.

@@ -125,8 +125,8 @@ class Averager:
         largest = max((segment.numel for segment in layout), default=0)
         if fragments > 1 and fragments > largest:
             raise ConfigError(
-                f"{fragments} fragments are more than the model has values of a kind to deal among "
-                f"them ({largest}): take fewer"
+                f"{fragments} fragments are more than the model has values of any one kind "
+                f"({largest}): use fewer"
             )
         self._plan = plan
         self._center = Center(

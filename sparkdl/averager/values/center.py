@@ -266,7 +266,7 @@ class Center:
 
 
 def _places(fragment: Sequence[Chunk], packings: Sequence[Packing]) -> dict[Chunk, slice]:
-    """Where in their segment's room the packed chunks of a fragment lie, one behind the other."""
+    """Where in their segment's room the packed chunks of a fragment lie, one after the other."""
     stops: Counter[int] = Counter()
     places = {}
     for chunk in fragment:

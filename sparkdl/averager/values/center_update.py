@@ -26,7 +26,7 @@ class Contributions:
     """What a round's mean is of.
 
     Attributes:
-        weights: rows behind each contribution that has any, by rank; 1 each where all count alike.
+        weights: rows of each contribution that has any, by rank; 1 each where all count alike.
         world_size: workers of the run.
         staleness: how often the center was updated since a contributor has received it; of several
             contributors the longest ago.

@@ -98,7 +98,7 @@ class ReplicaCodec:
         self.chunk_bytes = 0
         self.fragments = fragments
         self._wire_format = wire_format
-        # Of each segment of the replica's state; the optimizer's come behind those of the model.
+        # Of each segment of the replica's state; the optimizer's come after those of the model.
         self._kinds: list[str] = []
         self._base: list[Tensor | None] = []
         self._scratch = torch.empty(0, dtype=torch.uint8)

@@ -194,7 +194,7 @@ class Averager:
 
     def _tick(self) -> None:
         if self._clock.now < self._paused_until:
-            # Behind everything that has arrived meanwhile.
+            # After everything that has arrived meanwhile.
             self._clock.at(self._paused_until + 1e-6, self._tick)
             return
         self._clock.after(self.coordinator.members.tick_s, self._tick)

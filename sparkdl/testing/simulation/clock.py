@@ -19,7 +19,7 @@ class Clock:
         self.at(self.now + seconds, call)
 
     def at(self, time: float, call: Callable[[], None]) -> None:
-        """Have something happen at a time; what is on time already, behind all else that is."""
+        """Have something happen at a time; what is due already, after all else that is."""
         self._count += 1
         heapq.heappush(self._due, (max(time, self.now), self._count, call))
 

@@ -11,7 +11,7 @@ class Kind(Enum):
     """What may go wrong."""
 
     BREAK = "the worker's connection breaks, and it connects again at once"
-    HALF_OPEN = "the same, but the averager hears of it only after the worker is back"
+    HALF_OPEN = "the same, but the averager notices only after the worker is back"
     KILL = "the worker's process dies; another attempt starts later"
     TWIN = "another attempt starts although the worker lives"
     STALL = "the worker does nothing for a while"

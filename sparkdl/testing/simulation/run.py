@@ -243,7 +243,7 @@ class _Simulation:
             worker.strike(restart_s=None, noticed_after_s=fault.seconds)
         elif fault.kind is Kind.KILL:
             if self._plan.max_failures == 0 and not self._averager.knows(fault.rank):
-                # Nobody but Spark hears of it, and the job fails.
+                # Nobody but Spark notices, and the job fails.
                 self._averager.tell(on.Failed(WorkerLostError("a task has failed")))
             worker.strike(restart_s=fault.seconds)
         elif fault.kind is Kind.TWIN:
@@ -320,7 +320,7 @@ class _Simulation:
             trains = window.examples > 0
             expected = before.epoch, before.step_of_epoch + trains
             if (window.epoch, window.step_of_epoch) != expected:
-                raise Violation(f"{window} was committed behind {before}")
+                raise Violation(f"{window} was committed after {before}")
             self._positions[window.rank] = Position.after(window)
             self._examples += window.examples
             self._through |= {window.rank} if window.last else set()

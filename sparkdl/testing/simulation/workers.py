@@ -41,15 +41,15 @@ class Link:
         self._draw = draw
         self._delay_s = delay_s
         self._last_up = self._last_down = 0.0
-        self._worker_hears = True
-        self._averager_hears = True
+        self._worker_receives = True
+        self._averager_receives = True
 
     def up(self, message: Message) -> None:
         """The worker sends."""
         self._last_up = max(self._last_up, self._clock.now + self._draw.random() * self._delay_s)
         self._clock.at(
             self._last_up,
-            lambda: self.to_averager(message) if self._averager_hears else None,
+            lambda: self.to_averager(message) if self._averager_receives else None,
         )
 
     def down(self, message: Message) -> float:
@@ -58,19 +58,19 @@ class Link:
             self._last_down, self._clock.now + self._draw.random() * self._delay_s
         )
         self._clock.at(
-            self._last_down, lambda: self.to_worker(message) if self._worker_hears else None
+            self._last_down, lambda: self.to_worker(message) if self._worker_receives else None
         )
         return (self._last_down - self._clock.now) * self._draw.random()
 
     def break_off(self, *, noticed_after_s: float = 0.0) -> None:
-        """The worker hears nothing more; the averager hears, behind all else, that it is gone."""
-        self._worker_hears = False
+        """The worker receives nothing more; the averager learns last of all that it is gone."""
+        self._worker_receives = False
         self._last_up = max(self._last_up, self._clock.now + noticed_after_s)
         self.up(("gone",))
 
     def close(self) -> None:
         """The averager has closed it."""
-        self._averager_hears = False
+        self._averager_receives = False
         self.down(("closed",))
 
 
@@ -117,7 +117,7 @@ class Worker:
 
         Args:
             restart_s: seconds until another attempt starts; None if the process lives.
-            noticed_after_s: seconds until the averager hears of it.
+            noticed_after_s: seconds until the averager notices.
         """
         if restart_s is None and self._link is None:
             return

@@ -45,8 +45,8 @@ def test_what_was_trained_meanwhile_is_merged_with_the_center(
 def test_what_is_sent_once_more_is_what_was_sent_first() -> None:
     with crew(2) as workers:
         client, state = begun(workers, 0, 5.0)
-        line = workers.client(1)._channel
-        line.send_header(window_header(window(1)))
+        channel = workers.client(1)._channel
+        channel.send_header(window_header(window(1)))
         entered = workers.averager._coordinator.round.entered
         assert eventually(lambda: len(entered) == 2)
         state.fill_(99.0)
@@ -99,7 +99,7 @@ def test_what_is_not_finite_is_not_sent() -> None:
 
 
 def test_a_round_may_begin_before_others_let_the_worker_contribute() -> None:
-    """Its first with any policy that is not in step; with turns, each."""
+    """Its first with any policy that is not in step; with one that holds windows, each."""
     with crew(2, wire_format=Changes(), policy=RoundRobin(1)) as workers:
         for step in (1, 2):
             (second, other), (first, mine) = (begun(workers, rank, 1.0, step) for rank in (1, 0))

@@ -1,4 +1,4 @@
-"""Checkpoints: behind which commit, whose worker states are in them, and who waits for them."""
+"""Checkpoints: of which commit, whose worker states are in them, and who waits for them."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_it_needs_no_worker_state_if_all_are_lost_that_have_contributed() -> Non
 
 
 class TestWaiting:
-    """A round behind which a checkpoint is due waits for the one that is being written."""
+    """A round after which a checkpoint is due waits for the one that is being written."""
 
     def test_a_last_window_waits(self) -> None:
         run = started(2, checkpoints=Every(2))

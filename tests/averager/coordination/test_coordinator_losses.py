@@ -376,10 +376,10 @@ class TestDropping:
     """Who is silent for longer than its windows explain is dropped, and may come back."""
 
     def window(self, run: Run, seconds: float) -> None:
-        """A round of windows that take so long, and of which something is heard as they end."""
+        """A round of windows that take so long; workers send something as they end."""
         run.wait(seconds)
         for rank in run.members:
-            # The loop hears of a worker as its window's header arrives.
+            # The loop notes a heartbeat as the window's header arrives.
             run.coordinator.heartbeat(run.members[rank], run.now)
             run.contribute(rank)
         run.take()

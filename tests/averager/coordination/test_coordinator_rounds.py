@@ -135,7 +135,7 @@ class TestOutOfTurn:
     def test_a_second_contribution_to_one_round(self) -> None:
         run = started(2)
         run.contribute(0)
-        words = "rank 0 contributed out of turn in epoch 1, step 1"
+        words = "rank 0 contributed a window out of order in epoch 1, step 1"
         expect_failure(run, run.close(0), TrainingError, words)
 
     def test_a_second_contribution_while_the_first_waits(self) -> None:
@@ -151,7 +151,7 @@ class TestOutOfTurn:
         run.contribute(0, last=True)
         run.contribute(1)
         run.take(1)
-        expect_failure(run, run.close(0), TrainingError, "rank 0 contributed out of turn")
+        expect_failure(run, run.close(0), TrainingError, "rank 0 contributed a window out of order")
 
     def test_a_window_when_another_has_left_for_good(self) -> None:
         run = started(2)

@@ -172,9 +172,9 @@ class TestPatience:
 
 
 class TestSilence:
-    """Of whom nothing was heard for too long."""
+    """Whose last message is too long ago."""
 
-    def test_it_counts_from_what_was_heard_last(self) -> None:
+    def test_it_counts_from_the_last_message(self) -> None:
         members = crew(2, deadline_s=10)
         members.note_heartbeat(1, 5.0)
         assert members.overdue({0, 1}, 9.9) == set()
@@ -185,7 +185,7 @@ class TestSilence:
     def test_only_those_are_overdue_who_are_waited_for(self) -> None:
         assert crew(3, deadline_s=10).overdue({1}, 99.0) == {1}
 
-    def test_it_counts_anew_when_something_has_happened_that_all_waited_for(self) -> None:
+    def test_it_starts_over_when_something_has_happened_that_all_waited_for(self) -> None:
         members = crew(1, deadline_s=10)
         members.restart_clock(8.0)
         assert members.overdue({0}, 17.9) == set()

@@ -169,19 +169,19 @@ def test_one_contribution_is_waited_for_in_any_case() -> None:
 def test_policies_are_told_when_windows_begin_and_end() -> None:
     class Listens(All):
         def __init__(self) -> None:
-            self.heard: list[tuple[str, int, float]] = []
+            self.told: list[tuple[str, int, float]] = []
 
         def began(self, rank: int, now: float) -> None:
-            self.heard.append(("began", rank, now))
+            self.told.append(("began", rank, now))
 
         def closed(self, window: WindowReport, now: float) -> None:
-            self.heard.append(("closed", window.rank, now))
+            self.told.append(("closed", window.rank, now))
 
     policy = Listens()
     run = started(1, policy=policy)
     run.now += 3
     run.contribute(0)
-    assert policy.heard == [("began", 0, 1000), ("closed", 0, 1003), ("began", 0, 1003)]
+    assert policy.told == [("began", 0, 1000), ("closed", 0, 1003), ("began", 0, 1003)]
 
 
 def calls_a_window(world_size: int, policy: RoundPolicy) -> float:

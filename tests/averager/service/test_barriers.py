@@ -136,7 +136,8 @@ class TestOneBound:
         steps.step(0)
         steps.step(0)
         decisions = steps.run.close(0, step=3)
-        expect_failure(steps.run, decisions, TrainingError, "rank 0 contributed out of turn")
+        words = "rank 0 contributed a window out of order"
+        expect_failure(steps.run, decisions, TrainingError, words)
 
 
 def test_with_no_bound_at_all_everyone_waits_for_everyone() -> None:

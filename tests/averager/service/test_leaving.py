@@ -21,7 +21,7 @@ Deed = Callable[[Crew], "Future[Any] | None"]
 
 
 def finish(workers: Crew, rank: int) -> None:
-    """Leave, and hear that the run ends if one may not."""
+    """Leave; one that may not is told that the run ends."""
     with contextlib.suppress(StoppedError):
         workers.client(rank).finish()
 

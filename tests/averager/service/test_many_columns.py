@@ -52,7 +52,7 @@ def test_the_statistics_about_columns_are_added_up_once_however_many_workers_ask
 def test_more_columns_than_a_header_holds_are_refused_in_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By who has read them, before the driver hears of them."""
+    """By who has read them, before the driver is told of them."""
     shard = ShardStatistics(2, (ColumnStatistics(smallest=-1.5, largest=2.5),) * 2000)
     size = len(json.dumps(shard_header(shard)))
     monkeypatch.setattr(headers, "MAX_HEADER_BYTES", size)

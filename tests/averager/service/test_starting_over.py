@@ -15,9 +15,9 @@ def test_what_is_on_its_way_into_a_sum_that_is_forgotten_goes_nowhere() -> None:
             segment.fill_(float("nan"))  # what lies there is nobody's contribution
         octets = bytes(octets_of(torch.full((3,), 7.0)))
         for rank in (0, 1):
-            line = workers.client(rank)._channel
-            line.send_header(window_header(window(rank)))
-            line._connection._send(bytes(values_prefix(len(octets))) + octets[:5])
+            channel = workers.client(rank)._channel
+            channel.send_header(window_header(window(rank)))
+            channel._connection._send(bytes(values_prefix(len(octets))) + octets[:5])
         entered = workers.averager._coordinator.round.entered
         assert eventually(lambda: len(entered) == 2)
         workers.client(1)._channel.close()
