@@ -13,7 +13,8 @@ from sparkdl.averager.coordination.membership import Tolerance, too_many_losses
 from sparkdl.averager.messages.progress import Progress
 from sparkdl.averager.messages.run_events import RunEvent as Event
 from sparkdl.averager.messages.run_events import WorkersRestarted
-from sparkdl.averager.messages.worker_state import KeptModel, WorkerState
+from sparkdl.averager.messages.worker_state import WorkerState
+from sparkdl.averager.service.kept_model import KeptModel
 from sparkdl.averager.service.saving import CheckpointPlan
 from sparkdl.averager.service.server import Averager
 from sparkdl.averager.values.center_update import Memory

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 
 from sparkdl.averager.messages.progress import Progress
-from sparkdl.averager.messages.worker_state import KeptModel
+from sparkdl.averager.service.kept_model import KeptModel
 from sparkdl.averager.service.saving import CheckpointPlan
 from sparkdl.callbacks.base import Training
 from sparkdl.driver.measuring import Measuring

@@ -1,12 +1,9 @@
-"""What the driver keeps: of workers to start them again, of the center to return it in the end."""
+"""Bytes that a worker sends for the driver to keep: its state, or what its metrics have counted."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
-from torch import Tensor
+from collections.abc import Iterator
 
 from sparkdl.errors import TrainingError
 
@@ -52,19 +49,3 @@ class WorkerState:
         self._file.seek(0)
         while block := self._file.read(size):
             yield block
-
-
-@dataclass
-class KeptModel:
-    """A copy of the center of some time, without the optimizer's state; not written to.
-
-    Attributes:
-        epoch: after which it was the center.
-        values: a tensor of ``center_dtype`` for each segment of the layout that is none of the
-            optimizer's.
-        saved: whether a checkpoint has it.
-    """
-
-    epoch: int
-    values: Sequence[Tensor]
-    saved: bool = False

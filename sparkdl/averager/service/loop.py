@@ -21,8 +21,8 @@ from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.events import Event, Member
 from sparkdl.averager.messages.run_events import RunEvent, WorkerLost
-from sparkdl.averager.messages.worker_state import KeptModel
 from sparkdl.averager.service.conversation import Worker
+from sparkdl.averager.service.kept_model import KeptModel
 from sparkdl.averager.service.saving import CheckpointPlan, Resumed, Saving
 from sparkdl.averager.values.center import Center
 from sparkdl.errors import CheckpointError, SparkDLError, TrainingError

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.averager.messages.progress import Progress
-from sparkdl.averager.messages.worker_state import KeptModel
+from sparkdl.averager.service.kept_model import KeptModel
 from sparkdl.averager.values.center import named
 from sparkdl.averager.values.center_update import CenterUpdate, Memory, ReplaceByMean, new_memory
 from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint, SavedCheckpoint

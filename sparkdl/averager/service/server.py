@@ -15,8 +15,9 @@ from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.messages.progress import Progress
 from sparkdl.averager.messages.run_events import RunEvent, TimePassed
-from sparkdl.averager.messages.worker_state import KeptModel, WorkerState
+from sparkdl.averager.messages.worker_state import WorkerState
 from sparkdl.averager.policies.round_policy import RoundPolicy
+from sparkdl.averager.service.kept_model import KeptModel
 from sparkdl.averager.service.loop import Loop
 from sparkdl.averager.service.saving import CheckpointPlan, Resumed, Saving
 from sparkdl.averager.values.center import Center
