@@ -15,6 +15,7 @@ from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import FencedError
+from sparkdl.averager.coordination.round_decisions import RoundDecisions
 from sparkdl.testing.simulation import (
     Fault,
     Kind,
@@ -83,13 +84,24 @@ def test_no_list_of_faults_that_a_run_survives_ends_it(plan: Plan) -> None:
     assert outcome.failure is None or preempted
 
 
-class AsksWhoComesBack(Coordinator):
+def decided_by(kind: type[RoundDecisions]) -> type[Coordinator]:
+    """A coordinator whose rounds are decided otherwise."""
+
+    class Otherwise(Coordinator):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self._rounds.__class__ = kind
+
+    return Otherwise
+
+
+class AsksWhoComesBack(RoundDecisions):
     """Waits for the worker state of who is let in after a checkpoint's commit, and asks nobody."""
 
-    def _save_if_due(self, windows: Iterable[on.WindowClosed]) -> bool:
-        saves = super()._save_if_due(windows)
+    def _save_if_due(self, windows: Iterable[on.WindowClosed], now: float) -> bool:
+        saves = super()._save_if_due(windows, now)
         if saves:
-            self.checkpoints.awaited |= self._knocking
+            self._checkpoints.awaited |= self._arrivals.knocking.keys()
         return saves
 
 
@@ -167,11 +179,11 @@ class TriesNoneAfterAFailedOne(Coordinator):
             self.checkpoints.end_epoch = lambda epoch: None  # type: ignore[method-assign]
 
 
-class AsksTwiceForOneState(Coordinator):
+class AsksTwiceForOneState(RoundDecisions):
     """Asks whoever it waits for once more at the next commit."""
 
-    def _save_if_due(self, windows: Iterable[on.WindowClosed]) -> bool:
-        return super()._save_if_due(windows) or bool(self.checkpoints.awaited)
+    def _save_if_due(self, windows: Iterable[on.WindowClosed], now: float) -> bool:
+        return super()._save_if_due(windows, now) or bool(self._checkpoints.awaited)
 
 
 class LetsFinishedRanksJoin(Coordinator):
@@ -212,31 +224,31 @@ class HearsLastWordsLate(Averager):
             super()._handle(conversation, message)
 
 
-class LetsTheLostStandForOthers(Coordinator):
+class LetsTheLostStandForOthers(RoundDecisions):
     """Goes on without one who has yet to contribute, for another that had, and was lost."""
 
-    def _enter(self, window: on.WindowClosed) -> None:
-        super()._enter(window)
-        this = self.round
+    def _enter(self, window: on.WindowClosed, now: float) -> None:
+        super()._enter(window, now)
+        this = self._round
         if len(this.entered) >= len(this.group):
             for rank in sorted(this.group - this.entered.keys()):
                 this.group.discard(rank)
                 this._missing.discard(rank)
-                self._decided.append(do.Skip(rank))
+                self._decide(do.Skip(rank))
 
 
 PUT_BACK = {
-    "asks who comes back": (AsksWhoComesBack, Averager),
+    "asks who comes back": (decided_by(AsksWhoComesBack), Averager),
     "acts in a successor's name": (ActsInASuccessorsName, HearsTheDropped),
     "judges by its own pause": (JudgesByItsOwnPause, LooksAtTheClockFirst),
     "counts half a contribution": (CountsHalfAContribution, Averager),
     "ends an epoch without the lost": (EndsAnEpochWithoutTheLost, Averager),
-    "asks twice for one state": (AsksTwiceForOneState, Averager),
+    "asks twice for one state": (decided_by(AsksTwiceForOneState), Averager),
     "counts a failed checkpoint": (CountsAFailedCheckpoint, Averager),
     "tries none after a failed one": (TriesNoneAfterAFailedOne, Averager),
     "fences finish": (FencesFinish, HearsLastWordsLate),
     "lets finished ranks join": (LetsFinishedRanksJoin, Averager),
-    "lets the lost stand for others": (LetsTheLostStandForOthers, Averager),
+    "lets the lost stand for others": (decided_by(LetsTheLostStandForOthers), Averager),
 }
 """Faults that there were, or nearly."""
 FOUND_WITHIN = 5000

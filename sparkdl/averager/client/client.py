@@ -348,7 +348,7 @@ class AveragerClient:
         self._channel.send_octets(states, self._codec.chunk_bytes)
 
     def epoch_losses(self, epochs: int) -> Sequence[float]:
-        """What the first epochs came to, each: on held-out rows if there are any, else in training.
+        """The loss of each of the first epochs, on held-out rows if there are any.
 
         Waits until every worker has reported what it found on its held-out rows, and with
         ``asks_leave`` until the driver has approved the last of these epochs.

@@ -106,7 +106,7 @@ class OverlappedRound:
             self._error = error
 
     def _take_part(self) -> bool:
-        """Returns whether the round has come to its end."""
+        """Returns whether the round has ended; it starts over otherwise."""
         contribution = self._contribution
         self._channel.send_header(contribution.header)
         for octets in contribution.kept:

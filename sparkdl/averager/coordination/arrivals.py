@@ -1,6 +1,6 @@
 """Who has joined and is not let in yet: its rows have to be known, and seen by the driver.
 
-Where rows go on arriving while a worker trains, it waits for the driver to look at those, too.
+Where rows keep arriving while a worker trains, it waits for the driver to look at those, too.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ class Checkpointing:
         """Begin a checkpoint of the commit that has just been, if it is time.
 
         Args:
-            windows: the last ones of those who stand where the commit says: they are asked for
-                their states, and nobody who comes back after it.
+            windows: the last ones of those whose state is that of the commit: they are asked for
+                it, and nobody who comes back later.
             now: the time, in seconds.
         """
         if self._schedule is None or self._since is not None:

@@ -115,7 +115,7 @@ class CommittedProgress:
         return tuple(states.get(rank) for rank in range(len(self.positions)))
 
     def measured(self, epoch: int, values: Mapping[str, MetricValue]) -> EpochSummary:
-        """Add to an epoch's summary what the metrics came to; returns the summary."""
+        """Add the values of the metrics to an epoch's summary, and return it."""
         summary = replace(self.history[epoch - 1], metrics=dict(values))
         self._history[epoch - 1] = summary
         return summary
@@ -126,16 +126,16 @@ class CommittedProgress:
         return self._validations.get(self.epoch - 1, {}).keys()
 
     def epochs_with_known_loss(self, *, validates: bool) -> int:
-        """Of how many epochs it is known for good what they came to.
+        """Of how many epochs the loss is final.
 
         Args:
-            validates: whether that is the loss on held-out rows, of which each rank has to tell.
+            validates: whether that is the loss on held-out rows, which each rank has to report.
         """
         told = len(self.validated_by) == len(self.positions) or not self.at_end_of_epoch
         return self.epoch - 1 if told or not validates else self.epoch - 2
 
     def epoch_losses(self, first: int, last: int, metric: str | None = None) -> tuple[Any, ...]:
-        """What epochs came to: on held-out rows if there are any, else while they were trained.
+        """The losses of epochs: on held-out rows if there are any, else in training.
 
         Args:
             first: epoch counted from 1.

@@ -9,8 +9,8 @@ and ten thousand in a simulation. One run goes like this:
     every worker     Finished                               -> End
 
 Workers may be lost as often as the run tolerates, and come back: they continue after their last
-committed window. What a round comes to is in ``round_decisions``; here is who comes and goes, what
-the driver has to say, and how the run ends.
+committed window. The decisions of a round are in ``round_decisions``; here is who comes and goes,
+what the driver has to say, and how the run ends.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ class Coordinator:
         self._tell(self._epoch_losses.want(event))
 
     def _tell(self, decisions: list[Decision]) -> None:
-        """Tell driver and workers of epochs of which it is known now what they came to."""
+        """Tell driver and workers of epochs whose losses are known now."""
         self._decided.extend(decisions)
         if any(isinstance(decision, do.TellEpochLosses) for decision in decisions):
             self.members.restart_clock(self._now)

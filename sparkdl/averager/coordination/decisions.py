@@ -46,7 +46,7 @@ class Tell:
     Attributes:
         members: the workers.
         gathered: what they have given.
-        commit: whether they are to hand over a copy, if they can where they stand.
+        commit: whether they are asked for a commit, if they can make one at this step.
     """
 
     members: tuple[Member, ...]
@@ -56,7 +56,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class TellEpochLosses:
-    """Send a worker what the epochs that it does not know of came to."""
+    """Send a worker the losses of the epochs that it does not know yet."""
 
     member: Member
     losses: tuple[float, ...]
@@ -86,7 +86,7 @@ class StartOver:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Send a worker what its round came to; ``Taken`` has to follow.
+    """Send a worker the outcome of its round; ``Taken`` has to follow.
 
     Attributes:
         member: the worker.

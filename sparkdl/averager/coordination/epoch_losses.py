@@ -1,8 +1,8 @@
-"""What epochs came to, and which workers wait to be told.
+"""The losses of epochs, and which workers wait for them.
 
 A worker asks because its schedule follows the losses, or for leave to begin the next epoch, which
-the driver gives where callbacks follow the run. Either way it is answered when the loss is known
-for good: with held-out rows, once every rank has validated.
+the driver gives where callbacks follow the run. Either way it is answered when the loss is final:
+with held-out rows, once every rank has validated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sparkdl.events import EpochSummary
 
 
 class EpochLosses:
-    """Who is told what epochs came to, and when.
+    """Who is told the losses of epochs, and when.
 
     Args:
         committed: how far the training has come.
@@ -70,7 +70,7 @@ class EpochLosses:
         return decided + self._answers()
 
     def measured(self, event: on.EpochMeasured) -> list[Decision]:
-        """Take what the metrics of an epoch came to."""
+        """Take the values of an epoch's metrics."""
         return self._for_callbacks(self._committed.measured(event.epoch, event.values))
 
     def approve(self, epoch: int) -> list[Decision]:
@@ -87,8 +87,8 @@ class EpochLosses:
         ended = self._committed.epoch - 1
         if event.epochs > ended:
             raise TrainingError(
-                f"{event.member} wants to know what {event.epochs} epochs came to, and {ended} "
-                "have ended"
+                f"{event.member} asked for the losses of {event.epochs} epochs, and {ended} have "
+                "ended"
             )
         self.wanted[event.member.rank] = event
         return self._answers()

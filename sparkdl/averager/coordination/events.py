@@ -110,7 +110,7 @@ class Contributed:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A worker has been sent the center, or what the round came to."""
+    """A worker has been sent the center, or the outcome of the round."""
 
     member: Member
 
@@ -139,11 +139,11 @@ class Validated:
 
 @dataclass(frozen=True, slots=True)
 class EpochLossesWanted:
-    """A worker waits for what epochs came to.
+    """A worker waits for the losses of epochs.
 
     Attributes:
         member: the worker.
-        known: of how many epochs it knows that.
+        known: of how many epochs it knows them.
         epochs: of how many it wants to.
     """
 
@@ -214,7 +214,7 @@ class StopWanted:
 
 @dataclass(frozen=True, slots=True)
 class CommitWanted:
-    """Workers that exchange among themselves are to hand over a copy when they next agree."""
+    """Workers that exchange among themselves are to commit when they next gather."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ class Lateness:
         round: who takes part in the round that is under way.
         committed: how far the training has come.
         checkpoints: the one that is being put together.
-        wanting: who waits for what the last epoch came to, by rank.
+        wanting: who waits for the loss of the last epoch, by rank.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Lateness:
             done: ranks that have finished; nobody waits for them.
 
         Raises:
-            DeadlineError: who is silent cannot be gone on without.
+            DeadlineError: the run cannot go on without those who are silent.
         """
         members, deadline_s = self._members, self._members.deadline_s
         silent = self.overdue(now, started=started, done=done)

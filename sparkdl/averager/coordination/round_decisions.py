@@ -1,12 +1,12 @@
-"""What a round comes to: who contributes now, when the sum becomes the center, who is sent it.
+"""The decisions of a round: who contributes, when the sum becomes the center, who is sent it.
 
 Rounds go on without workers that are lost; one that had part of a lost worker's contribution starts
 over from what the others still hold. Positions count only what was committed, and an epoch ends
 when every rank is through with it, so that no row is counted twice.
 
 A round after which a checkpoint is due waits for the one that is being written. A checkpoint has
-the worker states of those who stand where it says: who contributed to its commit, and who waits for
-the epoch's end.
+the worker states of those whose state is that of its commit: who contributed to it, and who waits
+for the epoch's end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RoundDecisions:
         shards: what the workers have found in their rows.
         committed: how far the training has come.
         checkpoints: the one that is being put together, and when the next is due.
-        epoch_losses: who is told what epochs came to.
+        epoch_losses: who is told the losses of epochs.
         followed: whether the driver is told of commits.
         decide: is given what is to be done, in order.
     """
@@ -170,7 +170,7 @@ class RoundDecisions:
         """Begin a checkpoint of the commit that has just been, if it is time.
 
         Args:
-            windows: the last ones of those who stand where the commit says.
+            windows: the last ones of those whose state is that of the commit.
             now: the time, in seconds.
         """
         if not self._checkpoints.begin_if_due(windows, now):

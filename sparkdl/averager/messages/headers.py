@@ -344,7 +344,7 @@ def read_validation(header: dict[str, Any], rank: int) -> ValidationReport:
 
 
 def read_epoch_losses(header: dict[str, Any], rank: int) -> tuple[int, int]:
-    """Of how many epochs a worker knows what they came to, and of how many it wants to.
+    """Of how many epochs a worker knows the loss, and of how many it asks for it.
 
     Raises:
         TrainingError: the header does not say.

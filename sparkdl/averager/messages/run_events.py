@@ -51,7 +51,7 @@ class EpochCounted:
 
 @dataclass(frozen=True, slots=True)
 class EpochValidated:
-    """What an epoch came to is known for good, on held-out rows too if there are any.
+    """An epoch's losses are final, on held-out rows too if there are any.
 
     Where workers ask for leave they wait for ``EpochApproved``.
     """

@@ -231,7 +231,7 @@ class Worker:
             self.channel.send([], then=self._taken)
 
     def reply(self, decision: do.Reply) -> None:
-        """Send what a round came to."""
+        """Send the outcome of a round."""
         if decision.worker_state:
             self.ask_worker_state()
         if not decision.values:

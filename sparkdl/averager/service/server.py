@@ -231,7 +231,7 @@ class Averager:
         self._loop.post_event(on.EpochApproved(epoch))
 
     def measured(self, epoch: int, values: Mapping[str, MetricValue]) -> None:
-        """Say what an epoch's metrics came to; the answer to ``EpochCounted``."""
+        """Give the values of an epoch's metrics; the answer to ``EpochCounted``."""
         self._loop.post_event(on.EpochMeasured(epoch, values))
 
     def stop(self, reason: str) -> None:

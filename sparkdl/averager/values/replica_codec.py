@@ -70,12 +70,12 @@ class ReplicaChunk:
             self.base.copy_(center)
 
     def take_reply(self, reply: Tensor) -> None:
-        """Overwrite values and base with what a round came to; unpacked, or ``values`` itself."""
+        """Overwrite values and base with the outcome of a round; unpacked, or ``values`` itself."""
         if reply is not self.values:
             self.wire_format.decode(reply, self.values, self.base, self.segment)
 
     def center_after(self, packed: Tensor) -> Tensor:
-        """What a round came to, in memory of its own; the base follows, the values do not."""
+        """The outcome of a round, in memory of its own; the base follows, the values do not."""
         center = torch.empty_like(self.values)
         reply = self.reply_packing.unpack(packed, len(self.values))
         self.wire_format.decode(reply, center, self.base, self.segment)

@@ -4,7 +4,7 @@ Each row is counted at most once an epoch, and exactly once at its end.
 The center is what a replay of the committed windows gives.
 Nobody waits for something that nobody will do: no wait ends at its deadline.
 Nobody is dropped whom nothing ails. What is remembered does not grow with time.
-A checkpoint has the states of those who stand where it says, and no others.
+A checkpoint has the states of those whose state is that of its commit, and no others.
 One that could not be written counts as none; the run goes on, and the next is tried in its time.
 Nobody begins a window farther ahead of the slowest than it may, where there is such a bound.
 Every run ends, with its model or with an error that its faults explain.

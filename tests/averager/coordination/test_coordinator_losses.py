@@ -21,7 +21,7 @@ def started(world_size: int, *, max_failures: int = 5, **options: object) -> Run
 
 
 def replied_to(decisions: list[do.Decision]) -> list[int]:
-    """The ranks that are told what the round came to."""
+    """The ranks that are told the outcome of the round."""
     return [reply.member.rank for reply in only(do.Reply, decisions)]
 
 

@@ -1,4 +1,4 @@
-"""Workers that follow what epochs came to are told once all have validated, and not before."""
+"""Workers that follow the losses of epochs are told once all have validated, and not before."""
 
 from __future__ import annotations
 
@@ -114,7 +114,9 @@ def test_who_does_not_validate_is_named() -> None:
 
 def test_who_waits_for_an_epoch_that_has_not_ended_is_refused() -> None:
     run = started(2)
-    expect_failure(run, ask(run, 0), TrainingError, "what 1 epochs came to, and 0 have ended")
+    expect_failure(
+        run, ask(run, 0), TrainingError, "asked for the losses of 1 epochs, and 0 have ended"
+    )
 
 
 @pytest.mark.parametrize(

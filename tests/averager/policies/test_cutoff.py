@@ -13,6 +13,7 @@ from stragglers import AllButStragglers
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.round_decisions import RoundDecisions
 from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.averager.values.center_update import Contributions
@@ -214,22 +215,34 @@ def test_what_a_contribution_costs_does_not_grow_with_the_workers() -> None:
 # In many schedules.
 
 
-class Watched(Coordinator):
+class WatchedRounds(RoundDecisions):
     """Looks at each commit: how many were left out of it, and how many who were not are stale."""
+
+    def _commit(self, now: float) -> None:
+        present, before = set(self._round.active), dict(self._sent)
+        updates, decided = self._updates, []
+        decide, self._decide = self._decide, decided.append
+        super()._commit(now)
+        self._decide = decide
+        for decision in decided:
+            decide(decision)
+        ranks = {rank for rank, _ in committed(decided)}
+        fresh = {rank for rank in ranks if before[rank] == updates}
+        Watched.most_left_out = max(Watched.most_left_out, len(present - ranks))
+        Watched.most_due = max(Watched.most_due, len(present) - len(fresh))
+        Watched.stale += len(ranks - fresh)
+
+
+class Watched(Coordinator):
+    """Counts what ``WatchedRounds`` sees."""
 
     most_left_out = 0
     most_due = 0
     stale = 0
 
-    def _commit(self) -> None:
-        present, before = set(self.round.active), dict(self._sent)
-        updates, began = self._updates, len(self._decided)
-        super()._commit()
-        ranks = {rank for rank, _ in committed(self._decided[began:])}
-        fresh = {rank for rank in ranks if before[rank] == updates}
-        Watched.most_left_out = max(Watched.most_left_out, len(present - ranks))
-        Watched.most_due = max(Watched.most_due, len(present) - len(fresh))
-        Watched.stale += len(ranks - fresh)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._rounds.__class__ = WatchedRounds
 
 
 def outcomes(policy: Any, seeds: Sequence[int], kind: Any = Coordinator) -> list[Outcome]:
