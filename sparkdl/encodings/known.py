@@ -12,7 +12,9 @@ from sparkdl.encodings.pixels import PIXELS
 from sparkdl.encodings.raw_bytes import BYTES
 from sparkdl.encodings.vectors import VECTOR
 
-_known = {each.name: each for each in (NUMBERS, VECTOR, MATRIX, BYTES, IMAGE, PIXELS)}
+_known: dict[str, Encoding] = {
+    each.name: each for each in (NUMBERS, VECTOR, MATRIX, BYTES, IMAGE, PIXELS)
+}
 
 
 def register(encoding: Encoding) -> None:
