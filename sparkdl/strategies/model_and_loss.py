@@ -17,21 +17,6 @@ from sparkdl.replica import Replica
 from sparkdl.strategies.synchronized_norm import ForwardPass
 
 
-class _Told(torch.autograd.Function):
-    """Zero, of which a parameter gets a number for its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, seat: Tensor, number: Callable[[], float]) -> Tensor:
-        """The zero."""
-        ctx.seat, ctx.number = seat, number
-        return seat.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """The number, as it is by then."""
-        return torch.full_like(ctx.seat, ctx.number()), None
-
-
 class Passenger(nn.Module):
     """A number that travels with the gradients, as that of a parameter which is nobody's.
 
@@ -43,16 +28,16 @@ class Passenger(nn.Module):
     def __init__(self, number: Callable[[], float], dtype: torch.dtype) -> None:
         super().__init__()
         self.seat = nn.Parameter(torch.zeros(1, dtype=dtype))
+        self.seat.register_hook(self._tell)  # type: ignore[no-untyped-call]
         self._number = number
         self._most = torch.finfo(dtype).max / 2  # in a sum that is looked at: it has to be finite
 
     def forward(self) -> Tensor:
         """A zero for the loss."""
-        zero: Tensor = _Told.apply(self.seat, self._bounded)  # type: ignore[no-untyped-call]
-        return zero
+        return self.seat.sum()
 
-    def _bounded(self) -> float:
-        return min(self._number(), self._most)
+    def _tell(self, gradient: Tensor) -> Tensor:
+        return torch.full_like(gradient, min(self._number(), self._most))
 
     def take_sum(self, workers: int) -> float:
         """What all workers have told since the last time; infinity if it was too large."""

@@ -77,11 +77,14 @@ def by_hand(
     return module, history, gains
 
 
-def test_it_is_the_papers_algorithm_with_its_schedule_in_steps_of_one_worker() -> None:
+@pytest.mark.parametrize("bucket_mb", [25, 0.0001], ids=["one bucket", "buckets"])
+def test_it_is_the_papers_algorithm_with_its_schedule_in_steps_of_one_worker(
+    bucket_mb: float,
+) -> None:
     data = classification([16, 16, 16])
     job = make_job(
         mlp(),
-        strategy=AdaScale(),
+        strategy=AdaScale(bucket_mb),
         optimizer=SGD,
         scheduler=partial(StepLR, step_size=3, gamma=0.8),
         scheduler_every="step",
@@ -142,6 +145,66 @@ def test_it_is_the_same_where_parameters_may_be_unused_and_the_optimizer_is_shar
             ranks_as="processes",
         ).module
         for others in ({}, {"find_unused_parameters": True, "shard_optimizer": True})
+    ]
+    assert relative_error(*modules) < 1e-12
+
+
+class Looked(nn.Module):
+    """Says how many parameters autograd calls Python for, when a forward pass begins.
+
+    Args:
+        path: where; a line each time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        first, last = nn.Linear(6, 1), nn.Linear(1, 8)  # of 56 and 128 bytes
+        self.inner = nn.Sequential(first, nn.Tanh(), last).double()
+        self._path = path
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Of the model within."""
+        hooked = sum(bool(each._backward_hooks) for each in self.inner.parameters())
+        with self._path.open("a") as lines:
+            lines.write(f"{hooked}\n")
+        outputs: torch.Tensor = self.inner(features)
+        return outputs
+
+
+@pytest.mark.parametrize(("bucket_mb", "remaining"), [(25, 0), (0.0001, 2)])
+def test_only_gradients_that_leave_before_the_last_are_seen_one_by_one(
+    bucket_mb: float, remaining: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "hooked"
+    job = make_job(partial(Looked, path), strategy=AdaScale(bucket_mb), optimizer=SGD)
+    run_world(job, classification([22]).shards())
+    hooked = [int(line) for line in path.read_text().split()]
+    assert hooked[-3:] == [remaining] * 3
+    assert hooked.count(4) >= 3  # until the buckets are those that stay
+
+
+class Embeds(nn.Module):
+    """A table whose rows are chosen by a feature's sign, and a layer."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.table = nn.Embedding(2, 3, sparse=sparse).double()
+        self.linear = nn.Linear(3, 3).double()
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """From features of shape (rows, width) to (rows, 3)."""
+        outputs: torch.Tensor = self.linear(self.table((features[:, 0] > 0).long()))
+        return outputs
+
+
+def test_sparse_gradients_are_measured_as_dense_ones() -> None:
+    shards = classification([16, 16]).shards()
+    modules = [
+        run_world(
+            make_job(partial(Embeds, sparse), strategy=AdaScale()), shards, ranks_as="processes"
+        ).module
+        for sparse in (True, False)
     ]
     assert relative_error(*modules) < 1e-12
 
@@ -235,11 +298,21 @@ class Interrupted(Exception):
     """The driver dies."""
 
 
-def test_resumed_in_the_middle_of_an_epoch_it_ends_in_the_same_bits(tmp_path: Path) -> None:
-    data = classification([22, 14])
+@pytest.mark.parametrize(
+    ("rows", "bucket_mb"),
+    [
+        pytest.param([22, 14], 25, id="one bucket"),
+        # DistributedDataParallel puts the parameters into these after a step in another order.
+        pytest.param([22, 14, 9], 0.0001, id="buckets", marks=pytest.mark.slow),
+    ],
+)
+def test_resumed_in_the_middle_of_an_epoch_it_ends_in_the_same_bits(
+    rows: list[int], bucket_mb: float, tmp_path: Path
+) -> None:
+    data = classification(rows)
     job = make_job(
         mlp(),
-        strategy=AdaScale(commit_every=2),
+        strategy=AdaScale(bucket_mb, commit_every=2),
         optimizer=SGD,
         # Each step starts from the rate before, so one that is left out would show.
         scheduler=partial(ExponentialLR, gamma=0.9),
