@@ -109,10 +109,11 @@ class AdaScale(GradientAllReduce):
     def _meter(self, run: Run, group: WorkerGroup) -> NoiseMeter:
         workers = group.collective.world_size
         decay = max(1 - workers / 1000, 0.0) if self.decay is None else self.decay
-        if run.replica.device.type != "cpu" or self.compression is not None:
+        # DDP takes what no loss depends on for unused, where some may be.
+        carried = self.compression is None and not self.find_unused_parameters
+        if run.replica.device.type != "cpu" or not carried:
             return _ToldNoise(run, group, decay)
-        in_place = self.accumulate == 1 and not self.find_unused_parameters
-        return _CarriedNoise(run, group, decay, in_place=in_place)
+        return _CarriedNoise(run, group, decay, in_place=self.accumulate == 1)
 
     def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
         """What the noise was, and what the steps were worth."""
@@ -165,9 +166,6 @@ class _AgreedNoise(NoiseMeter):
 class _CarriedNoise(_AgreedNoise):
     """One gradient more in the message that is sent anyway, on CPUs.
 
-    With what the forward pass begins, the backward pass of one thread ends: all others have been
-    seen by then.
-
     Args:
         run: this worker's.
         group: this worker among the others.
@@ -181,22 +179,19 @@ class _CarriedNoise(_AgreedNoise):
         super().__init__(run, group, decay)
         self._workers = group.collective.world_size
         self._own = OwnSquares(run, self._workers, in_place=in_place)
-        self._weight = 1.0
         wide = run.replica.trainable()[0].dtype == torch.float64
-        self.passenger = Passenger(self._square, torch.float64 if wide else torch.float32)
+        self.passenger = Passenger(torch.float64 if wide else torch.float32)
 
     @contextmanager
     def backward(self, weight: float, rows: int) -> Iterator[None]:
         """As every meter."""
-        self._own.looks, self._weight = rows > 0, weight
+        self._own.looks = rows > 0
         try:
             yield
         finally:
             self._own.looks = False
-
-    def _square(self) -> float:
-        """Of the mean gradient of the minibatch."""
-        return self._own.take() / self._weight**2 if self._own.looks else 0.0
+        # Of the mean gradient of the minibatch.
+        self.passenger.board(self._own.take() / weight**2 if rows else 0.0)
 
     def end_step(self, rows: Sequence[int]) -> bool:
         """Take note of it."""
@@ -207,7 +202,7 @@ class _CarriedNoise(_AgreedNoise):
 
 
 class _ToldNoise(_AgreedNoise):
-    """A message of its own, where gradients are rounded, and on GPUs.
+    """A message of its own, where gradients are rounded or may be missing, and on GPUs.
 
     Args:
         run: this worker's.

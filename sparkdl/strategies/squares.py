@@ -60,7 +60,7 @@ class OwnSquares:
         self._buckets: _Buckets | None = None
 
     def take(self) -> float:
-        """The sum of the squares of a minibatch's gradients, when the last bucket waits to leave.
+        """The sum of the squares of a minibatch's gradients, before its passenger comes.
 
         Raises:
             TrainingError: DDP has moved what was looked at where it lay.
@@ -80,12 +80,7 @@ class OwnSquares:
 
         Args:
             seat: the passenger's gradient among them.
-
-        Raises:
-            TrainingError: there were gradients that came too late for ``take``.
         """
-        if self._seen:
-            raise TrainingError("there were gradients after the sum of their squares had been sent")
         if not self._in_place:
             gradients = [each.grad for each in self._parameters if each.grad is not None]
             return _total(map(_square, gradients))
@@ -143,17 +138,9 @@ class _Buckets:
 
     @property
     def are_there(self) -> bool:
-        """Whether the last one has been filled, and is this one.
-
-        Raises:
-            TrainingError: it has not been filled.
-        """
-        gradients = [each.grad for each in self._waiting]
-        if not gradients:
-            return True
-        if any(each is None for each in gradients):
-            raise TrainingError("there are gradients to come after the sum of their squares")
-        return gradients[0].data_ptr() == self._first
+        """Whether the gradients of the last one still lie where they did."""
+        first = self._waiting[0].grad if self._waiting else None
+        return not self._waiting or (first is not None and first.data_ptr() == self._first)
 
     def hold(self, seat: Tensor) -> bool:
         """Whether a gradient of the passenger is in one of them."""

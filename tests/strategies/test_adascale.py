@@ -226,11 +226,10 @@ def test_rounded_gradients_do_not_round_what_is_measured() -> None:
 
 
 def test_a_square_that_does_not_fit_is_infinite_and_never_in_the_gradients() -> None:
-    numbers = iter([2.5, 1e200, math.inf])
-    passenger = Passenger(lambda: next(numbers), torch.float32)
+    passenger = Passenger(torch.float32)
     told = []
-    for _ in range(3):
-        (passenger() * 7).backward()
+    for number in (2.5, 1e200, math.inf):
+        passenger.board(number)
         assert torch.isfinite(passenger.seat.grad).all()
         told.append(passenger.take_sum(3))
     assert told == [7.5, math.inf, math.inf]
@@ -274,9 +273,13 @@ def test_a_step_that_kfac_clips_is_as_long_at_any_gain() -> None:
     assert relative_error(*modules) < 1e-9
 
 
-@pytest.mark.parametrize(("compression", "a_step"), [(None, []), ("bf16", [8])])
-def test_what_is_measured_travels_with_the_gradients_unless_these_are_rounded(
-    compression: Any, a_step: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("others", "a_step"),
+    [({}, []), ({"compression": "bf16"}, [8]), ({"find_unused_parameters": True}, [8])],
+    ids=str,
+)
+def test_what_is_measured_travels_with_the_gradients_unless_these_are_rounded_or_may_be_missing(
+    others: dict[str, Any], a_step: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DistributedDataParallel's own sums, the gradients, are not torch.distributed's to Python."""
     sent: list[int] = []
@@ -288,7 +291,7 @@ def test_what_is_measured_travels_with_the_gradients_unless_these_are_rounded(
         return all_reduce(tensor, *args, **options)
 
     monkeypatch.setattr(dist, "all_reduce", counting)
-    job = make_job(mlp(), strategy=AdaScale(compression=compression), optimizer=SGD, epochs=2)
+    job = make_job(mlp(), strategy=AdaScale(**others), optimizer=SGD, epochs=2)
     run_world(job, classification([22]).shards())
     steps, at_an_epochs_end = 6, [3 * 8]
     assert sent == (a_step * steps + at_an_epochs_end) * 2
