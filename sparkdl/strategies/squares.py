@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ PIECE = 1 << 20
 """How many numbers are squared and added up at once, for long sums of float32 come out too small:
 by 1e-4 for 25 million, and by 1e-6 in such pieces."""
 
-Flat = list[np.ndarray[tuple[int, ...], np.dtype[np.floating]]]
+Flat = list[np.ndarray[tuple[int, ...], np.dtype[np.floating[Any]]]]
 
 
 class OwnSquares:
