@@ -1,21 +1,21 @@
 """How long an epoch takes with rounds that are cut off, on hosts that really are slow, for spells.
 
-Four workers and the driver, each on a host of its own (``linked_hosts.py``; needs root). In each
-half second every worker's host is slow with a probability of a quarter: three of them are then
-stopped for seven eighths of the time, in slices of 40 ms, as is a host whose cores others take; and
-the fourth has a link of 40 Mbit/s in place of 1 Gbit/s. All contenders meet with the same spells. A
-step sleeps in place of computing, because the hosts share the cores of this machine, but a
-millisecond at a time, so that a host that is stopped gets no further.
+Eight workers and the driver, each on a host of its own (``linked_hosts.py``; needs root). Hosts are
+slow as in the noise of ``cutoff.py``: a quarter of the time, in spells of 20 usual windows on
+average, and about four times as slow (``spells.py``). Seven are stopped for three quarters of such
+a spell, in slices of 40 ms, as is a host whose cores others take; the eighth has a link of 20
+Mbit/s in place of 1 Gbit/s. All contenders meet with the same spells. A step sleeps in place of
+computing, because the hosts share the cores of this machine, but a millisecond at a time, so that a
+host that is stopped gets no further.
 
-Every row is trained on in any case, and late contributions are in the next round.
+Every row is trained on in any case, and late contributions are in the next round. Epochs are so
+long that each host has several spells in one: in short ones all wait for the unluckiest in the end,
+whoever is waited for before. ``cutoff_epochs.py`` replays this in virtual time.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os
 import pickle
-import random
 import signal
 import statistics
 import tempfile
@@ -32,6 +32,7 @@ import harness
 import numpy as np
 import torch
 from linked_hosts import LinkedHosts, Trial
+from spells import Spells
 from torch import Tensor, nn
 
 from sparkdl.feed.columns import FeedSchema
@@ -41,20 +42,27 @@ from sparkdl.strategies.cutoff import Cutoff
 from sparkdl.testing import batches_of
 from sparkdl.worker import Job
 
-WORKERS, PERIOD, BATCH, SLICES = 4, 5, 8, 5
+WORKERS, PERIOD, BATCH, SLICES = 8, 5, 8, 15
 """A step takes so many times a millisecond and a little."""
+WINDOW_S = 0.1
+"""What a window takes with its round, where no host is slow."""
 FEATURES, CLASSES = 1000, 100
-SPELL_S, PROBABILITY = 0.5, 0.25
-CYCLE_S, STOPPED_S = 0.04, 0.035
-MBIT, SLOW_MBIT = 1000.0, 40.0
-EPOCHS = 4
-CUTOFFS: dict[str, Cutoff] = {"everyone": "none", "one backup worker": 1, "predicted": "predicted"}
+CYCLE_S, STOPPED_S = 0.04, 0.03
+MBIT, SLOW_MBIT = 1000.0, 20.0
+EPOCHS = 2
+CUTOFFS: dict[str, Cutoff] = {
+    "everyone": "none",
+    "one backup worker": 1,
+    "two backup workers": 2,
+    "predicted": "predicted",
+}
+"""On average two hosts are slow."""
 
 
 def main() -> None:
     """Runs all, and reports."""
     chosen = harness.arguments(__doc__, repeats=3)
-    windows = 10 if chosen.quick else 50
+    windows = 10 if chosen.quick else 150
     with (
         tempfile.TemporaryDirectory() as folder,
         LinkedHosts(WORKERS, Path(folder)) as hosts,
@@ -78,8 +86,9 @@ def main() -> None:
         )
         for name, other, target in [
             ("predicted", "everyone", 0.8),
-            ("one backup worker", "everyone", 0.8),
+            ("two backup workers", "everyone", 0.8),
             ("predicted", "one backup worker", 1.05),
+            ("predicted", "two backup workers", 1.05),
         ]
     ]
     means = {name: round(statistics.mean(run), 2) for name, run in runs.items()}
@@ -116,7 +125,7 @@ def shards(windows: int, folder: Path) -> list[Path]:
 def epochs(
     hosts: LinkedHosts, rows: list[Path], cutoff: Cutoff, *, seed: int | None
 ) -> list[float]:
-    """Seconds of each epoch but the first, for which workers are sent the center.
+    """Seconds of each epoch.
 
     Args:
         hosts: the driver's and the workers'.
@@ -139,19 +148,20 @@ def epochs(
         deadline_s=120.0,
     )
     held_out = torch.zeros(1, FEATURES), torch.zeros(1, dtype=torch.int64)
-    with contextlib.nullcontext() if seed is None else spells(hosts, seed):
+    with contextlib.nullcontext() if seed is None else slowed(hosts, seed):
         points = hosts.train(Trial(job, rows, held_out)).points
-    took = [after.seconds - before.seconds for before, after in pairwise(points[1:])]
+    took = [after.seconds - before.seconds for before, after in pairwise(points)]
     told = ", ".join(f"{each:.2f}" for each in took)
     print(f"seed {seed}, cutoff {cutoff}: {told} s", flush=True)
     return took
 
 
 @contextmanager
-def spells(hosts: LinkedHosts, seed: int) -> Iterator[None]:
+def slowed(hosts: LinkedHosts, seed: int) -> Iterator[None]:
     """Have the workers' hosts slow now and then, until the end."""
     over = threading.Event()
-    thread = threading.Thread(target=_slow_down, args=(hosts.workers, random.Random(seed), over))
+    spells = Spells(WORKERS, seed, WINDOW_S)
+    thread = threading.Thread(target=_slow_down, args=(hosts.workers, spells, over))
     thread.start()
     try:
         yield
@@ -160,21 +170,21 @@ def spells(hosts: LinkedHosts, seed: int) -> Iterator[None]:
         thread.join()
 
 
-def _slow_down(workers: list[Any], draw: random.Random, over: threading.Event) -> None:
+def _slow_down(workers: list[Any], spells: Spells, over: threading.Event) -> None:
     *stopped, linked = workers
-    begins = time.monotonic()
+    begins, is_limited = time.monotonic(), False
     while not over.is_set():
-        slow = [host for host in stopped if draw.random() < PROBABILITY]
-        if draw.random() < PROBABILITY:
-            linked.limit(SLOW_MBIT, burst_kb=16)
+        now = time.monotonic() - begins
+        slow = [host for place, host in enumerate(stopped) if spells.is_slow(place, now)]
+        if spells.is_slow(len(stopped), now) != is_limited:
+            is_limited = not is_limited
+            linked.limit(SLOW_MBIT if is_limited else MBIT, burst_kb=16 if is_limited else 250)
         pids = [pid for host in slow for pid in host.pids()]
-        begins += SPELL_S
-        while time.monotonic() < begins and not over.is_set():
-            _signal(pids, signal.SIGSTOP)
-            over.wait(STOPPED_S)
-            _signal(pids, signal.SIGCONT)
-            over.wait(CYCLE_S - STOPPED_S)
-        linked.limit(MBIT, burst_kb=250)
+        _signal(pids, signal.SIGSTOP)
+        over.wait(STOPPED_S)
+        _signal(pids, signal.SIGCONT)
+        over.wait(CYCLE_S - STOPPED_S)
+    linked.limit(MBIT, burst_kb=250)
 
 
 def _signal(pids: list[int], number: signal.Signals) -> None:
