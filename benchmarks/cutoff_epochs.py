@@ -18,8 +18,8 @@ import harness
 import numpy as np
 from spells import Spells
 
-from sparkdl.averager import decisions as do
-from sparkdl.averager import events as on
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
 from sparkdl.averager.policies.round_policy import All, RoundPolicy

@@ -164,7 +164,7 @@ def _is_plain(gradient: Tensor) -> bool:
 def _flat(dense: Tensor) -> Flat:
     """The numbers in the order in which they lie, of a tensor that has no gaps."""
     flat = dense.detach().as_strided((dense.numel(),), (1,))
-    return [each.numpy() for each in flat.split(PIECE)]
+    return [each.numpy() for each in torch.split(flat, PIECE)]
 
 
 def _squares(flats: Iterable[Flat]) -> list[float]:
