@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 import torch
 from frames import estimator
+from pyspark import cloudpickle as pyspark_cloudpickle
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
@@ -32,6 +33,7 @@ from sparkdl.spark.rows import column_types
 from sparkdl.spark.rows.column_types import RowType, register_column_type
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+pyspark_cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Days(Encoding):
@@ -72,7 +74,7 @@ def open_feed(directory: Path) -> Feed:
 
 
 def rows_of(*dates: date | None) -> list[pa.RecordBatch]:
-    columns = pa.array(dates, pa.date32()), pa.array(range(len(dates)))
+    columns = [pa.array(dates, pa.date32()), pa.array(range(len(dates)))]
     return [pa.record_batch(columns, ["day", "y"])]
 
 
