@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import pyarrow as pa
-import torch
-from torch import Tensor
 
 from sparkdl.encodings.lists import Broken
+
+if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
+    import torch
+    from torch import Tensor
 
 UNKNOWN = -1
 """A dimension of a row's shape that only the data will tell."""
@@ -32,7 +34,7 @@ class Encoding(ABC):
         numeric: whether the numbers of a row are the user's own, so that their range is looked at.
         paddable: whether rows of arrays may be of unequal length.
         chosen: whether no type tells that rows arrive like this, but only the user can.
-        dtype: of the tensor if nothing else is said; None for what the type of the numbers says.
+        of_bytes: whether the tensor is of bytes if nothing else is said; else the numbers say it.
         needs_dtype: whether the user has to say it.
         dimension_names: of one row, where each has its own, for messages.
     """
@@ -41,7 +43,7 @@ class Encoding(ABC):
     numeric: ClassVar[bool] = True
     paddable: ClassVar[bool] = False
     chosen: ClassVar[bool] = False
-    dtype: ClassVar[torch.dtype | None] = None
+    of_bytes: ClassVar[bool] = False
     needs_dtype: ClassVar[bool] = False
     dimension_names: ClassVar[tuple[str, ...]] = ()
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import io
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from sparkdl.encodings.encoding import DecodedRows, Encoding, Shape
 from sparkdl.encodings.image_headers import Size, announced_sizes
@@ -21,6 +20,9 @@ from sparkdl.encodings.lists import broken_where
 from sparkdl.encodings.pixels import OfPixels, channels_first
 from sparkdl.encodings.raw_bytes import RawBytes
 from sparkdl.errors import SetupError
+
+if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
+    import torch
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 """What is opened, by Pillow's names."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from sparkdl.encodings.encoding import DecodedRows, Encoding, Shape, has_fields
 from sparkdl.encodings.linalg import (
@@ -18,6 +18,9 @@ from sparkdl.encodings.linalg import (
     with_null_elements,
 )
 from sparkdl.encodings.lists import broken_where, lists_of, numpy_of
+
+if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
+    import torch
 
 FIELDS = ["type", "numRows", "numCols", "colPtrs", "rowIndices", "values", "isTransposed"]
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from sparkdl.encodings.encoding import UNKNOWN, DecodedRows, Encoding, Shape
 from sparkdl.encodings.lists import broken_where, lists_of, numpy_of
+
+if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
+    import torch
 
 
 class Numbers(Encoding):

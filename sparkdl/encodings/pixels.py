@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 
 from sparkdl.encodings.encoding import DecodedRows, Encoding, Shape, has_fields
 from sparkdl.encodings.lists import binary_bytes, broken_where, lists_of, numpy_of
+
+if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
+    import torch
 
 OPENCV_MODES = {1: 0, 3: 16, 4: 24}
 """What Spark's image struct calls 8-bit images of so many channels."""
@@ -23,7 +26,7 @@ class OfPixels(Encoding):
     """What becomes bytes of shape (channels, height, width)."""
 
     numeric = False
-    dtype = torch.uint8
+    of_bytes = True
     dimension_names = ("channels", "height", "width")
 
     def shape_fault(self, shape: Sequence[int]) -> str | None:

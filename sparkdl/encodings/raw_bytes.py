@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
-from torch import Tensor
 
 from sparkdl.encodings.encoding import DecodedRows, Encoding, Shape
 from sparkdl.encodings.lists import binary_bytes, broken_where, lists_of, numpy_of
+
+if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
+    import torch
+    from torch import Tensor
 
 
 class RawBytes(Encoding):
@@ -18,7 +21,7 @@ class RawBytes(Encoding):
 
     name = "bytes"
     numeric = False
-    dtype = torch.uint8
+    of_bytes = True
     needs_dtype = True
 
     def takes(self, kind: pa.DataType) -> bool:

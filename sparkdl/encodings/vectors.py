@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 
 from sparkdl.encodings.encoding import DecodedRows, Encoding, Shape, has_fields
 from sparkdl.encodings.linalg import (
@@ -17,6 +18,9 @@ from sparkdl.encodings.linalg import (
     with_null_elements,
 )
 from sparkdl.encodings.lists import broken_where, numpy_of
+
+if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
+    import torch
 
 MAX_SIZE = 1 << 24
 """Longest sparse vector. A row says by itself how long it is, and a few bytes could take gigabytes.

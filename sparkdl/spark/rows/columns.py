@@ -52,7 +52,7 @@ class InputColumn:
 
     def default_dtype(self, fractions: torch.dtype) -> torch.dtype:
         """The same, unless the encoding has one of its own."""
-        return self.encoding.dtype or self.tensor_dtype(fractions)
+        return torch.uint8 if self.encoding.of_bytes else self.tensor_dtype(fractions)
 
     def spec(
         self,
