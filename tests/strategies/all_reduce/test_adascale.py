@@ -305,8 +305,9 @@ class Interrupted(Exception):
     ("rows", "bucket_mb"),
     [
         pytest.param([22, 14], 25, id="one bucket"),
-        # DistributedDataParallel puts the parameters into these after a step in another order.
-        pytest.param([22, 14, 9], 0.0001, id="buckets", marks=pytest.mark.slow),
+        # DistributedDataParallel puts the parameters into these after a step in another order. The
+        # sum of two has the same bits in any; that of three depends on where it is formed.
+        pytest.param([22, 14], 0.0001, id="buckets", marks=pytest.mark.slow),
     ],
 )
 def test_resumed_in_the_middle_of_an_epoch_it_ends_in_the_same_bits(
