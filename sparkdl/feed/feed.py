@@ -132,7 +132,7 @@ class Feed:
         self._arrivals: Arrivals | None = None
         self._orders: dict[PartitionStore, Tensor | None] = {}
         self._exchanged_before = 0
-        self._held_out_dealt = False
+        self._held_out_exchanged = False
         self._weight_scale = 1.0
 
     def __enter__(self) -> Feed:
@@ -254,15 +254,20 @@ class Feed:
         self._training = self._exchanged(self._training, exchange, epoch)
         self._exchanged_before = epoch
 
-    def deal_held_out(self, exchange: RowExchange) -> None:
+    def exchange_held_out(self, exchange: RowExchange) -> bool:
         """Exchange the rows to validate with, once: where rows are sorted one worker has them all.
 
         Args:
             exchange: sends and receives rows; all workers call it before they first validate.
+
+        Returns:
+            Whether they were exchanged now.
         """
-        if not self._held_out_dealt:
-            self._held_out = self._exchanged(self._held_out, exchange, HELD_OUT)
-            self._held_out_dealt = True
+        if self._held_out_exchanged:
+            return False
+        self._held_out = self._exchanged(self._held_out, exchange, HELD_OUT)
+        self._held_out_exchanged = True
+        return True
 
     def epoch(self, epoch: int, *, first_step: int = 0) -> Iterator[Batch]:
         """Yield every row to train on once, but for those of the minibatches before ``first_step``.

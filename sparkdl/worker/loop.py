@@ -101,8 +101,8 @@ class TrainingLoop:
                         self._report_validation(position.epoch - 1)
                     with self._neighbours.collective(run.clock) as run.collective:
                         self._train_from(position)
-                    deals_held_out = self._neighbours.held_out_exchange is not None
-                    if job.metrics is not None or deals_held_out:
+                    exchanges_held_out = self._neighbours.held_out_exchange is not None
+                    if job.metrics is not None or exchanges_held_out:
                         # Until metrics are computed this worker may have to count again; and
                         # others may still fetch their rows to validate with, or fetch them again.
                         averager.epoch_losses(job.epochs)
@@ -233,15 +233,20 @@ class TrainingLoop:
         """Tell the driver the loss on this worker's held-out rows, and what metrics count there."""
         if self._job.schema.validation is None:
             return
-        if self._neighbours.held_out_exchange is not None:
+        exchange, exchanged = self._neighbours.held_out_exchange, False
+        if exchange is not None:
             with self._run.clock.phase(READ):
-                self._feed.deal_held_out(self._neighbours.held_out_exchange)
+                exchanged = self._feed.exchange_held_out(exchange)
         if self._job.metrics is None:
             self._averager.report_validation(_validate(self._run, self._feed, epoch))
-            return
-        counted = self._job.metrics.begin(self._replica.device)
-        report = _validate(self._run, self._feed, epoch, counted.update)
-        self._averager.report_validation(report, counted.states())
+        else:
+            counted = self._job.metrics.begin(self._replica.device)
+            report = _validate(self._run, self._feed, epoch, counted.update)
+            self._averager.report_validation(report, counted.states())
+        if exchanged:
+            # Others may have yet to fetch their rows; one that is lost while it does would find
+            # the rest in the next epoch, and its rows would be missing from this one's loss.
+            self._averager.epoch_losses(epoch)
 
 
 def _validate(
