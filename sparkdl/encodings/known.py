@@ -18,13 +18,16 @@ _known: dict[str, Encoding] = {
 
 
 def register(encoding: Encoding) -> None:
-    """Make an encoding known to this process.
+    """Make an encoding known to this process, in place of an earlier definition of its class.
 
     Raises:
         ValueError: another one has its name.
     """
-    if type(_known.setdefault(encoding.name, encoding)) is not type(encoding):
+    earlier = _known.get(encoding.name, encoding)
+    # A cell of a notebook that is run again defines the class again.
+    if _definition(earlier) != _definition(encoding):
         raise ValueError(f"there is another encoding of the name '{encoding.name}'")
+    _known[encoding.name] = encoding
 
 
 def named(name: object) -> Encoding:
@@ -46,3 +49,8 @@ def arriving_as(kind: pa.DataType, likely: Encoding = NUMBERS) -> Encoding | Non
         likely: what is asked first, registered or not.
     """
     return next((each for each in (likely, *_known.values()) if each.takes(kind)), None)
+
+
+def _definition(encoding: Encoding) -> tuple[str, str]:
+    kind = type(encoding)
+    return kind.__module__, kind.__qualname__

@@ -8,9 +8,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from pyspark.sql.types import DateType
 
-from sparkdl.encodings import Encoding, named, register
+from sparkdl.encodings import Encoding, known, named, register
 from sparkdl.protocols import ColumnSpec
+from sparkdl.spark.rows import column_types
+from sparkdl.spark.rows.column_types import RowType, recognized, register_column_type
 
 NAMES = ["numbers", "vector", "matrix", "bytes", "image", "pixels"]
 
@@ -47,3 +50,36 @@ def test_no_encoding_takes_the_name_of_another() -> None:
         register(Others())
     register(named("vector"))
     assert type(named("vector")) is not Others
+
+
+def cell_of_a_notebook() -> Encoding:
+    """What running it defines; each time another class of one name."""
+
+    class Days(Encoding):
+        name = "days"
+
+        def takes(self, kind: pa.DataType) -> bool:
+            return bool(pa.types.is_date32(kind))
+
+        def decode(
+            self, values: pa.Array, shape: tuple[int, ...], dtype: torch.dtype
+        ) -> tuple[pa.Array, None]:
+            return values, None
+
+    return Days()
+
+
+def test_a_cell_that_is_run_again_replaces_what_it_has_defined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(known, "_known", dict(known._known))
+    monkeypatch.setattr(column_types, "_types", dict(column_types._types))
+    for _ in range(2):
+        days = cell_of_a_notebook()
+        register_column_type(
+            days, lambda kind: RowType(True) if isinstance(kind, DateType) else None
+        )
+        assert named("days") is days
+        found = recognized(DateType())
+        assert found is not None
+        assert found[0] is days

@@ -43,6 +43,7 @@ def register_column_type(encoding: Encoding, recognize: Recognize) -> None:
         ValueError: another encoding has its name.
     """
     register(encoding)
+    _types.pop(encoding, None)  # an earlier definition equals this one, and would stay as the key
     _types[encoding] = recognize
 
 
