@@ -191,6 +191,7 @@ def run_child(
     *,
     environment: Mapping[str, str] | None = None,
     timeout: float = CHILD_TIMEOUT_SECONDS,
+    folder: Path | None = None,
 ) -> dict[str, Any]:
     """Runs a command whose last line of standard output is a JSON object, and returns that object.
 
@@ -198,12 +199,13 @@ def run_child(
         command: the program and its arguments.
         environment: the child's whole environment; ``child_environment()`` if left out.
         timeout: seconds after which the child and everything that it started is killed.
+        folder: where it runs; here by default.
 
     Raises:
         RuntimeError: the child failed, ran past the timeout or printed no JSON; its last lines of
             output are in the message.
     """
-    output, errors = run_to_end(command, environment=environment, timeout=timeout)
+    output, errors = run_to_end(command, environment=environment, timeout=timeout, folder=folder)
     lines = output.strip().splitlines()
     try:
         result = json.loads(lines[-1])
@@ -217,6 +219,7 @@ def run_to_end(
     *,
     environment: Mapping[str, str] | None = None,
     timeout: float = CHILD_TIMEOUT_SECONDS,
+    folder: Path | None = None,
 ) -> tuple[str, str]:
     """Runs a command, and returns what it wrote to standard output and to standard error.
 
@@ -224,6 +227,7 @@ def run_to_end(
         command: the program and its arguments.
         environment: the child's whole environment; ``child_environment()`` if left out.
         timeout: seconds after which the child and everything that it started is killed.
+        folder: where it runs; here by default.
 
     Raises:
         RuntimeError: the child failed or ran past the timeout; its last lines of output are in the
@@ -235,6 +239,7 @@ def run_to_end(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=folder,
         start_new_session=True,  # so that a JVM below it can be ended with it
     )
     try:

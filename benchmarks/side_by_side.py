@@ -49,7 +49,13 @@ def claims_of(checkout: Path, benchmark: str, arguments: Sequence[str]) -> dict[
     # The other checkout's helpers must not be found in this one's folder.
     environment["PYTHONPATH"] = str(checkout)
     command = [sys.executable, folder / f"{benchmark}.py", *arguments]
-    child = harness.run_child(command, environment=environment, timeout=TIMEOUT_SECONDS)
+    child = harness.run_child(
+        command,
+        environment=environment,
+        timeout=TIMEOUT_SECONDS,
+        # Python looks for modules there before it does where the environment says.
+        folder=checkout,
+    )
     claims = {claim["name"]: claim for claim in child["detail"]["claims"]}
     for claim in claims.values():
         print(f"  {checkout}: {claim['name']}: {claim['ratio']}", flush=True)

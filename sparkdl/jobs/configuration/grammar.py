@@ -172,6 +172,7 @@ def build_parser(job: JobName) -> ArgumentParser:
         description=describe(job),
         epilog=exit_codes(),
         formatter_class=HelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--config",

@@ -32,6 +32,12 @@ def written(tmp_path: Path, text: str | bytes) -> str:
     return str(file)
 
 
+def test_a_key_is_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+    # The key that it begins today need not be the only one tomorrow.
+    said = refusal(capsys, "train", "--estimator.epoch", "3")
+    assert "unrecognized arguments: --estimator.epoch 3" in said
+
+
 @pytest.mark.parametrize("files", ["0", "-1"])
 def test_a_table_of_no_files_is_refused_before_spark_starts(
     files: str, capsys: pytest.CaptureFixture[str]
