@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.replica import Replica
 from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce, Paced, _Reducer
 from sparkdl.strategies.all_reduce.gradient_noise import NoiseMeter, gain, total_square
 from sparkdl.strategies.all_reduce.model_and_loss import Passenger
-from sparkdl.strategies.all_reduce.squares import OwnSquares
 from sparkdl.strategies.base import Needs, Run
 from sparkdl.strategies.worker_group import WorkerGroup
 
@@ -109,11 +108,7 @@ class AdaScale(GradientAllReduce):
     def _meter(self, run: Run, group: WorkerGroup) -> NoiseMeter:
         workers = group.collective.world_size
         decay = max(1 - workers / 1000, 0.0) if self.decay is None else self.decay
-        # DDP takes what no loss depends on for unused, where some may be.
-        carried = self.compression is None and not self.find_unused_parameters
-        if run.replica.device.type != "cpu" or not carried:
-            return _ToldNoise(run, group, decay)
-        return _CarriedNoise(run, group, decay, in_place=self.accumulate == 1)
+        return _AgreedNoise(run, group, decay, rounded=self.compression is not None)
 
     def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
         """What the noise was, and what the steps were worth."""
@@ -134,112 +129,66 @@ class AdaScale(GradientAllReduce):
 class _AgreedNoise(NoiseMeter):
     """Measures every step, and puts together at once what the workers have measured.
 
-    Args:
-        run: this worker's.
-        group: this worker among the others.
-        decay: of the running means.
-    """
-
-    def __init__(self, run: Run, group: WorkerGroup, decay: float) -> None:
-        super().__init__(run, group, decay)
-        self._minibatch_rows: list[int] = []
-        self._counted = 1, 1.0
-
-    def _note(self, rows: Sequence[int], local: float, mean: float) -> bool:
-        """Take note of a step; returns whether its gradients are finite.
-
-        Args:
-            rows: of each worker in it.
-            local: sum of the squared norms of all minibatches' gradients.
-            mean: squared norm of the mean gradient.
-        """
-        if rows != self._minibatch_rows:
-            size = self._run.batch_size
-            minibatches = [min(size, n - start) for n in rows for start in range(0, n, size)]
-            self._minibatch_rows = list(rows)
-            self._counted = len(minibatches), sum(1 / n for n in minibatches)
-        count, inverse_rows = self._counted
-        self._add(local / count, inverse_rows / count, mean, sum(rows))
-        return math.isfinite(mean)
-
-
-class _CarriedNoise(_AgreedNoise):
-    """One gradient more in the message that is sent anyway, on CPUs.
+    On CPUs that is one gradient more in the message that is sent anyway. With what the forward pass
+    begins, the backward pass of one thread ends: all others have been seen by then. Elsewhere, and
+    where gradients are rounded, it is a message of its own.
 
     Args:
         run: this worker's.
         group: this worker among the others.
         decay: of the running means.
-        in_place: as of ``OwnSquares``.
+        rounded: whether gradients travel in fewer bits.
     """
 
-    passenger: Passenger
-
-    def __init__(self, run: Run, group: WorkerGroup, decay: float, *, in_place: bool) -> None:
+    def __init__(self, run: Run, group: WorkerGroup, decay: float, *, rounded: bool) -> None:
         super().__init__(run, group, decay)
-        self._workers = group.collective.world_size
-        self._own = OwnSquares(run, self._workers, in_place=in_place)
-        wide = run.replica.trainable()[0].dtype == torch.float64
-        self.passenger = Passenger(torch.float64 if wide else torch.float32)
-
-    @contextmanager
-    def backward(self, weight: float, rows: int) -> Iterator[None]:
-        """As every meter."""
-        self._own.looks = rows > 0
-        try:
-            yield
-        finally:
-            self._own.looks = False
-        # Of the mean gradient of the minibatch.
-        self.passenger.board(self._own.take() / weight**2 if rows else 0.0)
-
-    def end_step(self, rows: Sequence[int]) -> bool:
-        """Take note of it."""
-        seat = self.passenger.seat.grad
-        assert seat is not None
-        mean = self._own.of_mean(seat)
-        return self._note(rows, self.passenger.take_sum(self._workers), mean)
-
-
-class _ToldNoise(_AgreedNoise):
-    """A message of its own, where gradients are rounded or may be missing, and on GPUs.
-
-    Args:
-        run: this worker's.
-        group: this worker among the others.
-        decay: of the running means.
-    """
-
-    def __init__(self, run: Run, group: WorkerGroup, decay: float) -> None:
-        super().__init__(run, group, decay)
-        for each in run.replica.trainable():
+        parameters = run.replica.trainable()
+        for each in parameters:
             hook = each.register_hook(self._look_at)  # type: ignore[no-untyped-call]
             run.cleanup.callback(hook.remove)
         self._looks = False
+        self._weight = 1.0
         self._local = 0.0
+        if run.replica.device.type == "cpu" and not rounded:
+            wide = parameters[0].dtype == torch.float64
+            dtype = torch.float64 if wide else torch.float32
+            self.passenger = Passenger(self._square, dtype)
 
     @contextmanager
     def backward(self, weight: float, rows: int) -> Iterator[None]:
         """As every meter, without putting up hooks first."""
-        self._looks = rows > 0
+        self._looks, self._weight = rows > 0, weight
         try:
             yield
         finally:
             self._looks = False
-        norms, self._norms = self._norms, []
-        if norms:
-            self._local += total_square(torch.stack(norms)) / weight**2
+        if self.passenger is None:
+            self._local += self._square()
+        elif self._norms:
+            raise TrainingError("there were gradients after the sum of their squares had been sent")
 
     def _look_at(self, gradient: Tensor) -> None:
         if self._looks:
             super()._look_at(gradient)
 
+    def _square(self) -> float:
+        """Of the mean gradient of the minibatch."""
+        norms, self._norms = self._norms, []
+        return total_square(torch.stack(norms)) / self._weight**2 if norms else 0.0
+
     def end_step(self, rows: Sequence[int]) -> bool:
         """Take note of it."""
-        collective = self._group.collective
-        ours = torch.tensor([self._local], dtype=torch.float64, device=collective.device)
-        local, self._local = float(collective.all_reduce(ours)), 0.0
-        return self._note(rows, local, total_square(self._mean_norms()))
+        collective, size = self._group.collective, self._run.batch_size
+        if self.passenger is None:
+            ours = torch.tensor([self._local], dtype=torch.float64, device=collective.device)
+            local, self._local = float(collective.all_reduce(ours)), 0.0
+        else:
+            local = self.passenger.take_sum(collective.world_size)
+        minibatches = [min(size, n - start) for n in rows for start in range(0, n, size)]
+        count, inverse_rows = len(minibatches), sum(1 / n for n in minibatches)
+        mean = total_square(self._mean_norms())
+        self._add(local / count, inverse_rows / count, mean, sum(rows))
+        return math.isfinite(mean)
 
 
 class _Scaled(Paced):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,24 +17,42 @@ from sparkdl.replica import Replica
 from sparkdl.strategies.all_reduce.synchronized_norm import ForwardPass
 
 
+class _Told(torch.autograd.Function):
+    """Zero, of which a parameter gets a number for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, seat: Tensor, number: Callable[[], float]) -> Tensor:
+        """The zero."""
+        ctx.seat, ctx.number = seat, number
+        return seat.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """The number, as it is by then."""
+        return torch.full_like(ctx.seat, ctx.number()), None
+
+
 class Passenger(nn.Module):
     """A number that travels with the gradients, as that of a parameter which is nobody's.
 
-    No loss depends on it: its backward pass is one of its own, behind that of the loss, and the
-    last bucket of DistributedDataParallel waits for it.
-
     Args:
+        number: called in the backward pass.
         dtype: of the gradients.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, number: Callable[[], float], dtype: torch.dtype) -> None:
         super().__init__()
         self.seat = nn.Parameter(torch.zeros(1, dtype=dtype))
+        self._number = number
         self._most = torch.finfo(dtype).max / 2  # in a sum that is looked at: it has to be finite
 
-    def board(self, number: float) -> None:
-        """Add a number to those that will be told, when all gradients are there."""
-        self.seat.backward(torch.full_like(self.seat, min(number, self._most)))  # type: ignore[no-untyped-call]
+    def forward(self) -> Tensor:
+        """A zero for the loss."""
+        zero: Tensor = _Told.apply(self.seat, self._bounded)  # type: ignore[no-untyped-call]
+        return zero
+
+    def _bounded(self) -> float:
+        return min(self._number(), self._most)
 
     def take_sum(self, workers: int) -> float:
         """What all workers have told since the last time; infinity if it was too large."""
@@ -62,7 +81,7 @@ class ModelAndLoss(nn.Module):
         all_used: bool,
     ) -> None:
         super().__init__()
-        self._passenger = passenger  # first, for DDP to have it in its last bucket
+        self._passenger = passenger
         self.module = replica.module
         self._forward = replica.forward
         self._trainable = replica.trainable()
@@ -73,6 +92,13 @@ class ModelAndLoss(nn.Module):
 
     def forward(self, batch: Batch | None) -> Tensor:
         """The mean loss; without a batch a zero whose gradients are zero."""
+        if self._passenger is None:
+            return self._loss(batch)
+        zero: Tensor = self._passenger()  # before all else, for backward to have it last
+        loss = self._loss(batch)
+        return loss + zero.to(loss.dtype)
+
+    def _loss(self, batch: Batch | None) -> Tensor:
         if self._forward_pass is not None:
             return self._synchronized(batch, self._forward_pass)
         if batch is None:
