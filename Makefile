@@ -12,6 +12,8 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 MASTER ?= local-cluster[2,1,2048]
+# Two processes, each with a Spark session of its own, share the files of tests; PARALLEL= is for one.
+PARALLEL ?= -n 2 --dist loadfile
 
 .PHONY: quickstart test test-all test-guests models-table notebooks lint docs wheel-test java clean
 
@@ -19,10 +21,10 @@ quickstart: java $(VENV)/installed-jobs
 	$(BIN)/python jobs/train.py --config conf/flights.yaml --session.master '$(MASTER)'
 
 test: java $(VENV)/installed-test
-	$(BIN)/python -m pytest -m "not slow and not guests" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not guests" $(ARGS)
 
 test-all: java $(VENV)/installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-guests: java $(VENV)/installed-guests
 	$(BIN)/python -m pytest --timeout=600 tests/guests $(ARGS)

@@ -44,7 +44,7 @@ from sparkdl.worker import Job
 
 WORKERS, PERIOD, BATCH, SLICES = 8, 5, 8, 15
 """A step takes so many times a millisecond and a little."""
-WINDOW_S = 0.1
+WINDOW_S = 0.13
 """What a window takes with its round, where no host is slow."""
 FEATURES, CLASSES = 1000, 100
 CYCLE_S, STOPPED_S = 0.04, 0.03
