@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.fingerprint import fingerprint
-from sparkdl.feed.lengths import bytes_of_rows, lengths_in
-from sparkdl.feed.ragged import Column, joined
+from sparkdl.feed.columns.lengths import bytes_of_rows, lengths_in
+from sparkdl.feed.columns.ragged import Column, joined
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.minibatches.shuffle import generator
 from sparkdl.feed.reading import Reading
-from sparkdl.feed.shuffle import generator
-from sparkdl.feed.statistics import COUNTS, ColumnStatistics, ShardStatistics
-from sparkdl.feed.store import PartitionStore
+from sparkdl.feed.statistics.column import COUNTS, ColumnStatistics
+from sparkdl.feed.statistics.fingerprint import fingerprint
+from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.store.partition_store import PartitionStore
 
 BLOCK_BYTES = 16 << 20
 """Of a block: small beside any worker, and a few thousand rows where a row is an image."""

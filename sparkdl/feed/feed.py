@@ -13,17 +13,23 @@ import torch
 from torch import Tensor
 
 from sparkdl.errors import ConfigError
-from sparkdl.feed.allocator import keep_freed_memory
 from sparkdl.feed.arrival import Arrivals, Block, Look, OnRows, block_order, block_sizes
-from sparkdl.feed.columns import BatchTransform, FeedSchema
-from sparkdl.feed.device import DeviceChunk, to_device
-from sparkdl.feed.lengths import bytes_of_rows, grouped_by_length, lengths_in
-from sparkdl.feed.prefetch import prefetched
-from sparkdl.feed.ragged import Column, cut, picked
+from sparkdl.feed.columns.lengths import bytes_of_rows, grouped_by_length, lengths_in
+from sparkdl.feed.columns.ragged import Column, cut, picked
+from sparkdl.feed.columns.schema import BatchTransform, FeedSchema
+from sparkdl.feed.minibatches.allocator import keep_freed_memory
+from sparkdl.feed.minibatches.device import DeviceChunk, to_device
+from sparkdl.feed.minibatches.prefetch import prefetched
+from sparkdl.feed.minibatches.shuffle import (
+    HELD_OUT,
+    even_sizes,
+    generator,
+    permutation,
+    stream_seed,
+)
 from sparkdl.feed.reading import Reading
-from sparkdl.feed.shuffle import HELD_OUT, even_sizes, generator, permutation, stream_seed
-from sparkdl.feed.statistics import ShardStatistics
-from sparkdl.feed.store import PartitionStore
+from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import Batch
 
 CHUNK_BYTES = 4 << 20

@@ -9,14 +9,15 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from sparkdl.feed.column_scan import adds_nothing, scan
-from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.decode import Decoded, decode, to_column, to_tensor
-from sparkdl.feed.fingerprint import MODULUS, numbers_of_rows
-from sparkdl.feed.packed import ORDER_COLUMN
-from sparkdl.feed.ragged import Column, picked
-from sparkdl.feed.statistics import ColumnStatistics, ShardStatistics
-from sparkdl.feed.store import PartitionStore
+from sparkdl.feed.columns.ragged import Column, picked
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.record_batches.decode import Decoded, decode, to_column, to_tensor
+from sparkdl.feed.record_batches.packed import ORDER_COLUMN
+from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.statistics.fingerprint import MODULUS, numbers_of_rows
+from sparkdl.feed.statistics.scan import adds_nothing, scan
+from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec
 
 ORDER = ColumnSpec(ORDER_COLUMN, torch.int64)
