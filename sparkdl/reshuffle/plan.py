@@ -10,15 +10,15 @@ import numpy as np
 from sparkdl.feed.minibatches.shuffle import stream_seed
 
 DRAWABLE = 999_999_999
-"""The most that numpy draws from without putting it back."""
+"""The most items that numpy draws from without replacement."""
 
 
 def exchange_plan(rows: Sequence[int], *, seed: int, epoch: int) -> np.ndarray:
-    """How many rows each worker gives to each other, so that all have the same number after.
+    """How many rows each worker gives to each, so that all have the same number afterwards.
 
     The counts are those of a redistribution in which every assignment of rows to workers is equally
     likely: rank by rank, the multivariate hypergeometric distribution of its rows over the places
-    that are still free. Of more than ``DRAWABLE`` rows, a few go together each time.
+    that are still free. Of more than ``DRAWABLE`` rows, several are drawn together.
 
     Args:
         rows: the workers' rows, by rank.
@@ -59,5 +59,5 @@ def shares(counts: Sequence[int], *, key: tuple[int, int, int]) -> list[np.ndarr
     """
     target = np.repeat(np.arange(len(counts), dtype=np.min_scalar_type(len(counts))), counts)
     np.random.Generator(np.random.PCG64(stream_seed(*key, 2))).shuffle(target)
-    # A stable sort of so short integers is a radix sort.
+    # A stable sort of such short integers is a radix sort.
     return np.split(np.argsort(target, kind="stable"), np.cumsum(counts)[:-1])

@@ -1,4 +1,4 @@
-"""What follows from the lengths of rows: how many bytes they take, and who shares a minibatch."""
+"""What follows from the lengths of rows: how many bytes they take, and which share a minibatch."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def grouped_by_length(
 ) -> Tensor:
     """Put rows of about equal length into the same minibatches, and shuffle those.
 
-    Of each ``POOL`` minibatches the rows are sorted by length, cut, and put in a random order, as
-    Hugging Face's ``LengthGroupedSampler`` and torchtext's ``BucketIterator`` do. So a minibatch's
-    rows are still drawn from many, and every row is there once.
+    The rows of every ``POOL`` minibatches are sorted by length and cut, the pieces put in a random
+    order, as Hugging Face's ``LengthGroupedSampler`` and torchtext's ``BucketIterator`` do. So a
+    minibatch's rows are still drawn from many, and every row is there once.
 
     Args:
         order: the order of the rows without groups, random, shape (n,), int64.
@@ -70,7 +70,7 @@ def grouped_by_length(
 
 
 def order_by_length(columns: Sequence[Column]) -> Tensor | None:
-    """The rows by their lengths, so that little is padded; None if none are of unequal length.
+    """The rows sorted by length, so that little is padded; None if none are of unequal length.
 
     Args:
         columns: of some rows.

@@ -1,7 +1,7 @@
-"""Rows of unequal length: their values one after the other, and how many each row has.
+"""Rows of unequal length: their values one after another, and how many each row has.
 
-As torch's jagged tensors and Arrow's lists keep them. They are padded only when a minibatch is made
-of them, to the longest of its own rows. Nothing here walks over rows in Python.
+This is how torch's jagged tensors and Arrow's lists keep them. They are padded only when a
+minibatch is made of them, to the longest of its own rows. Nothing here walks over rows in Python.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Ragged:
         return len(self.lengths)
 
     def __getitem__(self, rows: slice) -> Ragged:
-        """Rows that follow each other, a view."""
+        """Consecutive rows, a view."""
         chosen = self.lengths[rows]
         first = int(self.lengths[: rows.start or 0].sum())
         return Ragged(self.values[first : first + int(chosen.sum())], chosen)
@@ -84,11 +84,11 @@ class Ragged:
         real = self.real() if real is None else real
         item_shape = self.values.shape[1:]
         out = self.values.new_full((*real.shape, *item_shape), value)
-        # In half the time of an assignment to a mask, and without a look at the GPU.
+        # Takes half the time of an assignment by mask, and does not wait for the GPU.
         return out.masked_scatter_(real.view(*real.shape, *[1 for _ in item_shape]), self.values)
 
     def mask(self, kind: SequenceInput, real: Tensor | None = None) -> Tensor:
-        """What tells a model which of the padded values are real, where the values are.
+        """What tells a model which of the padded values are real, on the device of the values.
 
         Args:
             kind: what it takes.
@@ -121,7 +121,7 @@ def items_of(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def joined(pieces: Sequence[Column]) -> Column:
-    """Columns of the same kind one after the other."""
+    """Columns of the same kind, one after another."""
     if len(pieces) == 1:
         return pieces[0]
     if isinstance(pieces[0], Tensor):
@@ -137,8 +137,8 @@ def picked(column: Column, rows: Tensor, *, pinned: bool = False) -> Column:
     """Copy rows in any order.
 
     Args:
-        column: of more rows; a model may have begun to differentiate by it, the copy has no part in
-            that.
+        column: the rows' own; a model may differentiate with respect to it, in which the copy has
+            no part.
         rows: which ones, shape (n,), int64.
         pinned: whether the copy is to lie in pinned memory.
     """
@@ -185,9 +185,10 @@ def inputs_of(columns: Sequence[Column], specs: Sequence[ColumnSpec]) -> list[Te
 
 
 def sequence_names(specs: Sequence[ColumnSpec]) -> list[str]:
-    """By what names models that take inputs by name take those of ``inputs_of``.
+    """The names of what ``inputs_of`` tells of padded columns, for models that take inputs by name.
 
-    That of their kind; where several columns have one of the same kind, behind the column's own.
+    Each is named after its kind; where several columns have the same kind, that follows the
+    column's own name, as in ``tokens_lengths``.
     """
     kinds = [spec.padding.input for spec in specs if spec.padding is not None]
     return [
@@ -198,11 +199,11 @@ def sequence_names(specs: Sequence[ColumnSpec]) -> list[str]:
 
 
 def equal_rows(spec: ColumnSpec, numbers: Tensor, items: int | Sequence[int] = 1) -> Column:
-    """Made-up rows, each of one number again and again.
+    """Made-up rows, each of one number repeated.
 
     Args:
         spec: of the column; of known shape, or to be padded.
-        numbers: one a row, shape (rows,), of any dtype.
+        numbers: one per row, shape (rows,), of any dtype.
         items: of the rows of a column that is to be padded, of each or of all.
     """
     rows = numbers.to(spec.dtype)

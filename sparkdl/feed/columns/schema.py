@@ -17,7 +17,7 @@ class FeedSchema:
     """The columns of a worker's record batches: features, labels, weight, validation indicator.
 
     Attributes:
-        features: one spec a features column.
+        features: one spec per features column.
         label: the label's spec; a tuple where the loss takes several targets as a tuple.
         weight: how much each row's loss counts; None if all count the same.
         validation: which rows are held out; None to train on all of them.
@@ -57,7 +57,7 @@ class FeedSchema:
         """Put the ``stored`` columns together as models and losses take them.
 
         Args:
-            columns: one a column, of as many rows; those of unequal length are padded.
+            columns: one per column, of equally many rows; those of unequal length are padded.
             last: whether no more rows follow in this epoch.
         """
         features, others = columns[: len(self.features)], columns[len(self.features) :]
@@ -84,7 +84,7 @@ def model_inputs(
     Args:
         columns: of the features; those of unequal length are padded.
         features: what they are.
-        by_name: whether it takes them by name, else one after the other.
+        by_name: whether it takes them by name, else one after another.
     """
     tensors = inputs_of(columns, features)
     if not by_name:

@@ -1,4 +1,4 @@
-"""From gathered rows to the device that trains, beside its own work where it is a GPU."""
+"""From gathered rows to the device that trains, alongside its own work where it is a GPU."""
 
 from __future__ import annotations
 

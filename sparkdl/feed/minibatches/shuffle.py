@@ -1,4 +1,4 @@
-"""In which order a worker sees its rows, and which worker gets which rows; pure arithmetic."""
+"""In which order a worker sees its rows, and how many each minibatch has; pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 Rows = TypeVar("Rows", int, np.ndarray)
 HELD_OUT = 0
-"""What names the exchange of the rows to validate with, where others are named by an epoch."""
+"""Names the exchange of the rows to validate with, where others are named by an epoch."""
 
 
 def permutation(rows: int, *, seed: int, epoch: int, rank: int) -> Tensor:

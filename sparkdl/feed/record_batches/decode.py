@@ -27,7 +27,7 @@ class Decoded:
 
     Attributes:
         values: numeric or list array with the nulls that the column had.
-        rows: the positions in the record batch of those rows, shape (n,); None for all.
+        rows: the positions of these rows in the record batch, shape (n,); None for all.
         broken: rows that could not be decoded, which are not among ``values``.
     """
 

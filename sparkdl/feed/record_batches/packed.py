@@ -26,11 +26,11 @@ ELEMENTS: dict[str, np.dtype[Any]] = {
     "float": np.dtype(np.float32),
     "double": np.dtype(np.float64),
 }
-"""By its name in SQL, what the numbers of a packed column are."""
+"""The dtype of a packed column's numbers, by its name in SQL."""
 ORDER_COLUMN = "order"
-"""Name of a column after the schema's own that says in which order the rows belong, by integers of
-64 bits or, if it is one of nulls, by what is in them. A shuffle delivers the same set of rows in
-every run, but not in the same order. Rows without it come in the same order in every run."""
+"""Name of a column, after the schema's own, that says in which order the rows belong: by integers
+of 64 bits or, if it has only nulls, by what is in the rows. A shuffle delivers the same set of rows
+in every run, but not in the same order. Rows without it come in the same order in every run."""
 REST = "rest"
 VECTOR = "vector"
 NUMBERED = re.compile(r"c\d+")
@@ -88,7 +88,7 @@ def columns_of(batch: pa.RecordBatch) -> dict[str, pa.Array]:
 
 
 def unpacked(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Take the columns of a record batch apart; those of ``columns_of``, by their numbers."""
+    """Take the columns of a record batch apart, and put them in the order of their numbers."""
     return by_number(columns_of(batch))
 
 
@@ -106,7 +106,7 @@ def lists_of_spark(rows: pa.Array, element: np.dtype[Any]) -> pa.Array:
     """Lists of numbers from the bytes of Spark's ``UnsafeArrayData``.
 
     A row is the number of its elements (8 bytes), a bit for each that says whether it is null, in
-    words of 8 bytes, then the elements, filled up to 8 bytes.
+    words of 8 bytes, then the elements, padded to 8 bytes.
 
     Args:
         rows: binary; null where there is no list.
@@ -128,7 +128,7 @@ def lists_of_spark(rows: pa.Array, element: np.dtype[Any]) -> pa.Array:
 
 
 def _uniform(words: np.ndarray, ends: np.ndarray, element: np.dtype[Any]) -> pa.Array | None:
-    """Lists that all have the same number of elements; None if they have not."""
+    """Lists that all have the same number of elements; None if they do not."""
     rows = len(ends) - 1
     size = int(ends[1] - ends[0]) if rows else 0
     if not size or (np.diff(ends) != size).any():

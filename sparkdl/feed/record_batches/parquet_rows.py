@@ -1,4 +1,4 @@
-"""Columns that are read from Parquet files where rows say that they lie.
+"""Columns that are read from the Parquet files in which rows say that they lie.
 
 The JVM decodes arrays one element at a time, and Spark writes them for Python once more: 784 floats
 take it ten times as long as pyarrow needs to read them. So where Spark only reads files, a row can
@@ -22,10 +22,10 @@ from sparkdl.errors import DataError
 from sparkdl.feed.record_batches.packed import by_number, columns_of, unpacked
 
 IN_FILES = "in files "
-"""How the name of the column begins that says where rows lie; JSON follows."""
+"""The beginning of the name of the column that says where rows lie; JSON follows."""
 PATH, ROW = "path", "row"
 PIECE_BYTES = 2 << 20
-"""What is read at once is still in the processor's cache when it is used; see
+"""What is read at a time is still in the processor's cache when it is used; see
 ``spark.rows.record_batches``."""
 MAX_PIECE_ROWS = 1 << 13
 
@@ -52,7 +52,7 @@ class FileColumn:
     Attributes:
         field: its name there.
         kind: what it holds, or its arrays do; one of ``KINDS``.
-        dimensions: how many arrays are within each other; 0 for values.
+        dimensions: how deeply its arrays are nested; 0 for plain values.
         exactly: whether the case of the name's letters matters.
     """
 
@@ -91,7 +91,7 @@ def unpacked_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]
 
     Yields:
         The same rows: ``c0``, ``c1`` and so on, then the others as they come; in smaller pieces if
-        something of them is read from files.
+        part of them is read from files.
 
     Raises:
         DataError: a file cannot be read.
@@ -128,7 +128,7 @@ class _Reader:
         self._group = -1
         self._group_ends = np.empty(0, np.int64)
         self._batches: Iterator[pa.RecordBatch] = iter(())
-        # The rows first to stop of the file are these.
+        # The rows from first to stop of the file, which were read last.
         self._found: dict[str, pa.Array] = {}
         self._first = self._stop = 0
 
@@ -143,9 +143,9 @@ class _Reader:
         """
         paths = places.field(PATH).dictionary_encode()
         files, rows = paths.indices.to_numpy(), places.field(ROW).to_numpy()
-        # Rows that go back are those of a file that is read a second time.
-        turns = (np.diff(files) != 0) | (np.diff(rows) <= 0)
-        for run in np.split(np.arange(len(rows)), np.flatnonzero(turns) + 1):
+        # Where the row's number does not grow, a file is read a second time.
+        breaks = (np.diff(files) != 0) | (np.diff(rows) <= 0)
+        for run in np.split(np.arange(len(rows)), np.flatnonzero(breaks) + 1):
             if len(run):
                 path = paths.dictionary[int(files[run[0]])].as_py()
                 yield from self._of_file(path, rows[run])
@@ -186,12 +186,12 @@ class _Reader:
         assert self._file is not None
         group = int(np.searchsorted(self._group_ends, row, side="right"))
         if group >= len(self._group_ends):
-            raise OSError(f"row {row} is behind its last one: it was rewritten meanwhile")
+            raise OSError(f"row {row} is beyond its last one: it was rewritten meanwhile")
         if group != self._group:
             told = self._file.metadata.row_group(group)
             self._group, self._stop = group, int(self._group_ends[group]) - told.num_rows
             fields = sorted({field for field in self._fields.values() if field is not None})
-            # Dictionaries and runs hide how large rows are; then pieces are larger.
+            # Dictionaries and run lengths hide how large rows are; then pieces are larger.
             row_bytes = told.total_byte_size // max(1, told.num_rows)
             self._batches = self._file.iter_batches(
                 min(MAX_PIECE_ROWS, max(1, PIECE_BYTES // max(1, row_bytes))),

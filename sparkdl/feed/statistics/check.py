@@ -21,9 +21,9 @@ def check_statistics(statistics: DataStatistics, columns: Sequence[ColumnSpec]) 
         columns: the columns that were looked at.
 
     Raises:
-        DataError: nulls, or arrays of unequal length; of rows that are complete also none, or fewer
-            than workers.
-        TrainingError: the workers have looked at another number of columns.
+        DataError: nulls, or arrays of unequal length; where all rows have arrived also none, or
+            fewer than workers.
+        TrainingError: the workers have looked at a different number of columns.
     """
     if statistics.rows == 0 and statistics.complete:
         raise DataError(NO_ROWS)

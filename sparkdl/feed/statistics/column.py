@@ -93,7 +93,7 @@ class ColumnStatistics:
 
 
 def _extreme(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
-    """One of two numbers; NaN, which ``min`` and ``max`` see only in first place, if either is."""
+    """One of two numbers; NaN if either is, which ``min`` and ``max`` see only in first place."""
     if a is None or b is None:
         return b if a is None else a
     return choose(b, a) if b != b else choose(a, b)

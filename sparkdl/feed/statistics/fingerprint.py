@@ -1,12 +1,12 @@
 """A number that tells one set of rows from another, whatever the order in which they are read.
 
-Each row's bytes, as they are fed, become one 64-bit number; those of all rows are added modulo
+Each row's bytes, as they are fed, are hashed to 64 bits; the hashes of all rows are added modulo
 2^64. So the sum is the same for any partitioning, record batches and number of workers, and a row
 that is there twice counts twice. It is no secret and withstands no attack: it is for rows of
 another day, not for forged ones.
 
-By the numbers themselves rows are put into one order, whatever the order in which they arrive: rows
-of the same number are of the same bytes, and it makes no difference which of them comes first.
+The hashes themselves put rows into one order, whatever the order in which they arrive: rows of the
+same hash have, almost surely, the same bytes, and it makes no difference which comes first.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sparkdl.feed.columns.ragged import Column, Ragged
 
 MODULUS = 1 << 64
 BLOCK_WORDS = 1 << 15
-"""How much is worked on at once, in words of 8 bytes: small beside a processor's cache."""
+"""How much is worked on at a time, in words of 8 bytes: small beside a processor's cache."""
 SEED = 20
-"""Of the factors. Another one makes every checkpoint that there is one of other rows."""
+"""Of the factors. With another one, every checkpoint that there is would be one of other rows."""
 
 _HALF = np.uint64(32)
 _ACROSS = np.uint64(29)
@@ -34,20 +34,20 @@ word, where the next number has its sign."""
 
 
 def fingerprint(columns: Sequence[Column], *, may_hold_nan: bool = True) -> int:
-    """The sum of the numbers of some rows.
+    """The sum of the hashes of some rows.
 
     Args:
-        columns: as ``numbers_of_rows`` takes them.
+        columns: as ``row_hashes`` takes them.
         may_hold_nan: as there.
 
     Returns:
         0 <= sum < 2^64; those of several calls are to be added modulo 2^64.
     """
-    return int(numbers_of_rows(columns, may_hold_nan=may_hold_nan).sum(dtype=np.uint64))
+    return int(row_hashes(columns, may_hold_nan=may_hold_nan).sum(dtype=np.uint64))
 
 
-def numbers_of_rows(columns: Sequence[Column], *, may_hold_nan: bool = True) -> np.ndarray:
-    """The number of each of some rows.
+def row_hashes(columns: Sequence[Column], *, may_hold_nan: bool = True) -> np.ndarray:
+    """The hash of each of some rows.
 
     Args:
         columns: of the same number of rows, tensors of shape (n, ...) or ragged, any dtype; always
@@ -68,8 +68,7 @@ def numbers_of_rows(columns: Sequence[Column], *, may_hold_nan: bool = True) -> 
         if column.numel():
             raw = column.reshape(rows, -1).contiguous().view(torch.uint8).numpy()
             total += weighted_sums(raw, odd_factors(index, -(-raw.shape[1] // 8)))
-    # What a row's sum has in its upper bits, all bits of the result are to depend on, and the
-    # other way round.
+    # All bits of the result are to depend on the upper bits of a row's sum, and on the lower ones.
     total ^= total >> _HALF
     total *= np.uint64(0x9FB21C651E98DF25)
     total ^= total >> _HALF
@@ -89,7 +88,7 @@ def _ragged_sums(column: Ragged, index: int, *, may_hold_nan: bool) -> np.ndarra
         values = values.masked_fill(values.isnan(), torch.nan)
     counts = lengths * math.prod(values.shape[1:])
     longest = int(counts.max()) if len(counts) else 0
-    # As many as a power of two, so that few are kept: the first ones are always the same.
+    # A power of two of them, so that few arrays are kept: the first ones are always the same.
     factors = odd_factors(index, 1 << longest.bit_length())
     sums: np.ndarray = lengths.astype(np.uint64) * factors[0]
     if not longest:
@@ -107,7 +106,7 @@ def _ragged_sums(column: Ragged, index: int, *, may_hold_nan: bool) -> np.ndarra
 
 
 def weighted_sums(raw: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Of each row's words the sum, each times its own factor.
+    """The sum of each row's words, each times a factor of its own.
 
     Args:
         raw: shape (rows, bytes), uint8.
@@ -140,7 +139,7 @@ def weighted_sums(raw: np.ndarray, factors: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=256)
 def odd_factors(column: int, words: int) -> np.ndarray:
-    """The same factors of ``weighted_sums`` in every process, other ones for each column."""
+    """Factors for ``weighted_sums``: the same in every process, others for each column."""
     # Raw draws of this generator are the same in every version of numpy.
     draws = np.random.Philox(key=[SEED, column]).random_raw(words)
     return np.asarray(draws, np.uint64) | np.uint64(1)

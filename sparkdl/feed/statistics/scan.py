@@ -179,7 +179,7 @@ def _scan_elements(
 
 
 class _Parents:
-    """To which row the elements of arrays belong, the null ones left out."""
+    """The rows that the elements of arrays belong to, null elements left out."""
 
     def __init__(self, values: pa.Array, elements: pa.Array) -> None:
         self._values = values

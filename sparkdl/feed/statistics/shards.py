@@ -1,4 +1,4 @@
-"""What a worker's rows look like, found while they arrive and told to the driver before step one.
+"""What a worker's rows look like: found while they arrive, told to the driver before step one.
 
 A null, arrays of two lengths or a label out of range are known to the driver, with their counts
 over all workers, before anybody trains; the rows are read once for that and for training.
@@ -71,13 +71,13 @@ class DataStatistics:
 
     @property
     def mean_weight(self) -> float:
-        """Of all rows to train on; 1 without weights."""
+        """The mean weight of all rows to train on; 1 without weights."""
         return self.weight / self.rows if self.weight else 1.0
 
     def lasting(self) -> dict[str, Any]:
-        """What is the same when the rows are read again, as JSON: all but where something was.
+        """What is the same when the rows are read again, as JSON: all but the places.
 
-        A shuffle delivers them in any order. Of rows that are not complete, it is how they begin.
+        A shuffle delivers rows in any order. Where some have not arrived, it is how they begin.
         """
         if not self.complete:
             return {"openings": list(self.openings)}
@@ -97,7 +97,7 @@ class DataStatistics:
         """Put the workers' findings together.
 
         Args:
-            shards: one a worker, by rank.
+            shards: one per worker, by rank.
         """
         columns = zip(*(shard.columns for shard in shards), strict=True)
         openings = tuple(shard.opening for shard in shards)

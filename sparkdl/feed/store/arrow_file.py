@@ -1,4 +1,4 @@
-"""An Arrow IPC file around values that lie in it already.
+"""An Arrow IPC file around values that already lie in it.
 
     magic, schema, beginning of the one record batch | values | footer
     -------------------- start ----------------------
@@ -92,7 +92,7 @@ class ArrowFrame:
 
 
 class _Surroundings(io.RawIOBase):
-    """Takes what Arrow writes but for the values themselves: these are the one buffer among bytes.
+    """Takes what Arrow writes except the values: among bytes, they are the one buffer.
 
     Args:
         file: descriptor of where to write it; None to measure only.

@@ -58,8 +58,8 @@ class PartitionStore:
 
         Args:
             specs: what the columns are, the same at every call.
-            batch: one a column, in the column's dtype: a tensor of shape (n, *row_shape), or ragged
-                where the column is to be padded.
+            batch: one per column, in the column's dtype: a tensor of shape (n, *row_shape), or
+                ragged where the column is to be padded.
 
         Returns:
             The same rows as ``take_packed`` gives them.
@@ -97,7 +97,7 @@ class PartitionStore:
         self.rows = rows
 
     def write(self, packed: Sequence[Column], first: int) -> None:
-        """Write rows as ``take_packed`` gives them; from several threads at once if they differ.
+        """Write rows as ``take_packed`` gives them; several threads may, each its own rows.
 
         Args:
             packed: as ``take_packed`` gives them, n rows.
@@ -134,7 +134,7 @@ class PartitionStore:
             return [group.lengths(rows, self.rows, pages) for group in sequences]
 
     def slice(self, start: int, stop: int) -> list[Column]:
-        """Copy rows that follow each other.
+        """Copy consecutive rows.
 
         Returns:
             As ``take`` does.
@@ -149,7 +149,7 @@ class PartitionStore:
             pinned: whether the copies are to lie in pinned memory, from where a GPU fetches them.
 
         Returns:
-            One a column: a tensor of shape (n, *row_shape), or ragged; none in a store without
+            One per column: a tensor of shape (n, *row_shape), or ragged; none in a store without
             columns.
         """
         taken: list[Column] = [torch.empty(0)] * len(self._specs)
@@ -168,7 +168,7 @@ class PartitionStore:
             pinned: whether the copies are to lie in pinned memory.
 
         Returns:
-            One tensor a file, shape (n, ...); of a column of unequal lengths its ragged rows.
+            One tensor per file, shape (n, ...); of a column of unequal lengths its ragged rows.
         """
         pages = self._pages()
         packed: list[Column] = []
@@ -187,7 +187,7 @@ class PartitionStore:
         return pages_of(limit)
 
     def _alone(self, pages: int | None) -> AbstractContextManager[object]:
-        """Several threads may read, one for each worker that fetches rows: together as much."""
+        """Several threads may read, one for each worker that fetches rows; all share the limit."""
         return nullcontext() if pages is None else self._mapping
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ class StoredRows:
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - closed in close()
         self._written = self._start
         self._tail = bytearray()
-        """Of the rows that were appended, what is not in the file yet."""
+        """What was appended and is not in the file yet."""
         self._row_kind = np.dtype((np.void, self._row_bytes))
         self._mapped: mmap.mmap | None = None
         self._stored_rows: np.ndarray | None = None
@@ -186,7 +186,7 @@ class StoredRows:
         return self._stored_rows
 
     def _complete(self, stored: int) -> None:
-        """Make a file of Arrow's of the rows that are there."""
+        """Make an Arrow file of the rows that are there."""
         assert self._frame is not None
         try:
             self._frame.put_around(self._file.fileno(), stored)
