@@ -105,7 +105,7 @@ Column = Tensor | Ragged
 
 
 def items_of(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Where the items of rows are: ``starts[i]``, ``starts[i] + 1``, ... of each row i in turn.
+    """Where the items of rows are: ``starts[i]``, ``starts[i] + 1``, ... of each row i.
 
     Args:
         starts: of each row, shape (rows,), int64.
