@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from sparkdl import GradientAllReduce
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import Batch, ColumnSpec
 from sparkdl.strategies import Run
 from sparkdl.testing import batches_of, run_world

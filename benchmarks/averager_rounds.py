@@ -12,7 +12,7 @@ from sparkdl.averager.client.client import AveragerClient
 from sparkdl.averager.service.server import Averager
 from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.events import WindowReport
-from sparkdl.feed.statistics import ShardStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.protocols import Segment
 from sparkdl.transport.address import ServiceAddress
 

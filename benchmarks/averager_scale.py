@@ -183,7 +183,7 @@ def take_part(rank: int, numel: int, address: Any, rounds: int, seconds: Any) ->
     from sparkdl.averager.client.client import AveragerClient
     from sparkdl.averager.values.wire_format import FullPrecision
     from sparkdl.events import WindowReport
-    from sparkdl.feed.statistics import ShardStatistics
+    from sparkdl.feed.statistics.shards import ShardStatistics
     from sparkdl.protocols import Segment
 
     vector = torch.empty(numel)

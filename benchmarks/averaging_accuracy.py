@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import (
     ElasticAveraging,

@@ -25,7 +25,7 @@ from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.averager.policies.run_times import RunTimes, best_cutoff
 from sparkdl.events import WindowReport
-from sparkdl.feed.statistics import ShardStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 
 WORKERS, HOST = 160, 4
 SPELL_S, BETWEEN_S, SLOWNESS = 20.0, 60.0, 4.0

@@ -24,7 +24,7 @@ from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics import ShardStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 
 EPOCHS = 2
 VARIES = 0.05

@@ -35,7 +35,7 @@ from linked_hosts import LinkedHosts, Trial
 from spells import Spells
 from torch import Tensor, nn
 
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.strategies.cutoff import Cutoff

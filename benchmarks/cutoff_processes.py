@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparkdl.feed.columns import ColumnSpec, FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.strategies.cutoff import Cutoff
 from sparkdl.testing import batches_of, run_world

@@ -26,10 +26,10 @@ import torch
 from pyspark.sql import DataFrame
 from torch.utils.data import DataLoader, TensorDataset
 
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed, FeedOptions
-from sparkdl.feed.packed import unpacked
-from sparkdl.feed.store import PartitionStore
+from sparkdl.feed.record_batches.packed import unpacked
+from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.launch.worker_rows import Workers, worker_frame

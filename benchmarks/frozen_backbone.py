@@ -23,7 +23,7 @@ from sparkdl.averager.service.server import Averager
 from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.driver import build_replica, initial_center
 from sparkdl.events import WindowReport
-from sparkdl.feed.statistics import ShardStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.replica import Replica
 from sparkdl.transport.address import ServiceAddress
 

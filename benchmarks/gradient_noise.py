@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from sparkdl import AdaScale, GradientAllReduce
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import Batch, ColumnSpec
 from sparkdl.replica import Replica
 from sparkdl.strategies import Run

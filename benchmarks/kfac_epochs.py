@@ -21,7 +21,7 @@ from torch import nn
 from sparkdl.callbacks import Callback, Training
 from sparkdl.errors import NonFiniteError
 from sparkdl.events import EpochSummary
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import GradientAllReduce, KFACPreconditioner
 from sparkdl.testing import batches_of, run_world

@@ -36,7 +36,7 @@ from sparkdl.callbacks import Callback, Training
 from sparkdl.collective import Network
 from sparkdl.driver import first_replica, run
 from sparkdl.events import EpochSummary
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.worker import Job, Placement, train
 
 FOLDER = Path(__file__).resolve().parent

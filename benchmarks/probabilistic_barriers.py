@@ -25,7 +25,7 @@ from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.messages.progress import Position
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.events import WindowReport
-from sparkdl.feed.statistics import ShardStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.strategies import ASP, BSP, PBSP, PSSP, SSP, Barrier
 
 FIGURE = {

@@ -26,7 +26,7 @@ from harness import Claim, interleave, parse, parser, report, show
 from torch import nn
 
 from sparkdl.events import EpochSummary
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import batches_of, run_world

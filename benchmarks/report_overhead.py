@@ -21,7 +21,7 @@ from sparkdl import ParameterAveraging
 from sparkdl.averager.client.time_reports import TimeReports
 from sparkdl.averager.messages.run_events import RunEvent, WorkerTimes
 from sparkdl.events import EpochSummary
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.phases import PhaseClock
 from sparkdl.protocols import ColumnSpec
 from sparkdl.report import Recording

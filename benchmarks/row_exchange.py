@@ -19,12 +19,12 @@ import harness
 import numpy as np
 import torch
 
-from sparkdl.feed.allocator import keep_freed_memory
-from sparkdl.feed.shuffle import exchange_plan
-from sparkdl.feed.store import PartitionStore
+from sparkdl.feed.minibatches.allocator import keep_freed_memory
+from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone
+from sparkdl.reshuffle.plan import exchange_plan
 
 sys.path.insert(0, str(harness.FOLDER.parent / "tests" / "cluster"))
 from hosts import Hosts  # type: ignore[import-not-found]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator, TorchModel
 from sparkdl.driver import Outcome, run
-from sparkdl.feed.packed import unpacked
+from sparkdl.feed.record_batches.packed import unpacked
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.launch.worker_rows import Workers, worker_frame
 from sparkdl.spark.rows.columns import input_column

@@ -19,7 +19,7 @@ from storms import Ended, Kind, Result, band_between, run_jobs
 from torch import Tensor, nn
 
 from sparkdl.driver import Outcome
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import batches_of, run_world

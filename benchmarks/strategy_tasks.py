@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from sparkdl import LAMB, LARS
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec
 from sparkdl.testing import batches_of
 

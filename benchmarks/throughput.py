@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from sparkdl import ParameterAveraging
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec
 from sparkdl.testing import batches_of, run_world
 from sparkdl.worker import Job

@@ -21,7 +21,7 @@ from toys import SEED, Data, classification, mlp
 from sparkdl.averager import Averager
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.events import WindowReport
-from sparkdl.feed.shuffle import permutation
+from sparkdl.feed.minibatches.shuffle import permutation
 from sparkdl.testing import run_world
 from sparkdl.worker import Job, Placement, train
 

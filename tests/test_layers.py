@@ -56,6 +56,14 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
         ("cutoff", "on_worker", "steps_ahead", "worker_group"),
         ("base",),
     ],
+    "feed": [
+        ("feed",),
+        ("arrival",),
+        ("reading",),
+        ("minibatches", "statistics", "store"),
+        ("record_batches",),
+        ("columns",),
+    ],
     "averager": [
         ("client", "service"),
         ("coordination",),
@@ -169,7 +177,7 @@ def test_the_reader_of_imports_sees_every_form(tmp_path: Path) -> None:
     lines = [
         "import sparkdl.worker",
         "from sparkdl import driver",
-        "from sparkdl.feed.columns import to_tensor",
+        "from sparkdl.feed.columns.schema import FeedSchema",
         "from sparkdl.spark import inference",
         "from sparkdl.spark.rows.columns import input_column",
         "def f():",

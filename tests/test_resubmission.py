@@ -29,7 +29,7 @@ from sparkdl.driver import Launch, Outcome, as_builder, run
 from sparkdl.errors import CallbackError, ConfigError, DataError, WorkerError, WorkerLostError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
 from sparkdl.testing.world import _processes

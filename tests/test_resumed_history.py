@@ -15,7 +15,7 @@ from toys import classification, make_job, mlp, schema
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome, run
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import batches_of, run_world

@@ -29,7 +29,7 @@ from sparkdl.errors import ConfigError, DataError, WorkerError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed import arrival
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world

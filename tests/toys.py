@@ -21,9 +21,9 @@ from torch import nn
 from sparkdl.averager import Averager
 from sparkdl.averager.messages.run_events import RunEvent as Event
 from sparkdl.driver import as_builder
-from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.shuffle import permutation
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.minibatches.shuffle import permutation
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import batches_of

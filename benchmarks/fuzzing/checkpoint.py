@@ -29,8 +29,9 @@ from sparkdl.checkpoint.tensor_file import write_tensors
 from sparkdl.driver import build_replica, initial_center
 from sparkdl.driver.identity import identity, require_progress, require_same_rows
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.statistics import ColumnStatistics, DataStatistics
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.worker import Job

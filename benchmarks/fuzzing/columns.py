@@ -19,11 +19,11 @@ import torch
 from fuzzing.averager import _memory
 from fuzzing.loop import Fault, Target
 from sparkdl import encodings
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.reading import Reading
-from sparkdl.feed.statistics import DataStatistics
-from sparkdl.feed.statistics_check import check_statistics
-from sparkdl.feed.store import PartitionStore
+from sparkdl.feed.statistics.check import check_statistics
+from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
 VECTOR = pa.struct(
@@ -83,8 +83,9 @@ class ColumnsTarget(Target):
 
     name = "columns"
     reads = (
-        "feed/decode.py",
-        "feed/statistics.py",
+        "feed/record_batches/decode.py",
+        "feed/statistics/column.py",
+        "feed/statistics/scan.py",
         "encodings/vectors.py",
         "encodings/matrices.py",
         "encodings/linalg.py",
@@ -92,7 +93,7 @@ class ColumnsTarget(Target):
         "encodings/raw_bytes.py",
         "encodings/lists.py",
         "feed/reading.py",
-        "feed/ranges.py",
+        "feed/statistics/ranges.py",
     )
     deadline_s = 10.0
 

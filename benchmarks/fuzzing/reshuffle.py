@@ -20,11 +20,11 @@ from fuzzing.calling import Call, Message, Place, any_way, conversation
 from fuzzing.loop import Fault, Target, require_threads_gone
 from fuzzing.mutation import mutated
 from sparkdl.errors import SparkDLError
-from sparkdl.feed.shuffle import exchange_plan
-from sparkdl.feed.store import PartitionStore
+from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone
+from sparkdl.reshuffle.plan import exchange_plan
 from sparkdl.reshuffle.server import Offer
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.port import Port
@@ -45,7 +45,8 @@ class ReshuffleTarget(Target):
     reads = (
         "reshuffle/exchange.py",
         "reshuffle/server.py",
-        "feed/store.py",
+        "feed/store/partition_store.py",
+        "feed/store/rows.py",
         "transport/connection.py",
     )
 

@@ -22,7 +22,7 @@ from fuzzing.handshake import call
 from fuzzing.loop import Fault, Target
 from sparkdl.averager.service.server import Averager
 from sparkdl.driver import Outcome, run
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import batches_of

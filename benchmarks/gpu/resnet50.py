@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from sparkdl import encodings
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed
 from sparkdl.protocols import Batch, ColumnSpec
 from sparkdl.replica import Replica

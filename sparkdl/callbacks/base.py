@@ -25,8 +25,8 @@ from sparkdl.averager.messages.run_events import (
 )
 from sparkdl.errors import CallbackError, SparkDLError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.hooks import Hooks
 from sparkdl.report.recording import Recording
 

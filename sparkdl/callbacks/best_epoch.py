@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from sparkdl.callbacks.base import Training
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from sparkdl.callbacks.best_epoch import (
 )
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 
 
 @dataclass(frozen=True)

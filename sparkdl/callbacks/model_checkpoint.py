@@ -13,7 +13,7 @@ from sparkdl.callbacks.best_epoch import (
     warn_if_lost,
 )
 from sparkdl.events import EpochSummary
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 
 
 @dataclass(frozen=True)

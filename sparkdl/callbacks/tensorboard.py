@@ -11,7 +11,7 @@ from sparkdl.callbacks.base import Callback, Training
 from sparkdl.callbacks.extras import imported
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.phases import PHASES
 from sparkdl.report.history import VALIDATION, metrics_of
 from sparkdl.report.recording import Recording, Setup

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sparkdl.callbacks.base import Callback, Training
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.report.page import save_report
 
 EVERY_S = 30.0

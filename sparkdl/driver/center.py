@@ -60,7 +60,7 @@ def first_replica(job: Job) -> Replica:
         ModelError: the model can be built here, but not in a process of its own.
     """
     with drawn_apart(job.model, job.seed, job.deadline_s) as overwrite:
-        # A schedule may turn momentum on, for which the optimizer then keeps state.
+        # A schedule may switch momentum on, for which the optimizer then keeps state.
         replica = build_replica(job.model, job.optimizer, job.loss, job.seed, job.scheduler)
         overwrite(replica)
     return replica

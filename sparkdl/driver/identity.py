@@ -17,7 +17,7 @@ from sparkdl.averager.service.saving import Resumed
 from sparkdl.checkpoint.identity import describe, describe_model, describe_optimizer, text_of
 from sparkdl.checkpoint.policy import difference, refuse
 from sparkdl.errors import CheckpointError
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec, Layout
 from sparkdl.replica import Replica
 from sparkdl.replica.optimizers import build_optimizer

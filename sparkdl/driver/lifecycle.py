@@ -28,7 +28,7 @@ from sparkdl.driver.resuming import newest_checkpoint, plan_of, saved_on_sigterm
 from sparkdl.driver.serving import RowExaminer, Serving
 from sparkdl.errors import CollectiveError, ConfigError, ModelError, SparkDLError, WorkerLostError
 from sparkdl.events import EpochSummary
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.replica.warm_start import WarmStart
 from sparkdl.report import Recording
 from sparkdl.worker import Job

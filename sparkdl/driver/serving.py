@@ -23,9 +23,9 @@ from sparkdl.callbacks.base import Callback, Calls, Training
 from sparkdl.driver.identity import has_ended, require_same_rows
 from sparkdl.driver.measuring import Measuring
 from sparkdl.errors import DataError, SparkDLError
-from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.statistics import DataStatistics
-from sparkdl.feed.statistics_check import check_statistics
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.statistics.check import check_statistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from sparkdl.estimator.params.outputs import OutputParams
 from sparkdl.estimator.params.settings import settings_of
 from sparkdl.estimator.persistence import EstimatorReader, EstimatorWriter
 from sparkdl.estimator.progress import ProgressBar
-from sparkdl.feed.columns import BatchTransform
+from sparkdl.feed.columns.schema import BatchTransform
 from sparkdl.protocols import (
     LossFunction,
     ModelBuilder,

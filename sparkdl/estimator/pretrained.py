@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from sparkdl.encodings import IMAGE, NUMBERS
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.estimator.predictions import require_any_length
-from sparkdl.feed.columns import input_names, model_inputs
-from sparkdl.feed.ragged import Ragged
+from sparkdl.feed.columns.ragged import Ragged
+from sparkdl.feed.columns.schema import input_names, model_inputs
 from sparkdl.outputs import Widths, described, widths_of
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding

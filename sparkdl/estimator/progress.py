@@ -12,7 +12,7 @@ from tqdm import TqdmWarning
 from sparkdl.averager.messages.run_events import RunEvent as Event
 from sparkdl.averager.messages.run_events import WorkersRestarted, WorkerTimes
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.phases import COMPUTE, DECODE, PHASES
 from sparkdl.report.findings import UNEVEN
 

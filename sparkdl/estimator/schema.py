@@ -12,7 +12,7 @@ from torch import nn
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import Head
 from sparkdl.estimator.params.estimator import EstimatorParams
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import LossFunction
 from sparkdl.spark.rows.column_overrides import (
     GROUPS_WITHOUT_PADDING,

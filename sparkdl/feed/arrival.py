@@ -1,8 +1,9 @@
 """Rows that are trained on while others still arrive: the first epoch, if it is streamed.
 
-The rows come in blocks, each shuffled for itself; a block is given away only when rows follow it,
-or surely none, so that the last minibatch is known to be the last. The same blocks can be had from
-the store afterwards (``block_order``), which is where a worker goes on that was interrupted.
+The rows come in blocks, each shuffled by itself. A block is handed out only once more rows have
+arrived, or it is certain that none will, so that the last minibatch is known to be the last. The
+same blocks can be had from the store afterwards (``block_order``): an interrupted worker goes on
+from there.
 """
 
 from __future__ import annotations
@@ -14,30 +15,31 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.fingerprint import fingerprint
-from sparkdl.feed.lengths import bytes_of_rows, lengths_in
-from sparkdl.feed.ragged import Column, joined
+from sparkdl.feed.columns.lengths import bytes_of_rows, lengths_in
+from sparkdl.feed.columns.ragged import Column, joined
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.minibatches.shuffle import generator
 from sparkdl.feed.reading import Reading
-from sparkdl.feed.shuffle import generator
-from sparkdl.feed.statistics import COUNTS, ColumnStatistics, ShardStatistics
-from sparkdl.feed.store import PartitionStore
+from sparkdl.feed.statistics.column import COUNTS, ColumnStatistics
+from sparkdl.feed.statistics.fingerprint import fingerprint
+from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.store.partition_store import PartitionStore
 
 BLOCK_BYTES = 16 << 20
-"""Of a block: small beside any worker, and a few thousand rows where a row is an image."""
+"""The size of a block: little beside any worker, and still a few thousand rows of small images."""
 
 OnRows = Callable[[int], None]
-"""Told the rows read so far, for example to say that the worker is alive."""
+"""Called with the number of rows read so far, for example to say that the worker is alive."""
 
 Look = Callable[[ShardStatistics], None]
-"""Shows what was found so far to who decides whether it can be trained on; returns if it can."""
+"""Shows what was found so far to whoever decides if it can be trained on; returns if it can."""
 
 
 def block_rows(batch_size: int, row_bytes: int) -> int:
-    """Rows of a block: whole minibatches, and one at least.
+    """Rows of a block: whole minibatches, at least one.
 
     Args:
-        batch_size: rows a minibatch.
+        batch_size: rows per minibatch.
         row_bytes: bytes of a stored row.
     """
     return batch_size * max(1, BLOCK_BYTES // max(1, batch_size * row_bytes))
@@ -48,7 +50,7 @@ def block_sizes(rows: int, batch_size: int, row_bytes: int | Tensor) -> list[int
 
     Args:
         rows: how many there are.
-        batch_size: rows a minibatch.
+        batch_size: rows per minibatch.
         row_bytes: bytes of a stored row, or of each row in their order, shape (rows,).
     """
     if not isinstance(row_bytes, Tensor):
@@ -57,7 +59,7 @@ def block_sizes(rows: int, batch_size: int, row_bytes: int | Tensor) -> list[int
     reached = row_bytes.cumsum(0)[batch_size - 1 :: batch_size].contiguous()
     stops, so_far = [0], 0
     while stops[-1] < rows:
-        # Of so many minibatches that they reach the size, however the rows behind them may be.
+        # As many minibatches as it takes to reach the size, whatever rows follow them.
         last = int(torch.searchsorted(reached, so_far + BLOCK_BYTES))
         stops.append(min(rows, batch_size * (last + 1)))
         so_far = int(reached[last]) if last < len(reached) else 0
@@ -87,11 +89,11 @@ def block_order(sizes: Sequence[int], *, seed: int, epoch: int, rank: int) -> Te
 
 @dataclass(frozen=True)
 class Block:
-    """Rows that have arrived after each other.
+    """Rows that arrived one after another.
 
     Attributes:
-        columns: one a ``stored`` column of the schema, of n rows.
-        last: whether no block follows from which a minibatch will be trained on.
+        columns: one per ``stored`` column of the schema, of n rows.
+        last: whether no minibatch will be trained on after those of this block.
     """
 
     columns: list[Column]
@@ -103,11 +105,11 @@ class Arrivals:
 
     Args:
         schema: what the columns become.
-        reading: the reading of them.
-        parts: what it yields.
+        reading: reads them.
+        parts: what its ``parts`` yields.
         on_rows: called after each part with the rows read so far.
         training: where it puts the rows to train on.
-        batch_size: rows a minibatch.
+        batch_size: rows per minibatch.
         drop_last: whether a last minibatch is left out if it is short.
     """
 
@@ -139,15 +141,15 @@ class Arrivals:
         """Read the first block; returns what was found, for a first look."""
         self._collect()
         if self._waiting:
-            # Of so many rows whatever the record batches are, which a checkpoint can be told by
-            # that is written before the last row is there.
+            # The same rows whatever the record batches are: a checkpoint that is written before the
+            # last row is there is recognized by them.
             opening = [column[: self._next_block()] for column in self._joined()]
             self._opening = fingerprint(opening)
         self._shown = self._shard()
         return self._shown
 
     def rest(self) -> ShardStatistics:
-        """Read what is left without giving it away; returns what was found in all."""
+        """Read what is left without handing it out; returns what was found in all."""
         for _ in self._parts:
             self._on_rows(self._reading.rows)
         self.complete = True
@@ -158,7 +160,7 @@ class Arrivals:
         """Yield every row to train on once, as they arrive.
 
         Args:
-            look: called before rows that could be refused are given away, and before the last
+            look: called before rows that could be refused are handed out, and before the last
                 block with what was found in all rows.
         """
         while True:
@@ -177,12 +179,13 @@ class Arrivals:
                 return
 
     def _next_block(self) -> int:
-        """Rows of the next block; more than wait if it needs more."""
+        """Rows of the next block; more than are waiting if it takes more."""
         pieces = (bytes_of_rows(self._schema.stored, lengths_in(part)) for part in self._waiting)
         by_row = [piece for piece in pieces if isinstance(piece, Tensor)]
         if not by_row:
             return block_rows(self._batch_size, self._training.row_bytes)
-        # Where the rows do not reach the size of a block, one of them more might.
+        # Rows without bytes stand for those to come: if those that wait do not fill a block, it
+        # takes at least one more.
         more = torch.cat([*by_row, torch.zeros(self._batch_size, dtype=torch.int64)])
         return block_sizes(len(more), self._batch_size, more)[0]
 
@@ -190,7 +193,7 @@ class Arrivals:
         return replace(self._reading.shard(complete=self.complete), opening=self._opening)
 
     def _collect(self) -> None:
-        """Read until a block can be given away."""
+        """Read until a block can be handed out."""
         while (
             not self.complete
             and self._reading.sound
@@ -229,9 +232,9 @@ class Arrivals:
 def _is_news(
     before: Sequence[ColumnStatistics], now: Sequence[ColumnStatistics], schema: FeedSchema
 ) -> bool:
-    """Whether rows were found that may have to be refused, and were not when others were looked at.
+    """Whether something was found since that may have to be refused.
 
-    Of integers and labels also new extremes: classes and indices that a model may not have.
+    Of integers and labels, new extremes as well: classes and indices that a model may not have.
     """
     labels = {spec.name for spec in schema.labels}
     return any(

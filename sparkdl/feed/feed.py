@@ -13,32 +13,38 @@ import torch
 from torch import Tensor
 
 from sparkdl.errors import ConfigError
-from sparkdl.feed.allocator import keep_freed_memory
 from sparkdl.feed.arrival import Arrivals, Block, Look, OnRows, block_order, block_sizes
-from sparkdl.feed.columns import BatchTransform, FeedSchema
-from sparkdl.feed.device import DeviceChunk, to_device
-from sparkdl.feed.lengths import bytes_of_rows, grouped_by_length, lengths_in
-from sparkdl.feed.prefetch import prefetched
-from sparkdl.feed.ragged import Column, cut, picked
+from sparkdl.feed.columns.lengths import bytes_of_rows, grouped_by_length, lengths_in
+from sparkdl.feed.columns.ragged import Column, cut, picked
+from sparkdl.feed.columns.schema import BatchTransform, FeedSchema
+from sparkdl.feed.minibatches.allocator import keep_freed_memory
+from sparkdl.feed.minibatches.device import DeviceChunk, to_device
+from sparkdl.feed.minibatches.prefetch import prefetched
+from sparkdl.feed.minibatches.shuffle import (
+    HELD_OUT,
+    even_sizes,
+    generator,
+    permutation,
+    stream_seed,
+)
 from sparkdl.feed.reading import Reading
-from sparkdl.feed.shuffle import HELD_OUT, even_sizes, generator, permutation, stream_seed
-from sparkdl.feed.statistics import ShardStatistics
-from sparkdl.feed.store import PartitionStore
+from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import Batch
 
 CHUNK_BYTES = 4 << 20
-"""What is gathered from the store at once, cut into minibatches afterwards: large enough that
+"""What is gathered from the store at a time, and then cut into minibatches: large enough that
 Python's part is nothing, small enough for a core's cache."""
 READ_AHEAD = 8
 """Record batches, of 2 MiB each by default, that may wait while others are trained on."""
 
 GROUP_DRAWS = 1 << 40
-"""What names the stream that puts minibatches of equal lengths in order; no minibatch's number, by
-which the others of an epoch are named."""
+"""The key of the random numbers by which minibatches of similar lengths are put in order; larger
+than any minibatch's number, by which an epoch's other draws are keyed."""
 
 RowExchange = Callable[[PartitionStore, Tensor | None, PartitionStore, int], None]
-"""(rows, their order, where the received rows go, the epoch that follows or ``HELD_OUT``); owns the
-first."""
+"""(rows, their order, where the received rows go, the epoch that follows or ``HELD_OUT``); takes
+ownership of the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +56,12 @@ class FeedOptions:
         exchange_rows: whether the workers exchange all rows before the first epoch for which every
             row is there, so that their shards are random and equal.
         keep_exchanged: whether workers keep the rows that they had before that exchange, which
-            takes as much room again: only then can one that is lost come back alone.
-        reshuffle_every: epochs between two more exchanges of rows; 0 for none.
+            takes as much room again: only then can a lost worker come back alone.
+        reshuffle_every: epochs between further exchanges of rows; 0 for none.
         transform: changes each minibatch to train on.
         resident_bytes: how much of the store may be mapped at a time; None for no limit.
         stream_first_epoch: whether the first epoch trains on rows while others still arrive, each
-            block of them shuffled for itself.
+            block of them shuffled by itself.
         group_by_length: whether rows of about equal length share a minibatch, where some columns
             are padded.
     """
@@ -75,7 +81,7 @@ class FeedOptions:
 
     @property
     def epochs_as_read(self) -> float:
-        """Epochs before the first exchange, in which workers have the rows that they have read."""
+        """Epochs before the first exchange, in which workers train on the rows that they read."""
         if self.exchange_rows:
             return 1 if self.stream_first_epoch else 0
         return self.reshuffle_every or math.inf
@@ -99,7 +105,7 @@ class Feed:
 
     Args:
         schema: what the columns become.
-        batch_size: rows a minibatch; the last of an epoch may have fewer.
+        batch_size: rows per minibatch; the last of an epoch may have fewer.
         seed: seed of the job; each (seed, epoch, rank) has its own permutation.
         rank: the worker's rank.
         directory: where the partition store may write.
@@ -157,7 +163,7 @@ class Feed:
 
     @property
     def steps(self) -> int:
-        """Minibatches an epoch."""
+        """Minibatches per epoch."""
         return -(-self.used_rows // self._batch_size)
 
     def fill(
@@ -187,7 +193,7 @@ class Feed:
 
         Args:
             source: as ``fill`` takes it, without ``ORDER_COLUMN`` if the first epoch is streamed.
-            on_rows: as ``fill`` calls it, also of rows that are read later.
+            on_rows: as ``fill`` calls it, also for rows that are read later.
 
         Returns:
             What was found, which says whether those are all rows.
@@ -208,7 +214,7 @@ class Feed:
         return self._arrivals.first()
 
     def read_rest(self) -> ShardStatistics:
-        """Read the rows that ``read_first`` and ``arriving`` have not; returns what all are."""
+        """Read what ``read_first`` and ``arriving`` left; returns what was found in all rows."""
         return self._reading.shard() if self._arrivals is None else self._arrivals.rest()
 
     @property
@@ -228,7 +234,7 @@ class Feed:
         yield from self._changed(self._batches_of(self._arrivals.blocks(look)), 1)
 
     def scale_weights(self, mean: float) -> None:
-        """Have the rows' weights divided by their mean over all workers.
+        """Divide the rows' weights by their mean over all workers.
 
         The loss of a minibatch is then the mean of its weighted rows, whose expectation is the
         weighted mean over the data; contributions stay weighted by examples, and a learning rate
@@ -288,7 +294,7 @@ class Feed:
 
         Args:
             epoch: counted from 1; its order is that of ``epoch``.
-            steps: how many minibatches; more than there are rows leave some of them empty.
+            steps: how many minibatches; if more than there are rows, some are empty.
         """
         sizes = [even_sizes(self.rows, step, steps) for step in range(steps)]
         yield from self._batches(self._training, self._epoch_order(epoch, sizes), sizes)
@@ -328,7 +334,7 @@ class Feed:
         return new
 
     def _order(self, store: PartitionStore) -> Tensor | None:
-        """Where the rows of the order are in the store, shape (rows,), int64; None for as is."""
+        """The rows' positions in the store, in their order, (rows,), int64; None if as stored."""
         if store not in self._orders:
             keys = self._reading.keys.pop(store, [])
             self._orders[store] = torch.argsort(torch.cat(keys), stable=True) if keys else None
@@ -339,7 +345,7 @@ class Feed:
         return torch.arange(store.rows) if order is None else order
 
     def _epoch_order(self, epoch: int, sizes: Sequence[int] | None = None) -> Tensor:
-        """Where the rows of an epoch are in the store, shape (used rows,), int64.
+        """The positions in the store of an epoch's rows, shape (used rows,), int64.
 
         Args:
             epoch: counted from 1.
@@ -385,7 +391,7 @@ class Feed:
                 yield to_device(store.take(chosen, pinned=on_gpu), self._device)
 
         # On a CPU the cores that would gather are those that compute, and the two threads would
-        # wait for Python's lock in turns.
+        # wait for each other at Python's lock.
         with closing(prefetched(gathered()) if on_gpu else gathered()) as ready:
             left = len(chunks)
             for chunk, gathering in zip(chunks, ready, strict=True):
@@ -444,7 +450,7 @@ class Feed:
 
 
 def _up_to(total: int, sizes: Iterable[int]) -> list[int]:
-    """The first of these sizes, the last one shortened, that add up to a total."""
+    """The first of these sizes that add up to a total, the last one cut short."""
     left, kept = total, []
     for size in sizes:
         kept.append(min(size, left))
@@ -458,7 +464,7 @@ def _sizes(rows: int, batch_size: int) -> Iterator[int]:
 
 
 def _chunked(sizes: Iterable[int], rows: int) -> Iterator[list[int]]:
-    """Put minibatches together that have at most so many rows in all, or are one."""
+    """Group minibatches into chunks of at most so many rows, or of one minibatch."""
     chunk: list[int] = []
     total = 0
     for size in sizes:

@@ -1,4 +1,4 @@
-"""Reading a worker's rows: decoded, looked at and stored, one record batch after the other."""
+"""Reading a worker's rows: decoded, looked at and stored, one record batch after another."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from sparkdl.feed.column_scan import adds_nothing, scan
-from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.decode import Decoded, decode, to_column, to_tensor
-from sparkdl.feed.fingerprint import MODULUS, numbers_of_rows
-from sparkdl.feed.packed import ORDER_COLUMN
-from sparkdl.feed.ragged import Column, picked
-from sparkdl.feed.statistics import ColumnStatistics, ShardStatistics
-from sparkdl.feed.store import PartitionStore
+from sparkdl.feed.columns.ragged import Column, picked
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.record_batches.decode import Decoded, decode, to_column, to_tensor
+from sparkdl.feed.record_batches.packed import ORDER_COLUMN
+from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.statistics.fingerprint import MODULUS, row_hashes
+from sparkdl.feed.statistics.scan import adds_nothing, scan
+from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec
 
 ORDER = ColumnSpec(ORDER_COLUMN, torch.int64)
 DECODED_BYTES = 64 << 20
-"""What a record batch is decoded into at once; images are far larger than their files."""
+"""The most bytes that rows are decoded into at a time; images are far larger than their files."""
 
 
 class Reading:
@@ -35,8 +36,8 @@ class Reading:
 
     Attributes:
         rows: how many were read so far.
-        statistics: what was found in them, one a column of the schema.
-        keys: of each store, by what its rows are ordered if they have ``ORDER_COLUMN``: int64.
+        statistics: what was found in them, one per column of the schema.
+        keys: by store, what its rows are sorted by if they have ``ORDER_COLUMN``: int64.
     """
 
     def __init__(
@@ -54,21 +55,21 @@ class Reading:
 
     @property
     def sound(self) -> bool:
-        """Whether each column can be what it is to become, as far as it was read."""
+        """Whether each column can be what it is to become, as far as it has been read."""
         columns = zip(self.statistics, self._schema.columns, strict=True)
         return all(found.can_become(spec) for found, spec in columns)
 
     def parts(self, source: Iterable[pa.RecordBatch]) -> Iterator[list[Column]]:
         """Read every row into the stores, looking at it on the way.
 
-        Rows that cannot be trained on do not stop the reading, but nothing is stored any more.
+        Rows that cannot be trained on do not stop the reading, but from then on nothing is stored.
 
         Args:
             source: the rows, once; the columns of the schema, then perhaps ``ORDER_COLUMN``.
 
         Yields:
-            The rows to train on, as they arrive, by the ``stored`` columns of the schema; no
-            columns where there are none.
+            The rows to train on, as they arrive, one column per ``stored`` column of the schema; no
+            columns where there are no rows.
         """
         specs = self._schema.columns
         for record_batch in source:
@@ -148,12 +149,12 @@ class Reading:
         if self._schema.weight is not None and store is self._training:
             self._weights.append(_copied(columns[-1]))
         packed = store.append(specs, columns)
-        numbers = numbers_of_rows(
+        hashes = row_hashes(
             packed, may_hold_nan=any(statistics.not_finite for statistics in self.statistics)
         )
         if by_content:
-            self.keys[store].append(torch.from_numpy(numbers.view(np.int64)))
-        found = int(numbers.sum(dtype=np.uint64))
+            self.keys[store].append(torch.from_numpy(hashes.view(np.int64)))
+        found = int(hashes.sum(dtype=np.uint64))
         self._fingerprints[store] = (self._fingerprints[store] + found) % MODULUS
         return columns
 
@@ -168,7 +169,7 @@ def _parts(record_batch: pa.RecordBatch, specs: tuple[ColumnSpec, ...]) -> Itera
     columns = record_batch.columns
     elements = max(
         spec.encoding.grown_elements(values, spec.row_shape)
-        for values, spec in zip(columns, specs, strict=False)  # the order is no column of the specs
+        for values, spec in zip(columns, specs, strict=False)  # the order has no spec
     )
     rows = max(1, DECODED_BYTES // (8 * elements)) if elements else record_batch.num_rows
     if rows >= record_batch.num_rows:

@@ -50,7 +50,7 @@ def measure(
         name: the model's, in the table.
         predictions: with the columns that the evaluators read.
         evaluators: pyspark.ml's, by the names of the metrics.
-        started: ``time.perf_counter()`` when the model's turn began.
+        started: ``time.perf_counter()`` when the work on the model began.
     """
     several = len(evaluators) > 1
     rows = predictions.persist() if several else predictions

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparkdl.errors import ModelError, TrainingError
-from sparkdl.feed.fingerprint import odd_factors, weighted_sums
+from sparkdl.feed.statistics.fingerprint import odd_factors, weighted_sums
 
 BLOCK_BYTES = 1 << 18
 """How much is added up to one word of what is hashed; a third of the time of hashing it all."""

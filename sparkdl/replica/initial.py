@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sparkdl.errors import ModelError
-from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.ragged import equal_rows
+from sparkdl.feed.columns.ragged import equal_rows
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.process.randomness import seed_worker
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import ModelBuilder

@@ -29,7 +29,7 @@ def text(value: object, longest: int = LONGEST) -> str:
     shown = str(value)
     if len(shown) > longest:
         shown = shown[: longest - 1] + "…"
-    # Neither control characters nor those that turn the direction of writing.
+    # Neither control characters nor those that reverse the direction of writing.
     kept = (c if c in "\n\t" or not unicodedata.category(c).startswith("C") else "�" for c in shown)
     return html.escape("".join(kept), quote=True)
 

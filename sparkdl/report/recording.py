@@ -20,7 +20,7 @@ from sparkdl.averager.messages.run_events import (
     WorkerTimes,
 )
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.phases import COMPUTE, DECODE, EXCHANGE, PHASES, WAIT
 from sparkdl.report.time_bins import TimeBins
 

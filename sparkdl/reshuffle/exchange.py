@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from sparkdl.errors import CollectiveError, DisconnectedError, StoppedError, TrainingError
-from sparkdl.feed.ragged import Column, Ragged
-from sparkdl.feed.shuffle import exchange_plan
-from sparkdl.feed.store import PartitionStore
+from sparkdl.feed.columns.ragged import Column, Ragged
+from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
+from sparkdl.reshuffle.plan import exchange_plan
 from sparkdl.reshuffle.server import LENGTHS_AT_ONCE, Offer, RowServer, chunk_sizes
 from sparkdl.transport.connecting import introduced, reach
 from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from sparkdl.errors import TrainingError
-from sparkdl.feed.lengths import bytes_of_rows
-from sparkdl.feed.ragged import Column, Ragged
-from sparkdl.feed.shuffle import HELD_OUT, shares
-from sparkdl.feed.store import PartitionStore
+from sparkdl.feed.columns.lengths import bytes_of_rows
+from sparkdl.feed.columns.ragged import Column, Ragged
+from sparkdl.feed.minibatches.shuffle import HELD_OUT
+from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec
+from sparkdl.reshuffle.plan import shares
 from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.transport.port import Port
 

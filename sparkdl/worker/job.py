@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkdl.collective import Network
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.metrics import Metrics
 from sparkdl.process.torch_settings import TorchSettings

@@ -26,7 +26,7 @@ from sparkdl.checkpoint.worker_state import unpack_worker_state
 from sparkdl.errors import DisconnectedError, TrainingError
 from sparkdl.events import ValidationReport
 from sparkdl.feed.feed import Feed
-from sparkdl.feed.statistics import ShardStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.phases import COMPUTE, DECODE, READ
 from sparkdl.process.randomness import seed_worker
 from sparkdl.protocols import Batch, Targets

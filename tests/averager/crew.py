@@ -16,7 +16,7 @@ from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.messages.run_events import RunEvent as Event
 from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
 from sparkdl.events import WindowReport
-from sparkdl.feed.statistics import ShardStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.protocols import Segment
 
 LAYOUT = (Segment("parameters", torch.float32, 3),)

@@ -18,7 +18,8 @@ from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError
 from sparkdl.events import WindowReport
-from sparkdl.feed.statistics import ColumnStatistics, ShardStatistics
+from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from sparkdl.callbacks.base import Calls
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import CallbackError, ConfigError, DisconnectedError, WorkerError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging
 from sparkdl.testing import run_world

@@ -51,7 +51,7 @@ FITS = {
     "streamed": """
         from sparkdl.estimator.progress import ProgressBar
         from sparkdl.events import WindowReport
-        from sparkdl.feed.statistics import DataStatistics
+        from sparkdl.feed.statistics.shards import DataStatistics
 
         def window(examples):
             return WindowReport(

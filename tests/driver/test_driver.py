@@ -21,7 +21,7 @@ from sparkdl.averager import Averager
 from sparkdl.driver import as_builder, build_replica, initial_center, run
 from sparkdl.errors import DataError, ModelError, TrainingError, WorkerError
 from sparkdl.events import WindowReport
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.replica import Replica
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world

@@ -22,7 +22,7 @@ from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import as_builder
 from sparkdl.driver.identity import require_progress, require_same_rows
 from sparkdl.errors import CheckpointError, ConfigError
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
 

@@ -24,7 +24,7 @@ from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
 from sparkdl.feed import arrival
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import Batch, ColumnSpec
 from sparkdl.replica.losses import ModelLoss

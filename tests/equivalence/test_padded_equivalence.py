@@ -18,7 +18,7 @@ from sparkdl import ParameterAveraging
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
 from sparkdl.feed import arrival
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.testing.world import run_world

@@ -11,7 +11,7 @@ from sparkdl.errors import DataError, TrainingError
 from sparkdl.estimator import progress
 from sparkdl.estimator.progress import ProgressBar
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.phases import PHASES, PhaseTimes
 
 

@@ -11,9 +11,9 @@ import pyarrow as pa
 import torch
 from hypothesis import strategies as st
 
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed
-from sparkdl.feed.packed import ORDER_COLUMN
+from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec
 
 SCHEMA = FeedSchema((ColumnSpec("wide", torch.float32, (UNKNOWN,)),), ColumnSpec("id", torch.int64))

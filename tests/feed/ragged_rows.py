@@ -10,9 +10,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.ragged import Ragged
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed, FeedOptions
-from sparkdl.feed.packed import ORDER_COLUMN
+from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec, Padding
 
 PAD = 7
@@ -106,3 +107,8 @@ def same(first: Sequence[Batch], second: Sequence[Batch]) -> bool:
         a.last == b.last and all(torch.equal(*pair) for pair in zip(flat(a), flat(b), strict=True))
         for a, b in zip(first, second, strict=True)
     )
+
+
+def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.int64) -> Ragged:
+    flat = [number for row in rows for number in row]
+    return Ragged(torch.tensor(flat, dtype=dtype), torch.tensor([len(row) for row in rows]))

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.feed import arrival
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import READ_AHEAD, Feed, FeedOptions
-from sparkdl.feed.statistics import ShardStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.protocols import Batch, ColumnSpec
 
 ROW_BYTES = 2 * 4 + 8

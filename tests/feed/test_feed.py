@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import torch
 from feeds import (
@@ -19,7 +18,7 @@ from feeds import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.feed.shuffle import even_sizes, permutation
+from sparkdl.feed.minibatches.shuffle import even_sizes, permutation
 
 
 @settings(max_examples=80, deadline=None)
@@ -64,23 +63,6 @@ def test_every_epoch_follows_the_documented_permutation() -> None:
 def test_the_order_is_the_same_in_every_run() -> None:
     runs = [read([40], batch_size=7) for _ in range(2)]
     assert [ids_of(epoch) for epoch in runs[0]] == [ids_of(epoch) for epoch in runs[1]]
-
-
-@given(rows=st.integers(0, 300), seed=st.integers(-(2**63), 2**63 - 1), epoch=st.integers(1, 999))
-def test_a_permutation_holds_every_index_once(rows: int, seed: int, epoch: int) -> None:
-    order = permutation(rows, seed=seed, epoch=epoch, rank=2)
-    assert order.dtype is torch.int64
-    assert sorted(order.tolist()) == list(range(rows))
-
-
-def test_permutations_differ_by_seed_epoch_and_rank() -> None:
-    orders = {
-        tuple(permutation(40, seed=seed, epoch=epoch, rank=rank).tolist())
-        for seed in range(6)
-        for epoch in range(1, 7)
-        for rank in range(6)
-    }
-    assert len(orders) == 6**3
 
 
 def test_the_global_random_state_is_left_alone() -> None:
@@ -141,11 +123,3 @@ def test_an_even_epoch_has_every_row_once_in_so_many_batches_of_one_size_give_or
     assert max(counts) - min(counts) <= 1
     assert [batch.last for batch in batches] == [False] * (steps - 1) + [True]
     assert {batch.features[0].shape[1:] for batch in batches} == {(2,)}
-
-
-@given(rows=st.lists(st.integers(0, 50), min_size=1, max_size=5), steps=st.integers(1, 20))
-def test_even_sizes_of_several_workers_are_those_of_each(rows: list[int], steps: int) -> None:
-    together = np.array([even_sizes(np.array(rows), step, steps) for step in range(steps)])
-    alone = [[even_sizes(count, step, steps) for count in rows] for step in range(steps)]
-    assert together.tolist() == alone
-    assert together.sum(axis=0).tolist() == rows

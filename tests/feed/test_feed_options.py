@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.errors import ConfigError
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed, FeedOptions
-from sparkdl.feed.packed import ORDER_COLUMN
-from sparkdl.feed.prefetch import prefetched
+from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.protocols import Batch, ColumnSpec
 
 ID = ColumnSpec("id", torch.int64)
@@ -175,48 +174,12 @@ def test_a_fault_while_reading_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class TestPrefetch:
-    """A thread makes items ahead of need."""
-
-    def test_items_come_in_order_and_an_error_in_its_place(self) -> None:
-        def source() -> Any:
-            yield from range(20)
-            raise ZeroDivisionError("at 20")
-
-        items = prefetched(source())
-        assert [next(items) for _ in range(20)] == list(range(20))
-        with pytest.raises(ZeroDivisionError, match="at 20"):
-            next(items)
-
-    def test_no_more_than_a_few_items_are_made_ahead(self) -> None:
-        made: list[int] = []
-
-        def source() -> Any:
-            for item in range(1000):
-                made.append(item)
-                yield item
-
-        items = prefetched(source())
-        for _ in range(5):
-            next(items)
-        items.close()
-        assert len(made) <= 5 + 4
-
-    def test_closing_early_ends_the_thread_and_the_source(self) -> None:
-        import threading
-
-        items = prefetched(iter(range(10**9)))
-        next(items)
-        items.close()
-        assert not [t for t in threading.enumerate() if t.name == "sparkdl-prefetch"]
-
-
 BUDGET = 24 << 20
 MEMORY_SCRIPT = """
     import sys, tempfile
     from pathlib import Path
     import numpy as np, pyarrow as pa, torch
-    from sparkdl.feed.columns import FeedSchema
+    from sparkdl.feed.columns.schema import FeedSchema
     from sparkdl.feed.feed import Feed, FeedOptions
     from sparkdl.protocols import ColumnSpec
 

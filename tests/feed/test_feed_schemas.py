@@ -16,7 +16,7 @@ from spark_structs import MATRIX, VECTOR, as_matrix, as_vector
 from torch import Tensor
 
 from sparkdl import encodings
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 

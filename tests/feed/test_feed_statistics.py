@@ -14,7 +14,8 @@ from feeds import (
     record_batches,
 )
 
-from sparkdl.feed.statistics import ColumnStatistics, ShardStatistics
+from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 
 GOOD = ([[1.0, 2.0]] * 3, [1.0, 2.0, 3.0])
 BAD: dict[str, tuple[tuple[list[Any], list[Any]], list[tuple[int, ColumnStatistics]]]] = {

@@ -14,9 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged_rows import (
-    EVENTS,
     SCHEMA,
-    TOKENS,
     check,
     open_feed,
     record_batch,
@@ -24,29 +22,21 @@ from ragged_rows import (
     same,
 )
 
-from sparkdl import encodings
 from sparkdl.errors import DataError
-from sparkdl.feed import arrival, lengths
-from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.decode import tensors_of
+from sparkdl.feed import arrival
+from sparkdl.feed.columns import lengths
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed
-from sparkdl.feed.fingerprint import fingerprint
-from sparkdl.feed.ragged import Column, Ragged, picked
-from sparkdl.feed.statistics import ColumnStatistics, DataStatistics, ShardStatistics
-from sparkdl.feed.statistics_check import check_statistics
-from sparkdl.feed.store import PartitionStore
-from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec, Padding
+from sparkdl.feed.statistics.check import check_statistics
+from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
+from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=40)
 
 
 def accept(shard: ShardStatistics) -> None:
     """Find nothing wrong."""
-
-
-def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.int64) -> Ragged:
-    flat = [number for row in rows for number in row]
-    return Ragged(torch.tensor(flat, dtype=dtype), torch.tensor([len(row) for row in rows]))
 
 
 def read(feed: Feed, batches: Sequence[pa.RecordBatch], epochs: int = 2) -> list[list[Batch]]:
@@ -219,100 +209,6 @@ def test_weights_stay_with_their_rows(tmp_path: Path) -> None:
     assert found == {0: 0.5, 1: 1.0, 2: 1.5}
 
 
-class TestFingerprint:
-    """One number for rows of unequal length, whatever their order and their neighbours."""
-
-    @settings(max_examples=60, deadline=None)
-    @given(rows=st.lists(st.lists(st.integers(-3, 3), max_size=6), min_size=1, max_size=8))
-    def test_it_is_the_sum_over_the_rows_in_any_order(self, rows: list[list[float]]) -> None:
-        for dtype in (torch.int64, torch.float32, torch.uint8, torch.bfloat16):
-            column = ragged(rows, torch.int64)
-            column = Ragged(column.values.to(dtype), column.lengths)
-            whole = fingerprint([column])
-            one_by_one = sum(
-                fingerprint([column.pick(torch.tensor([k]))]) for k in reversed(range(len(rows)))
-            )
-            assert whole == one_by_one % (1 << 64)
-
-    def test_one_value_one_place_and_trailing_zeros_change_it(self) -> None:
-        variants: list[list[list[float]]] = [
-            [[1, 2], [3]],
-            [[1, 2], [4]],
-            [[2, 1], [3]],
-            [[1, 2, 0], [3]],
-            [[1, 2], [3, 0]],
-            [[1], [2, 3]],
-            [[1, 2, 3], []],
-            [[1, 2], [3], []],
-        ]
-        assert len({fingerprint([ragged(rows)]) for rows in variants}) == len(variants)
-
-    def test_nan_is_one_value(self) -> None:
-        values = torch.tensor([1.0, float("nan")])
-        other = values.view(torch.int32).clone()
-        other[1] ^= 1
-        both = [Ragged(v, torch.tensor([2])) for v in (values, other.view(torch.float32))]
-        assert fingerprint([both[0]]) == fingerprint([both[1]])
-
-
-class TestDecode:
-    """From Arrow's lists to ragged columns, and what is refused."""
-
-    def one(self, values: pa.Array, spec: ColumnSpec) -> Column:
-        (column,) = tensors_of([values], [spec])
-        return column
-
-    @settings(max_examples=60, deadline=None)
-    @given(
-        rows=st.lists(st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), max_size=4)),
-        start=st.integers(0, 3),
-    )
-    def test_nested_lists_of_one_width_are_items(
-        self, rows: list[list[list[int]]], start: int
-    ) -> None:
-        spec = ColumnSpec("x", torch.float32, (UNKNOWN, 3), padding=Padding(0))
-        values = pa.array(rows, pa.list_(pa.list_(pa.int32()))).slice(start)
-        column = self.one(values, spec)
-        assert isinstance(column, Ragged)
-        assert column.lengths.tolist() == [len(row) for row in rows[start:]]
-        assert column.values.shape[1:] == (3,)
-        assert column.values.tolist() == [item for row in rows[start:] for item in row]
-
-    def test_vectors_of_any_size_are_rows(self) -> None:
-        kind = pa.struct(
-            [
-                ("type", pa.int8()),
-                ("size", pa.int32()),
-                ("indices", pa.list_(pa.int32())),
-                ("values", pa.list_(pa.float64())),
-            ]
-        )
-        rows = [
-            {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0]},
-            {"type": 0, "size": 4, "indices": [2], "values": [5.0]},
-        ]
-        spec = ColumnSpec("v", torch.float32, (UNKNOWN,), encodings.VECTOR, Padding(-1))
-        column = self.one(pa.array(rows, kind), spec)
-        assert isinstance(column, Ragged)
-        assert column.padded(-1).tolist() == [[1, 2, -1, -1], [0, 0, 5, 0]]
-
-    @pytest.mark.parametrize(
-        ("rows", "words"),
-        [
-            ([[1], None], "1 null values .* empty arrays"),
-            ([[1, None], [2]], "1 null elements"),
-        ],
-    )
-    def test_nulls_are_refused_in_words(self, rows: list[Any], words: str) -> None:
-        with pytest.raises(DataError, match=words):
-            self.one(pa.array(rows, pa.list_(pa.int64())), TOKENS)
-
-    def test_items_of_another_width_are_refused_with_their_row(self) -> None:
-        values = pa.array([[[1.0, 2.0]], [[1.0], [2.0, 3.0]]])
-        with pytest.raises(DataError, match=r"row 1 is not an array of shape \(any length, 2\)"):
-            self.one(values, EVENTS)
-
-
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
@@ -338,63 +234,3 @@ def test_unequal_rows_without_padding_are_refused_with_what_pads_them(tmp_path: 
         statistics = DataStatistics.of([feed.fill([batch])])
     with pytest.raises(DataError, match=r"padCols=\{'tokens': 0\}"):
         check_statistics(statistics, schema.columns)
-
-
-class TestStore:
-    """Rows in two files: of values, and of where each row is."""
-
-    @settings(max_examples=60, deadline=None)
-    @given(
-        rows=st.lists(st.lists(st.integers(0, 99), max_size=7), min_size=1, max_size=30),
-        resident=st.sampled_from([None, 1, 3 << 20]),
-        data=st.data(),
-    )
-    def test_rows_written_in_any_order_come_back(
-        self, rows: list[list[float]], resident: int | None, data: st.DataObject
-    ) -> None:
-        chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=40))
-        firsts = data.draw(st.permutations(range(0, len(rows), 3)))
-        with tempfile.TemporaryDirectory() as name:
-            store = PartitionStore(Path(name), resident_bytes=resident)
-            store.create([TOKENS], len(rows))
-            for first in firsts:
-                store.write([ragged(rows[first : first + 3])], first)
-            (column,) = store.take(torch.tensor(chosen, dtype=torch.int64))
-            (counts,) = store.lengths()
-            store.close()
-        assert isinstance(column, Ragged)
-        assert column.lengths.tolist() == [len(rows[k]) for k in chosen]
-        assert column.values.tolist() == [number for k in chosen for number in rows[k]]
-        assert counts.tolist() == [len(row) for row in rows]
-
-    def test_closing_closes_both_files_of_each_column(self, tmp_path: Path) -> None:
-        before = len(list(Path("/proc/self/fd").iterdir()))
-        store = PartitionStore(tmp_path)
-        store.append([TOKENS], [ragged([[1], []])])
-        assert list(tmp_path.iterdir()) == []
-        store.close()
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-def test_masks_are_what_torch_and_hugging_face_take() -> None:
-    column = ragged([[1, 2], [], [3]])
-    assert column.mask("padding_mask").tolist() == [[False, False], [True, True], [False, True]]
-    assert column.mask("attention_mask").tolist() == [[1, 1], [0, 0], [1, 0]]
-    assert column.mask("attention_mask").dtype is torch.int64
-    assert column.mask("lengths").tolist() == [2, 0, 1]
-    packed = torch.nn.utils.rnn.pack_padded_sequence(
-        ragged([[1, 2], [3]], torch.float32).padded(0.0)[..., None],
-        ragged([[1, 2], [3]]).mask("lengths"),
-        batch_first=True,
-    )
-    assert packed.data[:, 0].tolist() == [1, 3, 2]
-
-
-@pytest.mark.parametrize("ragged", [False, True], ids=["equal", "unequal"])
-def test_rows_are_copied_though_a_model_differentiates_by_what_it_was_given(ragged: bool) -> None:
-    values = torch.arange(6.0).requires_grad_()
-    column = Ragged(values, torch.tensor([1, 2, 3])) if ragged else values
-    copy = picked(column, torch.tensor([2, 0]))
-    found = copy.values if isinstance(copy, Ragged) else copy
-    assert not found.requires_grad
-    assert found.tolist() == ([3.0, 4.0, 5.0, 0.0] if ragged else [2.0, 0.0])

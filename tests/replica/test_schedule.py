@@ -23,9 +23,9 @@ from toys import batches_by_hand, classification, make_job, mlp, schema
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, DisconnectedError, WorkerError
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.feed.shuffle import exchange_plan
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica.schedule import Schedule
+from sparkdl.reshuffle.plan import exchange_plan
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging
 from sparkdl.testing import run_world
 from sparkdl.worker import Job, loop

@@ -17,8 +17,8 @@ RANK = """
     import json, re, sys
     from pathlib import Path
     import numpy as np, torch
-    from sparkdl.feed.allocator import keep_freed_memory
-    from sparkdl.feed.store import PartitionStore
+    from sparkdl.feed.minibatches.allocator import keep_freed_memory
+    from sparkdl.feed.store.partition_store import PartitionStore
     from sparkdl.protocols import ColumnSpec
     from sparkdl.reshuffle import RowExchange, RowServer
     from sparkdl.reshuffle.exchange import Everyone

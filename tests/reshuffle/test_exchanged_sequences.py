@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl.errors import TrainingError
-from sparkdl.feed.ragged import Ragged
-from sparkdl.feed.store import PartitionStore
+from sparkdl.feed.columns.ragged import Ragged
+from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.reshuffle import RowExchange, RowServer, server
 from sparkdl.reshuffle.exchange import Everyone

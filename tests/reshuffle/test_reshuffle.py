@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from toys import Data, classification, enough_rows, make_job, mlp, relative_error
 
 from sparkdl.driver import Outcome
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.feed.shuffle import exchange_plan
 from sparkdl.protocols import UNKNOWN, ColumnSpec
+from sparkdl.reshuffle.plan import exchange_plan
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import batches_of, run_world
 

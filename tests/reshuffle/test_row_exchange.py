@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from sparkdl.errors import CollectiveError, SparkDLError, TrainingError
-from sparkdl.feed.shuffle import exchange_plan
-from sparkdl.feed.store import PartitionStore
+from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone
+from sparkdl.reshuffle.plan import exchange_plan
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.handshake import MAGIC
 from sparkdl.transport.port import Port

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.feed.store import PartitionStore
+from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec
 from sparkdl.reshuffle import RowServer
 from sparkdl.reshuffle.server import Offer

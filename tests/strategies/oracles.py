@@ -152,7 +152,7 @@ def momentum(change: Oracle, *, nesterov: bool) -> Oracle:
 
 
 def fragments() -> Oracle:
-    """Nesterov's momentum of several numbers in turn, which are told apart by their values."""
+    """Nesterov's momentum of several numbers, one a round, which are told apart by their values."""
     velocities: list[tuple[float, float]] = []
 
     def move(center: float, contributions: Contributions, values: Values, begun: Values) -> float:

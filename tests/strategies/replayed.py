@@ -136,7 +136,7 @@ class Delayed(ByHand):
         self._gathered = [torch.zeros_like(values) for values in self.center]
 
     def moved(self, change: list[Tensor]) -> list[Tensor]:
-        """A part of the change at once, and momentum when it is its turn."""
+        """A part of the change at once, and momentum when it is due."""
         for total, values in zip(self._gathered, change, strict=True):
             total += values
         if self._rounds % self._buffer:

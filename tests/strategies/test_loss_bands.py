@@ -224,13 +224,13 @@ def test_over_ten_seeds_losses_stay_in_a_band(name: str) -> None:
 
 
 def moved_by(factors: Sequence[float]) -> Callable[[Center, Contributions], None]:
-    """A commit that moves the center by so many times what it should, in turn."""
-    commit, turns = Center.commit, cycle(factors)
+    """A commit that moves the center by these multiples of what it should, one after another."""
+    commit, coming = Center.commit, cycle(factors)
 
     def wrong(center: Center, contributions: Contributions) -> None:
         before = [values.clone() for values in center.values]
         commit(center, contributions)
-        factor = next(turns)
+        factor = next(coming)
         for values, old in zip(center.values, before, strict=True):
             values.sub_(old).mul_(factor).add_(old)
 

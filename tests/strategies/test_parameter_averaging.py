@@ -31,7 +31,7 @@ from sparkdl.averager.messages.run_events import RunEvent as Event
 from sparkdl.averager.messages.run_events import WorkerTimes
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics import DataStatistics, ShardStatistics
+from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.protocols import Segment
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world

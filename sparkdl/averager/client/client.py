@@ -26,7 +26,7 @@ from sparkdl.averager.values.replica_codec import ReplicaChunk, ReplicaCodec
 from sparkdl.averager.values.wire_format import WireFormat
 from sparkdl.errors import CollectiveError, TrainingError, WorkerError
 from sparkdl.events import ValidationReport, WindowReport
-from sparkdl.feed.statistics import ShardStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.phases import EXCHANGE, IDLE, WAIT, PhaseClock
 from sparkdl.protocols import Layout
 from sparkdl.transport.address import ServiceAddress

@@ -16,7 +16,7 @@ from sparkdl.averager.coordination.shards import Shards
 from sparkdl.averager.messages.progress import Position
 from sparkdl.averager.messages.run_events import NewRows
 from sparkdl.errors import TrainingError
-from sparkdl.feed.statistics import ShardStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 
 
 class Arrivals:

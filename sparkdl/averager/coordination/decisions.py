@@ -13,7 +13,7 @@ from sparkdl.averager.messages.progress import Progress
 from sparkdl.averager.messages.run_events import RunEvent
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 
 # What is to be done at a worker's connection.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sparkdl.averager.messages.worker_state import WorkerState
 from sparkdl.errors import SparkDLError
 from sparkdl.events import MetricValue, ValidationReport, WindowReport
-from sparkdl.feed.statistics import ShardStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 
 
 @dataclass(eq=False, slots=True)

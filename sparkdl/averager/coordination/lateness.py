@@ -144,6 +144,6 @@ class Lateness:
             # Everyone who is here waits for those who are not.
             absent = this.pending - this.admitted
         silent = overdue(late | absent, now)
-        if first in adding and self._members.overdue_in_turn(first, now):
+        if first in adding and self._members.overdue_in_its_turn(first, now):
             silent.add(first)
         return silent

@@ -171,7 +171,7 @@ class Membership:
         self._silence_began = now
 
     def pass_turn(self, now: float) -> None:
-        """Restart the clock of the silence of whoever waited for another's turn to end."""
+        """Restart the clock of silence for whoever waited for another's turn to end."""
         self._awaited_began = now
 
     def begin_window(self, rank: int, now: float) -> None:
@@ -228,8 +228,8 @@ class Membership:
             rank for rank in waited_for if now - self._silent_since(rank) >= self.patience_s(rank)
         }
 
-    def overdue_in_turn(self, rank: int, now: float) -> bool:
-        """Whether one whose turn it is was silent for longer than it is granted, since it is."""
+    def overdue_in_its_turn(self, rank: int, now: float) -> bool:
+        """Whether a rank was silent for longer than it is granted, since its turn began."""
         since = max(self._silent_since(rank), self._awaited_began)
         return now - since >= self.patience_s(rank)
 

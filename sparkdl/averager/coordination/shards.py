@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparkdl.errors import DataError, TrainingError
-from sparkdl.feed.statistics import DataStatistics, ShardStatistics
+from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 
 
 class Shards:

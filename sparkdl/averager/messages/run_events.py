@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sparkdl.averager.messages.worker_state import WorkerState
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics import DataStatistics, ShardStatistics
+from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.phases import PhaseTimes
 
 

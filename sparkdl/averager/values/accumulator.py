@@ -3,7 +3,7 @@
 Contributions are added chunk by chunk in the order of the ranks, so that the same run gives the
 same bits whatever the order of arrival. Weights are relative to the first contribution's, so that
 equal contributions are pure additions; the last rank divides each chunk while it is in the cache.
-Who adds asks whose turn a chunk is; there are no locks, for one thread adds.
+Who adds asks whose turn it is at a chunk; there are no locks, for one thread adds.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from sparkdl.protocols import Layout
 class RankOrder:
     """Whose turn it is to add each chunk of a sum.
 
+    A rank's turn at a chunk comes when every lower rank has added its own.
+
     Args:
         ranks: who takes part, in ascending order.
         chunks: how many there are.
@@ -29,7 +31,7 @@ class RankOrder:
     def __init__(self, ranks: Sequence[int], chunks: int) -> None:
         self._ranks = ranks
         self._skipped: set[int] = set()
-        # Of each chunk, the position in ``ranks`` of whose turn it is.
+        # For each chunk, the position in ``ranks`` of the one whose turn it is.
         self._at = [0] * chunks
 
     def skip(self, rank: int) -> None:
@@ -45,7 +47,7 @@ class RankOrder:
         return ranks[at] if at < len(ranks) else None
 
     def advance(self, index: int) -> None:
-        """Whose turn it was has added its chunk."""
+        """The rank whose turn it was has added its chunk."""
         self._at[index] += 1
 
 

@@ -10,8 +10,8 @@ from typing import NoReturn
 import torch
 
 from sparkdl.errors import ModelError
-from sparkdl.feed.ragged import sequence_names
-from sparkdl.feed.statistics import ColumnStatistics
+from sparkdl.feed.columns.ragged import sequence_names
+from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.protocols import Batch, ColumnSpec
 from sparkdl.replica import Replica
 from sparkdl.replica.losses import ModelLoss

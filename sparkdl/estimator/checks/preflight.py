@@ -35,9 +35,9 @@ from sparkdl.estimator.metric_inputs import MetricInputs
 from sparkdl.estimator.params.estimator import EstimatorParams
 from sparkdl.estimator.predictions import require_any_length
 from sparkdl.estimator.schema import fed_columns
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.metrics import Metrics
 from sparkdl.metrics.metrics import WEIGHTS
 from sparkdl.outputs import Widths, pick, widths_of

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from sparkdl.errors import DataError, ModelError
 from sparkdl.estimator.checks.hints import fail, how_called, what_padding_adds, which_param_helps
 from sparkdl.estimator.head import Head
-from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.ragged import Column, equal_rows, picked
-from sparkdl.feed.statistics import ColumnStatistics
+from sparkdl.feed.columns.ragged import Column, equal_rows, picked
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.metrics.metrics import Metrics, rehearse
 from sparkdl.outputs import Widths, described, pick, widths_of
 from sparkdl.process.randomness import borrowed_random_numbers

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from sparkdl.errors import DataError
-from sparkdl.feed.statistics import ColumnStatistics
+from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.protocols import LossFunction
 from sparkdl.spark.rows.columns import InputColumn
 

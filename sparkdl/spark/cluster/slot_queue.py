@@ -1,4 +1,4 @@
-"""Runs of one application take turns when together they need more slots than there are.
+"""Runs of one application queue when together they need more slots than there are.
 
 All workers of a run have to be there before any of them trains. Two runs that each got some of the
 slots would wait for each other's, so the second one starts when the first has ended. A tuner that

@@ -14,7 +14,7 @@ from typing import Any
 
 from sparkdl.averager.messages.headers import read_statistics, shard_header
 from sparkdl.errors import StoppedError, TrainingError
-from sparkdl.feed.statistics import DataStatistics, ShardStatistics
+from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.spark.diagnostics.output import Output
 from sparkdl.spark.diagnostics.stacks import describe_threads
 from sparkdl.transport.address import ServiceAddress

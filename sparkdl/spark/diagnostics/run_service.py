@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 from sparkdl.averager.messages.headers import read_gather, read_shard, statistics_header
 from sparkdl.checkpoint.storage import OpenElsewhere
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerLostError
-from sparkdl.feed.statistics import DataStatistics, ShardStatistics
+from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.spark.diagnostics.console import Attendee, Console
 from sparkdl.spark.diagnostics.run_headers import (
     named,

@@ -10,7 +10,7 @@ import cloudpickle
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import DataError, SparkDLError, TrainingError, WorkerLostError
-from sparkdl.feed.statistics_check import NO_ROWS
+from sparkdl.feed.statistics.check import NO_ROWS
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.diagnostics.run_service import RunService

@@ -9,7 +9,7 @@ import torch
 from pyspark.sql import DataFrame
 
 from sparkdl.errors import DataError
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.spark.cluster.gpus import ranks_a_task
 from sparkdl.spark.cluster.network import network_of

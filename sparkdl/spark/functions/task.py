@@ -26,9 +26,9 @@ from sparkdl.collective.hang_up import hang_up
 from sparkdl.collective.network import local_address
 from sparkdl.collective.rendezvous import Meeting, interface_settings, meet
 from sparkdl.errors import DataError, DisconnectedError, StoppedError
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed, FeedOptions
-from sparkdl.feed.statistics_check import check_statistics
+from sparkdl.feed.statistics.check import check_statistics
 from sparkdl.process.lazy_compiler import defer_compiler
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone

@@ -9,7 +9,7 @@ from pyspark.ml.functions import array_to_vector
 from pyspark.sql import Column, DataFrame
 from pyspark.sql.pandas.functions import arrow_udf
 
-from sparkdl.feed.parquet_rows import unpacked_rows
+from sparkdl.feed.record_batches.parquet_rows import unpacked_rows
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.predictor import Predictor
 from sparkdl.spark.rows.columns import InputColumn

@@ -13,10 +13,10 @@ import torch
 from pyspark import TaskContext
 from torch import Tensor, nn
 
-from sparkdl.feed.columns import model_inputs
-from sparkdl.feed.decode import tensors_of
-from sparkdl.feed.lengths import order_by_length
-from sparkdl.feed.ragged import Column, Ragged, cut, picked
+from sparkdl.feed.columns.lengths import order_by_length
+from sparkdl.feed.columns.ragged import Column, Ragged, cut, picked
+from sparkdl.feed.columns.schema import model_inputs
+from sparkdl.feed.record_batches.decode import tensors_of
 from sparkdl.outputs import OutputKey, pick
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import ColumnSpec

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.errors import DataError, ModelError
-from sparkdl.feed.decode import tensors_of
+from sparkdl.feed.record_batches.decode import tensors_of
 from sparkdl.protocols import ColumnSpec, LossFunction, Targets
 from sparkdl.replica import align_targets
 from sparkdl.replica.losses import loss_of_rows

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 from pyspark import BarrierTaskContext, SparkFiles, TaskContext
 
-from sparkdl.feed.parquet_rows import unpacked_rows
+from sparkdl.feed.record_batches.parquet_rows import unpacked_rows
 from sparkdl.spark.cluster.gpus import VISIBLE
 from sparkdl.spark.launch.bootstrap import require
 from sparkdl.spark.launch.forked import fork_server

@@ -24,7 +24,7 @@ from sparkdl.errors import (
     TrainingError,
     WorkerLostError,
 )
-from sparkdl.feed.statistics_check import NO_ROWS
+from sparkdl.feed.statistics.check import NO_ROWS
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.cluster.slots import require_free_slots

@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.errors import TrainingError, WorkerLostError
-from sparkdl.feed.packed import ORDER_COLUMN
+from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.spark.launch.forked import EXIT_S, ForkServer, search_path
 
 ROWS = b"R"

@@ -12,8 +12,8 @@ from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F
 
 from sparkdl.collective import Network
-from sparkdl.feed.packed import ORDER_COLUMN
-from sparkdl.feed.statistics import names_places, with_places
+from sparkdl.feed.record_batches.packed import ORDER_COLUMN
+from sparkdl.feed.statistics.places import names_places, with_places
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.rows.columns import InputColumn, quoted

@@ -10,7 +10,7 @@ import torch
 
 from sparkdl.encodings import IMAGE
 from sparkdl.errors import ConfigError
-from sparkdl.feed.ragged import sequence_names
+from sparkdl.feed.columns.ragged import sequence_names
 from sparkdl.outputs import OutputKey, names_output
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding, SequenceInput
 from sparkdl.spark.rows.columns import InputColumn

@@ -11,7 +11,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparkdl.encodings import VECTOR
-from sparkdl.feed.parquet_rows import KINDS, PATH, ROW, FileColumn, name_of_columns
+from sparkdl.feed.record_batches.parquet_rows import KINDS, PATH, ROW, FileColumn, name_of_columns
 
 _PARQUET = "org.apache.spark.sql.execution.datasources.parquet.ParquetFileFormat"
 """Exactly this; formats that are built on it, like Delta's, may read something else into a file."""
@@ -72,7 +72,7 @@ def columns_in_files(frame: DataFrame, names: Mapping[str, str]) -> dict[str, Fi
 
 
 def places(frame: DataFrame, columns: Mapping[str, FileColumn]) -> tuple[str, Column]:
-    """Where the rows lie, as ``feed.parquet_rows`` reads it: the column and its name.
+    """Where the rows lie, for ``feed.record_batches.parquet_rows`` to read: a column, and its name.
 
     Args:
         frame: as given to ``columns_in_files``.

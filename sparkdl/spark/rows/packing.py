@@ -1,7 +1,7 @@
 """Rows in few, large columns, because executors hand them to Python one value at a time.
 
 Several columns of numbers become one array. An array becomes the bytes in which Spark itself keeps
-it, which are copied at once. ``feed.packed`` takes the record batches apart again.
+it, which are copied at once. ``feed.record_batches.packed`` takes the record batches apart again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparkdl.feed.packed import (
+from sparkdl.feed.record_batches.packed import (
     ELEMENTS,
     NUMBERED,
     name_of_numbers,
@@ -62,7 +62,7 @@ def packed(frame: DataFrame) -> DataFrame:
         frame: columns ``c0``, ``c1``, ..., and others.
 
     Returns:
-        Rows whose record batches ``feed.packed.unpacked`` turns into those of ``frame``.
+        Rows whose record batches become those of ``frame`` again when they are ``unpacked``.
     """
     sources = [Source(field.name, quoted(field.name), field.dataType) for field in frame.schema]
     columns = packed_columns(sources, frame.sparkSession)

@@ -63,7 +63,7 @@ class DelayedNesterov(CenterUpdate):
         memory: Mapping[str, Tensor],
         contributions: Contributions,
     ) -> None:
-        """Part of the change, and of all since the last time if it is momentum's turn."""
+        """Part of the change, and of all since the last time if momentum is due."""
         velocity, gathered = memory["velocity"], memory["gathered"]
         gathered.add_(change)
         if contributions.round % self.buffer == 0:

@@ -11,7 +11,7 @@ Learning on GPU and Knights Landing clusters") differ in:
     synchronous     the one before the round, of everyone: Sync EASGD; with aggregation="executors"
                     it is their Sync EASGD3, whose exchange is hidden behind the steps that follow
     asynchronous    the one it meets, one worker at a time, first come first served: Async EASGD
-    round_robin     the same in the order of ranks, who wait for their turns: their baseline
+    round_robin     the same in the order of ranks, each in its turn: their baseline
     hogwild         the one it has read before, and nobody waits for what comes back: Hogwild EASGD
                     (``hogwild`` says what differs)
 

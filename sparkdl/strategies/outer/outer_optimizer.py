@@ -133,7 +133,7 @@ class OuterOptimizer(Strategy["Stream | None"]):
 
     Phases:
         1. Each worker trains for ``period`` steps by itself, or for those that its epoch has left.
-        2. It sends how it has moved, of all parameters or of the fragment whose turn it is.
+        2. It sends how it has moved, of all parameters or of the fragment that is due.
         3. The driver forms the mean in the order of ranks, when all who have rows left have sent
            theirs, and takes the outer step.
         4. The workers are sent the center, or how it has moved, and go on from it; with ``overlap``
@@ -319,7 +319,7 @@ class OuterOptimizer(Strategy["Stream | None"]):
             state.end_epoch()
 
     def _is_due(self, step: int, period: int) -> bool:
-        """Whether a fragment's turn comes with a step of the epoch, counted from 1."""
+        """Whether a fragment is due after a step of the epoch, counted from 1."""
         return step * self.fragments // period > (step - 1) * self.fragments // period
 
     def _exchange(self, run: Run, *, last: bool) -> None:

@@ -24,7 +24,7 @@ from sparkdl.averager.messages.progress import Position, Progress
 from sparkdl.averager.messages.worker_state import WorkerState
 from sparkdl.errors import PreemptedError, SparkDLError, WorkerLostError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.testing.simulation.averager import Averager
 from sparkdl.testing.simulation.clock import Clock
 from sparkdl.testing.simulation.plan import Fault, Kind, Plan

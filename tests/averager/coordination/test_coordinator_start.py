@@ -12,7 +12,8 @@ from sparkdl.averager.messages.progress import Position, Progress
 from sparkdl.averager.messages.run_events import NewRows
 from sparkdl.errors import DeadlineError, ModelError, StoppedError, TrainingError
 from sparkdl.events import ValidationReport
-from sparkdl.feed.statistics import ColumnStatistics, DataStatistics, ShardStatistics
+from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 
 
 def joined(world_size: int, **options: object) -> Run:

@@ -13,7 +13,7 @@ from sparkdl.averager.messages.headers import read_epoch_losses
 from sparkdl.averager.messages.progress import Position, Progress
 from sparkdl.errors import DeadlineError, TrainingError
 from sparkdl.events import EpochSummary, ValidationReport
-from sparkdl.feed.statistics import ShardStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 
 HELD_OUT = ShardStatistics(1, (), held_out=1)
 

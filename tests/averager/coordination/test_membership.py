@@ -191,12 +191,12 @@ class TestSilence:
         assert members.overdue({0}, 17.9) == set()
         assert members.overdue({0}, 18.0) == {0}
 
-    def test_in_turn_it_counts_from_the_turn_of_the_one_before(self) -> None:
+    def test_in_its_turn_it_counts_from_the_end_of_the_turn_before(self) -> None:
         members = crew(1, deadline_s=10)
         members.pass_turn(8.0)
         assert members.overdue({0}, 10.0) == {0}
-        assert not members.overdue_in_turn(0, 17.9)
-        assert members.overdue_in_turn(0, 18.0)
+        assert not members.overdue_in_its_turn(0, 17.9)
+        assert members.overdue_in_its_turn(0, 18.0)
 
     def test_a_late_look_at_the_clock_says_nothing_and_begins_anew(self) -> None:
         members = crew(1, deadline_s=10)

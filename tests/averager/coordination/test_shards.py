@@ -6,7 +6,8 @@ import pytest
 
 from sparkdl.averager.coordination.shards import Shards
 from sparkdl.errors import DataError, TrainingError
-from sparkdl.feed.statistics import ColumnStatistics, ShardStatistics
+from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 
 
 def shard(rows: int, *, complete: bool = True, columns: int = 1) -> ShardStatistics:

@@ -22,7 +22,8 @@ from sparkdl.averager.messages.headers import (
 )
 from sparkdl.errors import CollectiveError, TrainingError
 from sparkdl.events import ValidationReport, WindowReport
-from sparkdl.feed.statistics import ColumnStatistics, ShardStatistics
+from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 
 WINDOW = WindowReport(rank=0, epoch=1, step=1, examples=2, loss_sum=0.5, last=False)
 VALIDATION = ValidationReport(rank=0, epoch=1, examples=2, loss_sum=0.5, weight=2.0)

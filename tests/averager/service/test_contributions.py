@@ -19,7 +19,7 @@ from sparkdl.averager.values import replica_codec
 from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision, WireFormat
 from sparkdl.errors import NonFiniteError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics import DataStatistics, ShardStatistics
+from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.protocols import Segment
 
 LAYOUT = (Segment("parameters", torch.float32, 3),)

@@ -16,7 +16,8 @@ from sparkdl.averager.messages import headers
 from sparkdl.averager.messages.headers import read_statistics, shard_header, statistics_header
 from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.errors import DataError, TrainingError
-from sparkdl.feed.statistics import ColumnStatistics, DataStatistics, ShardStatistics
+from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 
 WORKERS, COLUMNS = 8, 50
 

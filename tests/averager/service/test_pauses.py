@@ -25,7 +25,7 @@ from sparkdl.averager.service.saving import CheckpointPlan
 from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import SparkDLError
-from sparkdl.feed.statistics import ShardStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["sparkdl.testing"])

@@ -22,7 +22,7 @@ from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.messages.progress import Position, Progress
 from sparkdl.averager.policies.round_policy import RoundRobin
 from sparkdl.averager.values.wire_format import Changes
-from sparkdl.feed.statistics import ShardStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.protocols import Segment
 
 

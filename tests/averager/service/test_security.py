@@ -19,7 +19,7 @@ from toys import drive, sparkdl_threads
 from sparkdl.averager import Averager, AveragerClient, ServiceAddress
 from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError
-from sparkdl.feed.statistics import DataStatistics, ShardStatistics
+from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.protocols import Segment
 from sparkdl.transport.acceptor import MAX_STRANGERS
 from sparkdl.transport.connection import Connection, ConnectionLostError

@@ -12,8 +12,8 @@ from sparkdl.errors import ModelError
 from sparkdl.estimator.checks.building import build
 from sparkdl.estimator.checks.probe import probe
 from sparkdl.estimator.head import Head
-from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.statistics import ColumnStatistics
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.protocols import ColumnSpec
 
 LABEL = ColumnSpec("label", torch.int64)

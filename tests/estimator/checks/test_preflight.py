@@ -16,7 +16,8 @@ from torch import nn
 
 from sparkdl.errors import ConfigError, DataError, ModelError
 from sparkdl.estimator.checks.preflight import Preflight
-from sparkdl.feed.statistics import ColumnStatistics, DataStatistics
+from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.strategies import (
     AdaScale,
     ElasticAveraging,

@@ -18,8 +18,8 @@ from sparkdl.errors import ModelError
 from sparkdl.estimator.checks.building import build
 from sparkdl.estimator.checks.probe import PREDICTED_ROWS, probe
 from sparkdl.estimator.head import head_of
-from sparkdl.feed.columns import FeedSchema
-from sparkdl.feed.statistics import ColumnStatistics
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.outputs import described
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica.losses import ModelLoss

@@ -15,7 +15,8 @@ from services import run_of
 
 from sparkdl.averager.messages import headers
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerError, WorkerLostError
-from sparkdl.feed.statistics import ColumnStatistics, DataStatistics, ShardStatistics
+from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.spark.diagnostics.console import Attendee
 from sparkdl.spark.diagnostics.run_client import RunClient
 from sparkdl.spark.diagnostics.run_headers import Lines

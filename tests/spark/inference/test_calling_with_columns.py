@@ -10,7 +10,7 @@ import torch
 
 from sparkdl.encodings import NUMBERS
 from sparkdl.errors import DataError
-from sparkdl.feed.decode import tensors_of
+from sparkdl.feed.record_batches.decode import tensors_of
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.spark.inference.function import _as_it_comes
 

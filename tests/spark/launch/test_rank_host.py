@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.errors import TrainingError, WorkerLostError
-from sparkdl.feed.packed import ORDER_COLUMN
+from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.spark.launch.forked import ForkServer
 from sparkdl.spark.launch.rank_host import RankCall, host_ranks, shares
 

@@ -74,7 +74,7 @@ def test_it_is_the_papers_algorithm(
 def grows_by(reach: float, workers: int, momentum: float) -> float:
     """By how much a round multiplies the distance from a parabola's minimum; numpy alone.
 
-    Each worker in turn contributes -reach times where the center was at its last turn.
+    One worker after another contributes -reach times where the center was when it last did.
     """
 
     def one_round(state: np.ndarray) -> np.ndarray:
@@ -141,7 +141,7 @@ def test_without_momentum_it_is_asynchronous_sgd() -> None:
 
 @pytest.mark.parametrize("windows", [2, 5, 8])
 def test_alone_and_resumed_it_ends_in_the_same_bits(tmp_path: Path, windows: int) -> None:
-    """Also where momentum's turn is between two checkpoints."""
+    """Also where momentum is due between two checkpoints."""
     given = job(strategy=STRATEGY, optimizer=MOMENTUM)
     whole = run_world(given, ALONE.shards())
     policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)

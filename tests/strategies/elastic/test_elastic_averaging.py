@@ -26,7 +26,7 @@ from sparkdl.averager.values.center import Center
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.events import WindowReport
-from sparkdl.feed.columns import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import ColumnSpec, Segment
 from sparkdl.strategies import Contributions, ElasticAveraging, ParameterAveraging

@@ -1,4 +1,4 @@
-"""Springs of workers that meet the center one by one: in turns, and Hogwild."""
+"""Springs of workers that meet the center one by one: round robin, and Hogwild."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from sparkdl.testing.simulation import random_plan, simulate_strategy
 cloudpickle.register_pickle_by_value(misbehaving)
 
 HOGWILD = ElasticAveraging(period=2, moving_rate=0.2, mode="hogwild")
-IN_TURNS = replace(HOGWILD, mode="round_robin")
+ROUND_ROBIN = replace(HOGWILD, mode="round_robin")
 ASYNCHRONOUS = replace(HOGWILD, mode="asynchronous")
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
-MODES = pytest.mark.parametrize("strategy", [HOGWILD, IN_TURNS], ids=lambda each: each.mode)
+MODES = pytest.mark.parametrize("strategy", [HOGWILD, ROUND_ROBIN], ids=lambda each: each.mode)
 
 
 def by_hand(strategy: ElasticAveraging) -> ByHand:
@@ -53,7 +53,7 @@ def laps(windows: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield from ((rank, lap) for rank in range(len(windows)) if lap < windows[rank])
 
 
-def in_turns(epochs: int) -> nn.Module:
+def round_robin(epochs: int) -> nn.Module:
     """Windows of two minibatches, one worker after the other."""
     hand = ByHand(0.2)
     for epoch in range(1, epochs + 1):
@@ -64,9 +64,9 @@ def in_turns(epochs: int) -> nn.Module:
     return hand.outcome()
 
 
-def test_in_turns_workers_meet_the_center_in_the_order_of_ranks() -> None:
-    outcome = run_world(job(strategy=IN_TURNS), DATA.shards())
-    assert relative_error(outcome.module, in_turns(epochs=3)) < 1e-12
+def test_round_robin_workers_meet_the_center_in_the_order_of_ranks() -> None:
+    outcome = run_world(job(strategy=ROUND_ROBIN), DATA.shards())
+    assert relative_error(outcome.module, round_robin(epochs=3)) < 1e-12
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
 
 
@@ -76,14 +76,14 @@ def normed(dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), drops, nn.Linear(8, 3)).double()
 
 
-def test_in_turns_two_runs_end_in_the_same_bits() -> None:
-    given = job(normed(), optimizer=MOMENTUM, strategy=replace(IN_TURNS, period=3))
+def test_two_round_robin_runs_end_in_the_same_bits() -> None:
+    given = job(normed(), optimizer=MOMENTUM, strategy=replace(ROUND_ROBIN, period=3))
     first, second = (run_world(given, DATA.shards()) for _ in range(2))
     assert same_bits(first, second)
 
 
-def test_in_turns_and_resumed_between_epochs_it_ends_in_the_same_bits(tmp_path: Path) -> None:
-    given = job(normed(), optimizer=MOMENTUM, strategy=IN_TURNS)
+def test_round_robin_resumed_between_epochs_ends_in_the_same_bits(tmp_path: Path) -> None:
+    given = job(normed(), optimizer=MOMENTUM, strategy=ROUND_ROBIN)
     whole = run_world(given, DATA.shards())
     policy = CheckpointPolicy(path=str(tmp_path / "c"))
 
@@ -96,12 +96,12 @@ def test_in_turns_and_resumed_between_epochs_it_ends_in_the_same_bits(tmp_path: 
     assert same_bits(run_world(given, DATA.shards(), checkpoints=policy), whole)
 
 
-def test_in_turns_a_made_up_run_without_faults_keeps_the_order() -> None:
+def test_a_made_up_round_robin_run_without_faults_keeps_the_order() -> None:
     """Whatever messages and windows take: 40 schedules of one to four workers."""
     for seed in range(40):
         plan = replace(random_plan(seed), faults=())
         with recorded_decisions() as decisions:
-            simulate_strategy(replace(IN_TURNS, period=1), plan, pulled(0.2))
+            simulate_strategy(replace(ROUND_ROBIN, period=1), plan, pulled(0.2))
         told = [each.event for each in decisions if isinstance(each, do.Report)]
         windows = [event for event in told if isinstance(event, WindowReport)]
         # One without rows has a last window all the same.

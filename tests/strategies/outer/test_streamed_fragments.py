@@ -85,7 +85,7 @@ class ByHand:
         cuts = [size * number // count for number in range(count + 1)]
         self.parts = [Part(first, stop) for first, stop in pairwise(cuts)]
         self.number = 0
-        """Rounds of the epoch until now: says whose turn it is of the fragments."""
+        """Rounds of the epoch until now, from which follows the fragment that is due."""
 
     def train(self, epochs: int) -> nn.Module:
         for epoch in range(1, epochs + 1):
@@ -106,12 +106,12 @@ class ByHand:
             sent = going_on
 
     @property
-    def turn(self) -> int:
+    def fragment(self) -> int:
         """Which fragment the next round is of."""
         return self.number % len(self.parts)
 
     def end_round(self, sent: list[Sent]) -> Tensor:
-        part = self.parts[self.turn]
+        part = self.parts[self.fragment]
         self.number += 1
         weights = [self.due_rows(rows, part) for rows, _ in sent]
         if sum(weights):
@@ -148,10 +148,10 @@ class ByHand:
             # After steps ceil(period / fragments), ceil(2 * period / fragments), ...
             due = any(step == -(-k * period // count) for k in range(1, 100))
             if due and step < len(plan):
-                turn = self.turn
-                part = self.parts[turn]
+                fragment = self.fragment
+                part = self.parts[fragment]
                 answer = yield rows, vector_of(replica)
-                rows[turn] = 0
+                rows[fragment] = 0
                 under_way = step + strategy.overlap, part, answer
                 if not strategy.overlap:
                     take(part, answer, strategy.merge)
@@ -159,10 +159,10 @@ class ByHand:
         if under_way is not None:
             take(under_way[1], under_way[2], strategy.merge)
         for _ in range(count):
-            turn = self.turn
+            fragment = self.fragment
             answer = yield rows, vector_of(replica)
-            rows[turn] = 0
-            take(self.parts[turn], answer, 0.0)
+            rows[fragment] = 0
+            take(self.parts[fragment], answer, 0.0)
 
 
 class AsDecided(ByHand):

@@ -96,8 +96,8 @@ def test_taking_a_threshold_away_rounds_nothing_in_float32(
 def test_a_large_change_is_sent_more_than_once() -> None:
     encoder = ThresholdEncoder(encoding(), [torch.zeros(2)])
     total = torch.zeros(2)
-    for turn in range(8):
-        (share,) = sent(encoder, [torch.tensor([1.6, -0.1]) if turn == 0 else torch.zeros(2)])
+    for window in range(8):
+        (share,) = sent(encoder, [torch.tensor([1.6, -0.1]) if window == 0 else torch.zeros(2)])
         total += share
     assert total.tolist() == [1.5, 0.0]
     assert encoder.residuals[0].tolist() == pytest.approx([0.1, -0.1])
@@ -123,7 +123,7 @@ def test_the_threshold_goes_to_where_the_sparsity_is_between_the_two() -> None:
 
 def test_every_third_message_shakes_the_residual_up() -> None:
     encoder = ThresholdEncoder(encoding(shake_every=3), changes(0))
-    sizes = [sent(encoder, changes(turn))[0].abs().max().item() for turn in range(1, 7)]
+    sizes = [sent(encoder, changes(seed))[0].abs().max().item() for seed in range(1, 7)]
     third = short(0.25 / 3)
     assert sizes == [0.25, 0.25, third, 0.25, 0.25, third]
     assert encoder.threshold == 0.25

@@ -1,0 +1,183 @@
+"""From Arrow columns to tensors: every encoding becomes numbers or lists of numbers, then a tensor.
+
+Rows are handled together wherever that is possible: only encoded images are opened one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from sparkdl.encodings.lists import Broken, numpy_of
+from sparkdl.errors import DataError
+from sparkdl.feed.columns.ragged import Column, Ragged
+from sparkdl.protocols import ColumnSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """One column of one record batch as numbers, or lists of numbers.
+
+    Attributes:
+        values: numeric or list array with the nulls that the column had.
+        rows: the positions of these rows in the record batch, shape (n,); None for all.
+        broken: rows that could not be decoded, which are not among ``values``.
+    """
+
+    values: pa.Array
+    rows: np.ndarray | None = None
+    broken: Broken | None = None
+
+
+def decode(values: pa.Array, spec: ColumnSpec) -> Decoded:
+    """Turn one column of a record batch into numbers, or lists of numbers.
+
+    Args:
+        values: as Spark delivers them.
+        spec: what they are and what they become.
+    """
+    if spec.encoding.is_decoded(values.type):
+        return Decoded(values)
+    if values.null_count:
+        # Rows without a value are counted elsewhere; the others keep their positions.
+        valid = numpy_of(values.is_valid()).astype(bool)
+        present = _decode_present(values.filter(pa.array(valid)), spec)
+        rows = np.flatnonzero(valid)
+        broken = present.broken and present.broken.at(rows)
+        kept = rows if present.rows is None else rows[present.rows]
+        with_nulls = pa.concat_arrays(
+            [present.values, pa.nulls(values.null_count, present.values.type)]
+        )
+        return Decoded(with_nulls, np.concatenate([kept, np.flatnonzero(~valid)]), broken)
+    return _decode_present(values, spec)
+
+
+def _decode_present(values: pa.Array, spec: ColumnSpec) -> Decoded:
+    lists, broken = spec.encoding.decode(values, spec.row_shape, spec.dtype)
+    if broken is None:
+        return Decoded(lists)
+    return Decoded(lists, np.setdiff1d(np.arange(len(values)), broken.rows), broken)
+
+
+def to_column(values: pa.Array, spec: ColumnSpec) -> Column:
+    """Convert one decoded column, without a copy where Arrow's memory allows.
+
+    Args:
+        values: a numeric array, or a list array of numerics; n rows.
+        spec: what it becomes.
+
+    Returns:
+        Shape (n, *spec.row_shape), or ragged if it is to be padded; read-only where it views
+        Arrow's memory.
+
+    Raises:
+        DataError: nulls, or arrays of another length than the spec's.
+    """
+    if spec.padding is None:
+        return to_tensor(values, spec)
+    width = math.prod(spec.item_shape)
+    numbers = replace(spec, row_shape=(), padding=None)
+    lengths = numpy_of(values.value_lengths()) // width
+    flat = to_tensor(values.flatten(), numbers).view(-1, *spec.item_shape)
+    return Ragged(flat, torch.from_numpy(lengths.astype(np.int64)))
+
+
+def to_tensor(values: pa.Array, spec: ColumnSpec) -> Tensor:
+    """Convert one decoded column of rows of equal shape.
+
+    Args:
+        values: a numeric array, or a list array of numerics; n rows.
+        spec: what it becomes.
+
+    Returns:
+        Shape (n, *spec.row_shape); read-only where it views Arrow's memory.
+
+    Raises:
+        DataError: nulls, or arrays of another length than the spec's.
+    """
+    if values.null_count:
+        raise DataError(
+            f"column '{spec.name}' has {values.null_count} null values in a batch of "
+            f"{len(values)} rows. Drop or fill them first: df.na.drop / df.na.fill"
+        )
+    rows = len(values)
+    if spec.is_array:
+        values = _flatten_lists(values, spec)
+    if pa.types.is_boolean(values.type):
+        values = values.cast(pa.uint8())
+    if len(values) == 0:
+        return torch.empty((rows, *spec.row_shape), dtype=spec.dtype)
+    numbers = spec.encoding.tensor(from_dlpack(values), spec.dtype)
+    return numbers.view(rows, *spec.row_shape)
+
+
+def tensors_of(columns: Iterable[pa.Array], specs: Iterable[ColumnSpec]) -> list[Column]:
+    """Decode and convert the columns of one record batch.
+
+    Args:
+        columns: as Spark delivers them.
+        specs: what they become.
+
+    Raises:
+        DataError: a row cannot become part of a tensor.
+    """
+    converted = []
+    for values, spec in zip(columns, specs, strict=True):
+        decoded = decode(values, spec)
+        if decoded.broken is not None:
+            row, reason = decoded.broken.rows[0], decoded.broken.reason
+            raise DataError(
+                f"column '{spec.name}' has {len(decoded.broken.rows)} rows in a batch of "
+                f"{len(values)} that cannot be decoded: row {row} {reason}"
+            )
+        if spec.padding is not None:
+            _require_numbers(decoded.values, spec)
+        converted.append(to_column(decoded.values, spec))
+    return converted
+
+
+def _require_numbers(values: pa.Array, spec: ColumnSpec) -> None:
+    """Refuse rows that are null, and arrays that hold a null."""
+    flat = values.flatten()
+    if values.null_count:
+        raise DataError(
+            f"column '{spec.name}' has {values.null_count} null values in a batch of "
+            f"{len(values)} rows. Make empty arrays of them: F.coalesce(col, F.array())"
+        )
+    if flat.null_count:
+        raise DataError(
+            f"column '{spec.name}' has {flat.null_count} null elements inside its arrays. "
+            "Fill them first, for example with F.transform(col, lambda x: F.coalesce(x, F.lit(0)))"
+        )
+
+
+def _flatten_lists(values: pa.Array, spec: ColumnSpec) -> pa.Array:
+    lengths = values.value_lengths()
+    flat = values.flatten()
+    width = spec.encoding.list_length(spec.elements or 0, spec.dtype)
+    if len(flat) != len(values) * width or (
+        len(values) and lengths.to_numpy(zero_copy_only=False).max() != width
+    ):
+        found = sorted(set(lengths.to_pylist()))
+        raise DataError(
+            f"column '{spec.name}' holds arrays of {_some(found)} elements where every row must "
+            f"have {width}. Pad or cut them to one length first"
+        )
+    if flat.null_count:
+        raise DataError(
+            f"column '{spec.name}' has {flat.null_count} null elements inside its arrays. "
+            "Fill them first, for example with F.transform(col, lambda x: F.coalesce(x, F.lit(0)))"
+        )
+    return flat
+
+
+def _some(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:5]))
+    return shown + (", ..." if len(numbers) > 5 else "")

@@ -1,0 +1,236 @@
+"""Columns that are read from the Parquet files in which rows say that they lie.
+
+The JVM decodes arrays one element at a time, and Spark writes them for Python once more: 784 floats
+take it ten times as long as pyarrow needs to read them. So where Spark only reads files, a row can
+come as the file that it is in and its number there, in a column of structs ``path`` and ``row``
+whose name says which columns they stand for; the worker reads those itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sparkdl.encodings import VECTOR, vectors
+from sparkdl.errors import DataError
+from sparkdl.feed.record_batches.packed import by_number, columns_of, unpacked
+
+IN_FILES = "in files "
+"""The beginning of the name of the column that says where rows lie; JSON follows."""
+PATH, ROW = "path", "row"
+PIECE_BYTES = 2 << 20
+"""What is read at a time is still in the processor's cache when it is used; see
+``spark.rows.record_batches``."""
+MAX_PIECE_ROWS = 1 << 13
+
+_KINDS: Mapping[str, pa.DataType] = {
+    "boolean": pa.bool_(),
+    "tinyint": pa.int8(),
+    "smallint": pa.int16(),
+    "int": pa.int32(),
+    "bigint": pa.int64(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "binary": pa.binary(),
+    VECTOR.name: vectors.ARROW_TYPE,
+}
+KINDS = frozenset(_KINDS)
+"""What columns in files may hold, themselves or in nested arrays: names of SQL's types, and
+``vector`` for pyspark.ml's."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileColumn:
+    """A column in Parquet files.
+
+    Attributes:
+        field: its name there.
+        kind: what it holds, or its arrays do; one of ``KINDS``.
+        dimensions: how deeply its arrays are nested; 0 for plain values.
+        exactly: whether the case of the name's letters matters.
+    """
+
+    field: str
+    kind: str
+    dimensions: int
+    exactly: bool
+
+    @property
+    def type(self) -> pa.DataType:
+        """As which it arrives."""
+        kind = _KINDS[self.kind]
+        for _ in range(self.dimensions):
+            kind = pa.list_(kind)
+        return kind
+
+
+def name_of_columns(columns: Mapping[str, FileColumn]) -> str:
+    """The name of the column that says where rows lie.
+
+    Args:
+        columns: what is to be read there, by the names under which it is to arrive.
+    """
+    told = {
+        name: [each.field, each.kind, each.dimensions, each.exactly]
+        for name, each in columns.items()
+    }
+    return IN_FILES + json.dumps(told)
+
+
+def unpacked_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Take record batches apart, and read what they only name.
+
+    Args:
+        batches: packed (``packed``), all of the same columns.
+
+    Yields:
+        The same rows: ``c0``, ``c1`` and so on, then the others as they come; in smaller pieces if
+        part of them is read from files.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    reader: _Reader | None = None
+    for batch in batches:
+        name = next((each for each in batch.schema.names if each.startswith(IN_FILES)), None)
+        if name is None:
+            yield unpacked(batch)
+            continue
+        if reader is None:
+            told = json.loads(name.removeprefix(IN_FILES))
+            reader = _Reader({key: FileColumn(*each) for key, each in told.items()})
+        places, rest, start = batch.column(name), batch.drop_columns([name]), 0
+        for found in reader.read(places):
+            rows = len(next(iter(found.values())))
+            others = columns_of(rest.slice(start, rows)) if rest.num_columns else {}
+            yield by_number({**others, **found})
+            start += rows
+
+
+class _Reader:
+    """Reads rows of Parquet files in the order of their numbers, each file once if they come so.
+
+    Args:
+        columns: what to read, by the names under which it is to arrive.
+    """
+
+    def __init__(self, columns: Mapping[str, FileColumn]) -> None:
+        self._columns = columns
+        self._path = ""
+        self._file: pq.ParquetFile | None = None
+        self._fields: dict[str, str | None] = {}
+        self._group = -1
+        self._group_ends = np.empty(0, np.int64)
+        self._batches: Iterator[pa.RecordBatch] = iter(())
+        # The rows from first to stop of the file, which were read last.
+        self._found: dict[str, pa.Array] = {}
+        self._first = self._stop = 0
+
+    def read(self, places: pa.StructArray) -> Iterator[dict[str, pa.Array]]:
+        """Read the columns of some rows.
+
+        Args:
+            places: structs of ``path``, as Spark's metadata write it, and ``row``.
+
+        Yields:
+            The columns of some of the rows at a time, in the order of ``places``.
+        """
+        paths = places.field(PATH).dictionary_encode()
+        files, rows = paths.indices.to_numpy(), places.field(ROW).to_numpy()
+        # Where the row's number does not grow, a file is read a second time.
+        breaks = (np.diff(files) != 0) | (np.diff(rows) <= 0)
+        for run in np.split(np.arange(len(rows)), np.flatnonzero(breaks) + 1):
+            if len(run):
+                path = paths.dictionary[int(files[run[0]])].as_py()
+                yield from self._of_file(path, rows[run])
+
+    def _of_file(self, path: str, rows: np.ndarray) -> Iterator[dict[str, pa.Array]]:
+        try:
+            if path != self._path or rows[0] < self._first:
+                self._open(path)
+            while len(rows):
+                while rows[0] >= self._stop:
+                    self._read_on(int(rows[0]))
+                inside = int(np.searchsorted(rows, self._stop))
+                yield self._chosen(rows[:inside] - self._first)
+                rows = rows[inside:]
+        except (OSError, pa.ArrowException, StopIteration) as error:
+            names = ", ".join(column.field for column in self._columns.values())
+            raise DataError(
+                f"the columns {names} could not be read from {path}: "
+                f"{error or 'it ends too soon'}. If the file is whole and Spark can read it, have "
+                "Spark do that: "
+                "df.withColumn(name, F.expr(name))"
+            ) from error
+
+    def _open(self, path: str) -> None:
+        self._path, self._file = "", None
+        file = pq.ParquetFile(unquote(urlsplit(path).path), memory_map=True)
+        groups = range(file.metadata.num_row_groups)
+        self._group_ends = np.cumsum([file.metadata.row_group(k).num_rows for k in groups])
+        self._group, self._first, self._stop = -1, 0, 0
+        self._fields = {
+            name: _field_of(column, file.schema_arrow.names)
+            for name, column in self._columns.items()
+        }
+        self._path, self._file = path, file
+
+    def _read_on(self, row: int) -> None:
+        """Read what follows, or what is in the group of rows that has the row."""
+        assert self._file is not None
+        group = int(np.searchsorted(self._group_ends, row, side="right"))
+        if group >= len(self._group_ends):
+            raise OSError(f"row {row} is beyond its last one: it was rewritten meanwhile")
+        if group != self._group:
+            told = self._file.metadata.row_group(group)
+            self._group, self._stop = group, int(self._group_ends[group]) - told.num_rows
+            fields = sorted({field for field in self._fields.values() if field is not None})
+            # Dictionaries and run lengths hide how large rows are; then pieces are larger.
+            row_bytes = told.total_byte_size // max(1, told.num_rows)
+            self._batches = self._file.iter_batches(
+                min(MAX_PIECE_ROWS, max(1, PIECE_BYTES // max(1, row_bytes))),
+                row_groups=[group],
+                columns=fields,
+                use_threads=False,
+            )
+        batch = next(self._batches)
+        self._first, self._stop = self._stop, self._stop + batch.num_rows
+        self._found = {
+            name: (
+                pa.nulls(batch.num_rows, column.type)
+                if self._fields[name] is None
+                else _as(column.type, batch.column(self._fields[name]))
+            )
+            for name, column in self._columns.items()
+        }
+
+    def _chosen(self, rows: np.ndarray) -> dict[str, pa.Array]:
+        first, count = int(rows[0]), len(rows)
+        if int(rows[-1]) - first + 1 == count:
+            return {name: each.slice(first, count) for name, each in self._found.items()}
+        return {name: each.take(pa.array(rows)) for name, each in self._found.items()}
+
+
+def _field_of(column: FileColumn, names: list[str]) -> str | None:
+    """The name of a column in a file; None if it has none, for Spark a column of nulls."""
+    if column.field in names:
+        return column.field
+    if column.exactly:
+        return None
+    wanted = column.field.lower()
+    return next((name for name in names if name.lower() == wanted), None)
+
+
+def _as(kind: pa.DataType, values: pa.Array) -> pa.Array:
+    """Values as Spark reads them; files may say that they were fixed-size lists, for example."""
+    if isinstance(values, pa.ExtensionArray):
+        values = values.storage
+    if isinstance(values, pa.DictionaryArray):
+        values = values.dictionary_decode()
+    return values if values.type.equals(kind) else values.cast(kind)

@@ -1,0 +1,1 @@
+"""What is found in the rows while they are read, and what of it is refused."""

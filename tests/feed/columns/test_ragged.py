@@ -1,0 +1,33 @@
+"""Rows of unequal length as models take them, and copies of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ragged_rows import ragged
+
+from sparkdl.feed.columns.ragged import Ragged, picked
+
+
+def test_masks_are_what_torch_and_hugging_face_take() -> None:
+    column = ragged([[1, 2], [], [3]])
+    assert column.mask("padding_mask").tolist() == [[False, False], [True, True], [False, True]]
+    assert column.mask("attention_mask").tolist() == [[1, 1], [0, 0], [1, 0]]
+    assert column.mask("attention_mask").dtype is torch.int64
+    assert column.mask("lengths").tolist() == [2, 0, 1]
+    packed = torch.nn.utils.rnn.pack_padded_sequence(
+        ragged([[1, 2], [3]], torch.float32).padded(0.0)[..., None],
+        ragged([[1, 2], [3]]).mask("lengths"),
+        batch_first=True,
+    )
+    assert packed.data[:, 0].tolist() == [1, 3, 2]
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["equal", "unequal"])
+def test_rows_are_copied_though_a_model_differentiates_by_what_it_was_given(ragged: bool) -> None:
+    values = torch.arange(6.0).requires_grad_()
+    column = Ragged(values, torch.tensor([1, 2, 3])) if ragged else values
+    copy = picked(column, torch.tensor([2, 0]))
+    found = copy.values if isinstance(copy, Ragged) else copy
+    assert not found.requires_grad
+    assert found.tolist() == ([3.0, 4.0, 5.0, 0.0] if ragged else [2.0, 0.0])

@@ -1,0 +1,332 @@
+"""Every encoding of a column becomes the numbers that numpy gets; broken rows are told apart."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from spark_structs import MATRIX, VECTOR, as_matrix, as_vector
+from torch import Tensor
+
+from sparkdl import encodings
+from sparkdl.errors import DataError
+from sparkdl.feed.record_batches.decode import decode, tensors_of, to_tensor
+from sparkdl.feed.statistics.check import check_statistics
+from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.statistics.scan import scan
+from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.protocols import UNKNOWN, ColumnSpec
+
+IMAGE = pa.struct(
+    [
+        pa.field("origin", pa.string()),
+        *[pa.field(name, pa.int32()) for name in ("height", "width", "nChannels", "mode")],
+        pa.field("data", pa.binary()),
+    ]
+)
+
+
+def tensor_of(values: pa.Array, spec: ColumnSpec) -> Tensor:
+    (tensor,) = tensors_of([values], [spec])
+    return tensor
+
+
+numbers = st.sampled_from([0.0, 0.0, 1.5, -2.0, 7.25])
+
+
+@settings(deadline=None)
+@given(data=st.data(), rows=st.integers(0, 8), width=st.integers(1, 5))
+def test_vectors_dense_and_sparse_become_the_same_rows(data: Any, rows: int, width: int) -> None:
+    expected = np.array(
+        data.draw(st.lists(numbers, min_size=rows * width, max_size=rows * width))
+    ).reshape(rows, width)
+    kinds = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
+    column = [as_vector(row, sparse=kind) for row, kind in zip(expected, kinds, strict=True)]
+    start = data.draw(st.integers(0, rows))
+    spec = ColumnSpec("v", torch.float32, (width,), encodings.VECTOR)
+    tensor = tensor_of(pa.array(column, VECTOR).slice(start), spec)
+    assert np.array_equal(tensor.numpy(), expected[start:])
+
+
+@settings(deadline=None)
+@given(data=st.data(), rows=st.integers(0, 6), height=st.integers(1, 3), width=st.integers(1, 3))
+def test_matrices_of_every_layout_become_the_same_rows(
+    data: Any, rows: int, height: int, width: int
+) -> None:
+    size = rows * height * width
+    expected = np.array(data.draw(st.lists(numbers, min_size=size, max_size=size))).reshape(
+        rows, height, width
+    )
+    column = [
+        as_matrix(matrix, sparse=data.draw(st.booleans()), transposed=data.draw(st.booleans()))
+        for matrix in expected
+    ]
+    start = data.draw(st.integers(0, rows))
+    spec = ColumnSpec("m", torch.float64, (height, width), encodings.MATRIX)
+    tensor = tensor_of(pa.array(column, MATRIX).slice(start), spec)
+    assert np.array_equal(tensor.numpy(), expected[start:])
+
+
+@settings(deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 3), min_size=2, max_size=3),
+    rows=st.integers(0, 5),
+    start=st.integers(0, 5),
+)
+def test_nested_arrays_become_their_declared_shape(shape: list[int], rows: int, start: int) -> None:
+    expected = np.arange(rows * np.prod(shape)).reshape(rows, *shape)
+    kind: pa.DataType = pa.int16()
+    for _ in shape:
+        kind = pa.list_(kind)
+    column = pa.array(expected.tolist(), kind).slice(start)
+    tensor = tensor_of(column, ColumnSpec("n", torch.int64, tuple(shape)))
+    assert np.array_equal(tensor.numpy(), expected[start:])
+
+
+def test_a_flat_array_takes_a_declared_shape() -> None:
+    column = pa.array([[1, 2, 3, 4, 5, 6]] * 2, pa.list_(pa.float32()))
+    assert (
+        tensor_of(column, ColumnSpec("x", torch.float32, (2, 3))).tolist()
+        == [[[1, 2, 3], [4, 5, 6]]] * 2
+    )
+
+
+@pytest.mark.parametrize("binary", [pa.binary(), pa.large_binary()], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.uint8, torch.bool]
+)
+def test_raw_bytes_are_the_tensor_that_they_were(dtype: torch.dtype, binary: pa.DataType) -> None:
+    expected = (torch.arange(24) % 5).to(dtype).view(4, 3, 2)
+    rows = [row.contiguous().view(torch.uint8).numpy().tobytes() for row in expected]
+    column = pa.array([b"other", *rows], binary).slice(1)
+    tensor = tensor_of(column, ColumnSpec("b", dtype, (3, 2), encodings.BYTES))
+    assert tensor.dtype is dtype
+    assert torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int32, torch.bool])
+def test_numbers_become_the_dtype_that_was_asked_for(dtype: torch.dtype) -> None:
+    scalars = tensor_of(pa.array([0.0, 1.0, 2.5]), ColumnSpec("x", dtype))
+    arrays = tensor_of(pa.array([[0.0, 1.0], [2.5, 3.0]]), ColumnSpec("x", dtype, (2,)))
+    assert torch.equal(scalars, torch.tensor([0.0, 1.0, 2.5]).to(dtype))
+    assert torch.equal(arrays, torch.tensor([[0.0, 1.0], [2.5, 3.0]]).to(dtype))
+
+
+def encoded(pixels: np.ndarray, kind: str = "PNG") -> bytes:
+    target = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(target, kind)
+    return target.getvalue()
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_encoded_images_become_their_pixels_channels_first(channels: int) -> None:
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 256, (3, 5, 4, channels), dtype=np.uint8)
+    column = pa.array([encoded(image.squeeze()) for image in pixels])
+    tensor = tensor_of(column, ColumnSpec("i", torch.uint8, (channels, 5, 4), encodings.IMAGE))
+    assert np.array_equal(tensor.numpy(), pixels.transpose(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize(("channels", "mode"), [(1, 0), (3, 16), (4, 24)])
+def test_sparks_images_become_rgb_channels_first(channels: int, mode: int) -> None:
+    pixels = np.arange(2 * 3 * 2 * channels, dtype=np.uint8).reshape(2, 3, 2, channels)
+    column = [
+        {
+            "origin": "here",
+            "height": 3,
+            "width": 2,
+            "nChannels": channels,
+            "mode": mode,
+            "data": image.tobytes(),
+        }
+        for image in pixels
+    ]
+    tensor = tensor_of(
+        pa.array(column, IMAGE), ColumnSpec("i", torch.float32, (channels, 3, 2), encodings.PIXELS)
+    )
+    blue_green_red = {1: [0], 3: [2, 1, 0], 4: [2, 1, 0, 3]}[channels]
+    assert np.array_equal(tensor.numpy(), pixels[..., blue_green_red].transpose(0, 3, 1, 2))
+
+
+PNG = encoded(np.zeros((2, 2, 3), np.uint8))
+SMALL = encoded(np.zeros((1, 2, 3), np.uint8))
+PIXELS = {"origin": "", "height": 2, "width": 2, "nChannels": 3, "mode": 16, "data": b"\0" * 12}
+MATRIX_ROW = as_matrix(np.array([[1.0, 0.0], [0.0, 2.0]]), sparse=True, transposed=False)
+BROKEN: dict[str, tuple[pa.Array, ColumnSpec, list[int], str]] = {
+    "nested arrays": (
+        pa.array([[[1, 2]], None, [[1, 2], [3]], [[1, 2]], []], pa.list_(pa.list_(pa.int64()))),
+        ColumnSpec("x", torch.int64, (1, 2)),
+        [2, 4],
+        "not an array of shape (1, 2)",
+    ),
+    "an inner null": (
+        pa.array([[[1, 2]], [None]], pa.list_(pa.list_(pa.int64()))),
+        ColumnSpec("x", torch.int64, (1, 2)),
+        [1],
+        "not an array of shape",
+    ),
+    "an array of another length than declared": (
+        pa.array([[1, 2], [1, 2, 3], None, [1]]),
+        ColumnSpec("x", torch.int64, (2,)),
+        [1, 3],
+        "has 3 elements",
+    ),
+    "bytes": (
+        pa.array([None, b"1234", b"123", b"12345678"]),
+        ColumnSpec("x", torch.float32, (1,), encodings.BYTES),
+        [2, 3],
+        "has 3 bytes, but float32 of shape (1,) takes 4",
+    ),
+    "a corrupt image": (
+        pa.array([PNG, PNG[:40], b"no image", None, PNG]),
+        ColumnSpec("x", torch.uint8, (3, 2, 2), encodings.IMAGE),
+        [1, 2],
+        "no such image",
+    ),
+    "an image of another size": (
+        pa.array([PNG, SMALL]),
+        ColumnSpec("x", torch.uint8, (3, 2, 2), encodings.IMAGE),
+        [1],
+        "1 x 2 pixels, not 2 x 2",
+    ),
+    "Spark's image of another size": (
+        pa.array([PIXELS, {**PIXELS, "width": 3}, {**PIXELS, "data": None}], IMAGE),
+        ColumnSpec("x", torch.uint8, (3, 2, 2), encodings.PIXELS),
+        [1, 2],
+        "width 3",
+    ),
+    "nested arrays of which an inner one is too long": (
+        pa.array(
+            [[[1, 2], [3, 4]], [[1, 2], [3, 4, 5]], [[1], [2, 3]]], pa.list_(pa.list_(pa.int64()))
+        ),
+        ColumnSpec("x", torch.int64, (2, 2)),
+        [1, 2],
+        "not an array of shape (2, 2)",
+    ),
+    "vectors that say what they are not": (
+        pa.array(
+            [
+                as_vector(np.array([0.0, 5.0]), sparse=True),
+                {"type": 0, "size": 2, "indices": [2], "values": [1.0]},
+                {"type": 0, "size": 2, "indices": [-1], "values": [1.0]},
+                {"type": 0, "size": -2, "indices": [], "values": []},
+                {"type": 0, "size": 2, "indices": [0, 1], "values": [1.0]},
+                {"type": 0, "size": 2, "indices": None, "values": [1.0]},
+                {"type": 0, "size": 2, "indices": [0], "values": [None]},
+                {"type": 0, "size": (1 << 31) - 1, "indices": [], "values": []},
+                {"type": 7, "size": 2, "indices": [0], "values": [1.0]},
+                {"type": 1, "size": None, "indices": None, "values": None},
+                as_vector(np.array([3.0, 4.0]), sparse=False),
+            ],
+            VECTOR,
+        ),
+        ColumnSpec("x", torch.float32, (2,), encodings.VECTOR),
+        [1, 2, 3, 4, 5, 6, 7, 8, 9],
+        "is no vector: its type is 0 (1 is dense, 0 sparse), its size 2",
+    ),
+    "matrices whose parts do not belong together": (
+        pa.array(
+            [
+                MATRIX_ROW,
+                {**MATRIX_ROW, "rowIndices": [0, 2]},
+                {**MATRIX_ROW, "rowIndices": [0, -1]},
+                {**MATRIX_ROW, "rowIndices": [0]},
+                {**MATRIX_ROW, "colPtrs": [0, 2]},
+                {**MATRIX_ROW, "colPtrs": [0, 2, 1]},
+                {**MATRIX_ROW, "colPtrs": [1, 1, 2]},
+                {**MATRIX_ROW, "colPtrs": [0, 1, 1 << 30]},
+                {**MATRIX_ROW, "colPtrs": None},
+                {**MATRIX_ROW, "values": [1.0, None]},
+                {**MATRIX_ROW, "type": 1},
+                {**MATRIX_ROW, "type": 2},
+                MATRIX_ROW,
+            ],
+            MATRIX,
+        ),
+        ColumnSpec("x", torch.float32, (2, 2), encodings.MATRIX),
+        list(range(1, 12)),
+        "do not belong together",
+    ),
+    "a matrix of another shape": (
+        pa.array(
+            [
+                as_matrix(np.ones(shape), sparse=False, transposed=False)
+                for shape in ((1, 2), (2, 1))
+            ],
+            MATRIX,
+        ),
+        ColumnSpec("x", torch.float32, (1, 2), encodings.MATRIX),
+        [1],
+        "shape (2, 1), the declared shape is (1, 2)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_rows_are_counted_placed_and_explained(name: str) -> None:
+    values, spec, broken, reason = BROKEN[name]
+    statistics = scan(decode(values, spec), spec, (3, 100))
+    assert (statistics.broken, statistics.nulls) == (len(broken), values.null_count)
+    assert statistics.places["broken"] == (3, 100 + broken[0])
+    if values.null_count:
+        assert statistics.places["nulls"] == (3, 100 + values.is_null().to_pylist().index(True))
+        statistics = scan(decode(values.drop_null(), spec), spec)
+    assert not statistics.sound
+    with pytest.raises(DataError, match=r"column 'x' has \d+ rows of 9 that cannot") as caught:
+        check_statistics(DataStatistics((9,), (statistics,)), [spec])
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name in BROKEN if "length" not in name])
+def test_broken_rows_are_refused_where_no_statistics_are_wanted(name: str) -> None:
+    values, spec, _, reason = BROKEN[name]
+    with pytest.raises(DataError, match=r"column 'x' has .*cannot be decoded: row") as caught:
+        tensors_of([values], [spec])
+    assert reason in str(caught.value)
+
+
+def test_the_first_bad_value_is_told_with_its_row_and_partition() -> None:
+    statistics = scan(pa.array([1.0, None, 2.0, None]), ColumnSpec("x", torch.float32), (2, 40))
+    with pytest.raises(DataError, match=r"2 null values in 9 rows \(the first is row 41 of part"):
+        check_statistics(DataStatistics((9,), (statistics,)), [ColumnSpec("x", torch.float32)])
+
+
+def test_vectors_of_unequal_length_are_told_as_arrays_are() -> None:
+    rows = [as_vector(np.ones(n), sparse=n == 2) for n in (2, 3)]
+    spec = ColumnSpec("v", torch.float32, (UNKNOWN,), encodings.VECTOR)
+    statistics = scan(decode(pa.array(rows, VECTOR), spec), spec)
+    assert statistics == ColumnStatistics(shortest=2, longest=3)
+    assert statistics.places["longest"] == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "encoding", "shape", "elements"),
+    [
+        (pa.array([[1.0] * 9]), encodings.NUMBERS, (UNKNOWN,), 0),
+        (pa.array([as_vector(np.ones(9), sparse=True)], VECTOR), encodings.VECTOR, (UNKNOWN,), 9),
+        (pa.array([as_vector(np.ones(9), sparse=False)], VECTOR), encodings.VECTOR, (UNKNOWN,), 0),
+        (pa.array([MATRIX_ROW], MATRIX), encodings.MATRIX, (2, 2), 4),
+        (pa.array([PNG]), encodings.IMAGE, (3, 2, 2), 12),
+        (pa.array([PIXELS], IMAGE), encodings.PIXELS, (3, 2, 2), 0),
+        (pa.array([b"12"]), encodings.BYTES, (2,), 0),
+    ],
+)
+def test_how_much_larger_rows_get_is_known_before(
+    values: pa.Array, encoding: encodings.Encoding, shape: tuple[int, ...], elements: int
+) -> None:
+    assert encoding.grown_elements(values, shape) == elements
+
+
+def test_nulls_stay_nulls_when_decoded() -> None:
+    spec = ColumnSpec("b", torch.uint8, (2,), encodings.BYTES)
+    decoded = decode(pa.array([None, b"ab", None, b"cd"]), spec)
+    assert decoded.values.null_count == 2
+    with pytest.raises(DataError, match="2 null values"):
+        to_tensor(decoded.values, spec)

@@ -1,0 +1,138 @@
+"""Rows that come as the place in a Parquet file where they lie."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkdl.errors import DataError
+from sparkdl.feed.record_batches import parquet_rows
+from sparkdl.feed.record_batches.parquet_rows import (
+    PATH,
+    ROW,
+    FileColumn,
+    name_of_columns,
+    unpacked_rows,
+)
+
+LISTS = FileColumn("x", "float", 1, exactly=True)
+
+
+def uri(path: Path) -> str:
+    return "file://" + quote(str(path))
+
+
+def named(columns: dict[str, FileColumn], paths: Sequence[str], rows: Sequence[int]) -> Any:
+    where = pa.StructArray.from_arrays(
+        [pa.array(paths, pa.string()), pa.array(rows, pa.int64())], names=[PATH, ROW]
+    )
+    return pa.record_batch({name_of_columns(columns): where})
+
+
+def read(*batches: Any) -> list[dict[str, Any]]:
+    return [row for batch in unpacked_rows(iter(batches)) for row in batch.to_pylist()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_rows_in_any_order_are_those_that_were_written(data: st.DataObject) -> None:
+    """Whatever the files' groups of rows are, the order and the record batches."""
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parquet_rows, "MAX_PIECE_ROWS", data.draw(st.integers(1, 9)))
+        sizes = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=3))
+        written = []
+        for number, size in enumerate(sizes):
+            values = [None if k % 5 == 4 else [number, k] * (k % 3) for k in range(size)]
+            path = Path(name) / f"{number} ü%20.parquet"
+            table = pa.table({"x": pa.array(values, pa.list_(pa.float32())), "y": range(size)})
+            pq.write_table(table, path, row_group_size=data.draw(st.integers(1, 12)))
+            written += [(uri(path), k, value) for k, value in enumerate(values)]
+        chosen = data.draw(st.lists(st.sampled_from(written), max_size=40))
+        if data.draw(st.booleans()):
+            chosen.sort(key=lambda each: each[:2])
+        cut = data.draw(st.integers(0, len(chosen)))
+        batches = [
+            named({"c0": LISTS}, [each[0] for each in part], [each[1] for each in part])
+            for part in (chosen[:cut], chosen[cut:])
+        ]
+        assert read(*batches) == [{"c0": value} for _, _, value in chosen]
+
+
+def test_what_comes_with_the_place_belongs_to_the_same_row(tmp_path: Path) -> None:
+    path = tmp_path / "table.parquet"
+    pq.write_table(pa.table({"x": [[float(k)] for k in range(10)]}), path, row_group_size=4)
+    rows = [1, 3, 4, 9]
+    batch = named({"c1": LISTS}, [uri(path)] * 4, rows)
+    batch = batch.append_column("c0", pa.array([10 * row for row in rows]))
+    assert read(batch) == [{"c0": 10 * row, "c1": [float(row)]} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("values", "column", "expected"),
+    [
+        (
+            pa.array([[1.0, 2.0]], pa.list_(pa.float32(), 2)),
+            FileColumn("x", "float", 1, exactly=True),
+            [1.0, 2.0],
+        ),
+        (pa.array([[1, 2]], pa.large_list(pa.int32())), FileColumn("x", "bigint", 1, True), [1, 2]),
+        (pa.array([b"abc"], pa.large_binary()), FileColumn("x", "binary", 0, True), b"abc"),
+        (pa.array([b"abc"]).dictionary_encode(), FileColumn("x", "binary", 0, True), b"abc"),
+        (pa.array([[[1.0], []]]), FileColumn("x", "double", 2, True), [[1.0], []]),
+        (pa.array([[1.0]]), FileColumn("X", "double", 1, exactly=False), [1.0]),
+        (pa.array([[1.0]]), FileColumn("X", "double", 1, exactly=True), None),
+        (
+            pa.FixedShapeTensorArray.from_numpy_ndarray(np.ones((1, 2), np.float32)),
+            FileColumn("x", "float", 1, exactly=True),
+            [1.0, 1.0],
+        ),
+    ],
+    ids=[
+        "fixed-size lists",
+        "other numbers",
+        "large bytes",
+        "dictionary",
+        "nested",
+        "other case",
+        "missing",
+        "tensors",
+    ],
+)
+def test_values_come_as_spark_would_read_them(
+    tmp_path: Path, values: pa.Array, column: FileColumn, expected: Any
+) -> None:
+    path = tmp_path / "table.parquet"
+    pq.write_table(pa.table({"x": values}), path)
+    (batch,) = unpacked_rows(iter([named({"c0": column}, [uri(path)], [0])]))
+    assert batch.schema.field("c0").type == column.type
+    assert batch.to_pylist() == [{"c0": expected}]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "gone.parquet"
+    with pytest.raises(DataError, match=r"columns x could not be read from file://.*gone\.parquet"):
+        read(named({"c0": LISTS}, [uri(path)], [0]))
+    path.write_bytes(b"PAR1 is how they begin")
+    with pytest.raises(DataError, match=r"df\.withColumn"):
+        read(named({"c0": LISTS}, [uri(path)], [0]))
+
+
+def test_a_file_that_was_written_anew_with_fewer_rows_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "table.parquet"
+    pq.write_table(pa.table({"x": [[1.0]]}), path)
+    with pytest.raises(DataError, match="row 7 is beyond its last one"):
+        read(named({"c0": LISTS}, [uri(path)], [7]))
+
+
+def test_other_record_batches_pass(tmp_path: Path) -> None:
+    assert read(pa.record_batch({"c0": [1], "order": [2]})) == [{"c0": 1, "order": 2}]

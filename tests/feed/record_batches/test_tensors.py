@@ -1,0 +1,127 @@
+"""From Arrow columns to tensors: every numeric type, slices, arrays; bad columns by name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparkdl.errors import DataError
+from sparkdl.feed.record_batches.decode import to_tensor
+from sparkdl.protocols import ColumnSpec
+
+NUMERIC = [
+    pa.int8(),
+    pa.int16(),
+    pa.int32(),
+    pa.int64(),
+    pa.uint8(),
+    pa.float16(),
+    pa.float32(),
+    pa.float64(),
+    pa.bool_(),
+]
+TARGETS = [torch.float32, torch.float64, torch.int64]
+SCALAR = ColumnSpec("x", torch.float32)
+
+
+def values_of(kind: pa.DataType, count: int) -> pa.Array:
+    numbers = np.arange(count) % 2 if kind == pa.bool_() else np.arange(count) % 100
+    return pa.array(numbers).cast(pa.int8()).cast(kind)
+
+
+@pytest.mark.parametrize("dtype", TARGETS, ids=str)
+@pytest.mark.parametrize("kind", NUMERIC, ids=str)
+def test_every_numeric_type_becomes_the_specs_dtype(kind: pa.DataType, dtype: torch.dtype) -> None:
+    values = values_of(kind, 9)
+    tensor = to_tensor(values, ColumnSpec("x", dtype))
+    assert tensor.dtype is dtype
+    assert tensor.tolist() == [float(value) for value in values.to_pylist()]
+
+
+@pytest.mark.parametrize("kind", NUMERIC, ids=str)
+def test_arrays_of_every_numeric_type_become_rows(kind: pa.DataType) -> None:
+    flat = values_of(kind, 12)
+    lists = pa.ListArray.from_arrays(pa.array([0, 3, 6, 9, 12], pa.int32()), flat)
+    tensor = to_tensor(lists, ColumnSpec("x", torch.float64, (3,)))
+    assert tensor.shape == (4, 3)
+    assert tensor.tolist() == [[float(v) for v in row] for row in lists.to_pylist()]
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(-100, 100), min_size=3, max_size=3), max_size=20),
+    start=st.integers(0, 20),
+    length=st.integers(0, 20),
+)
+def test_slices_give_their_own_rows(rows: list[list[int]], start: int, length: int) -> None:
+    lists = pa.array(rows, pa.list_(pa.int32())).slice(start, length)
+    scalars = pa.array([row[0] for row in rows], pa.int16()).slice(start, length)
+    flags = pa.array([row[0] > 0 for row in rows], pa.bool_()).slice(start, length)
+    expected = rows[start : start + length]
+    wide = to_tensor(lists, ColumnSpec("x", torch.int64, (3,)))
+    assert wide.shape == (len(expected), 3)
+    assert wide.tolist() == expected
+    assert to_tensor(scalars, ColumnSpec("x", torch.int64)).tolist() == [r[0] for r in expected]
+    assert to_tensor(flags, ColumnSpec("x", torch.int64)).tolist() == [r[0] > 0 for r in expected]
+
+
+def test_a_column_without_rows_keeps_its_shape_and_dtype() -> None:
+    scalar = to_tensor(pa.array([], pa.float64()), SCALAR)
+    wide = to_tensor(pa.array([], pa.list_(pa.float64())), ColumnSpec("x", torch.float64, (4,)))
+    assert (scalar.shape, scalar.dtype) == ((0,), torch.float32)
+    assert (wide.shape, wide.dtype) == ((0, 4), torch.float64)
+
+
+def test_arrays_without_elements_are_rows_without_elements() -> None:
+    tensor = to_tensor(
+        pa.array([[], []], pa.list_(pa.float32())), ColumnSpec("x", torch.float32, (0,))
+    )
+    assert tensor.shape == (2, 0)
+
+
+def test_large_integers_are_exact_as_int64() -> None:
+    values = [2**53 + 1, -(2**62) - 1]
+    assert to_tensor(pa.array(values), ColumnSpec("x", torch.int64)).tolist() == values
+
+
+def test_a_column_in_its_final_type_is_not_copied() -> None:
+    values = pa.array(np.arange(5, dtype=np.float32))
+    tensor = to_tensor(values, SCALAR)
+    assert tensor.data_ptr() == values.buffers()[1].address
+
+
+def test_nulls_are_an_error_with_column_and_count() -> None:
+    values = pa.array([1.0, None, 3.0, None])
+    with pytest.raises(DataError, match=r"column 'x' has 2 null values in a batch of 4 rows.*na\."):
+        to_tensor(values, SCALAR)
+
+
+def test_a_null_array_is_an_error_with_column_and_count() -> None:
+    values = pa.array([[1.0], None], pa.list_(pa.float64()))
+    with pytest.raises(DataError, match="column 'x' has 1 null values"):
+        to_tensor(values, ColumnSpec("x", torch.float32, (1,)))
+
+
+def test_null_elements_are_an_error_with_column_and_count() -> None:
+    values = pa.array([[1.0, None], [None, None]], pa.list_(pa.float64()))
+    with pytest.raises(DataError, match="column 'x' has 3 null elements inside its arrays"):
+        to_tensor(values, ColumnSpec("x", torch.float32, (2,)))
+
+
+def test_nulls_outside_a_slice_do_not_count() -> None:
+    values = pa.array([None, 1.0, 2.0, None]).slice(1, 2)
+    assert to_tensor(values, SCALAR).tolist() == [1.0, 2.0]
+    lists = pa.array([[None], [1.0], [2.0]], pa.list_(pa.float64())).slice(1, 2)
+    assert to_tensor(lists, ColumnSpec("x", torch.float32, (1,))).tolist() == [[1.0], [2.0]]
+
+
+@pytest.mark.parametrize(
+    "rows", [[[1, 2], [1, 2, 3]], [[1], [1, 2, 3]], [[1, 2], []], [[1, 2, 3], [1, 2, 3]]]
+)
+def test_arrays_of_another_length_are_an_error_with_the_lengths(rows: list[list[int]]) -> None:
+    found = ", ".join(str(n) for n in sorted({len(row) for row in rows}))
+    with pytest.raises(DataError, match=rf"column 'x' .* {found} elements .* must have 2"):
+        to_tensor(pa.array(rows), ColumnSpec("x", torch.float32, (2,)))

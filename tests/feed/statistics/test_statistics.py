@@ -1,0 +1,413 @@
+"""What is found in a worker's rows: counts against plain Python, however the rows are cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkdl.errors import DataError, TrainingError
+from sparkdl.feed.record_batches.decode import Decoded
+from sparkdl.feed.statistics.check import check_statistics
+from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.statistics.places import names_places, with_places
+from sparkdl.feed.statistics.scan import adds_nothing, scan
+from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
+from sparkdl.protocols import UNKNOWN, ColumnSpec
+
+WHOLE = ColumnSpec("x", torch.int64)
+REAL = ColumnSpec("x", torch.float32)
+SMALL = ColumnSpec("x", torch.float16)
+ARRAY = ColumnSpec("x", torch.float32, (UNKNOWN,))
+SMALL_ARRAY = ColumnSpec("x", torch.uint8, (UNKNOWN,))
+
+floats = st.sampled_from([math.nan, math.inf, -math.inf, -0.5, 3.0]) | st.floats(width=32)
+integers = st.integers(-(2**63), 2**63 - 1)
+
+
+def numbers(statistics: ColumnStatistics) -> tuple[Any, ...]:
+    """The fields, places included, with a NaN that equals itself."""
+    fields = [getattr(statistics, name) for name in ColumnStatistics.__slots__ if name != "places"]
+    fields += sorted(statistics.places.items())
+    return tuple("NaN" if isinstance(f, float) and math.isnan(f) else f for f in fields)
+
+
+def extremes(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """The smallest and the largest by numpy, whose NaN wins."""
+    if not values:
+        return None, None
+    return np.min(values).item(), np.max(values).item()
+
+
+def first(places: dict[str, Any], name: str, rows: Sequence[bool]) -> int:
+    """Count what is true and note the first place, in partition 0."""
+    if any(rows):
+        places[name] = (0, rows.index(True))
+    return sum(rows)
+
+
+def first_of(places: dict[str, Any], rows: Sequence[Any], **extremes: Any) -> None:
+    """Note the first row that has each extreme."""
+    for name, value in extremes.items():
+        if value is not None:
+            places[name] = (0, [str(row) for row in rows].index(str(value)))
+
+
+def statistics_of_numbers(rows: Sequence[float | None], *, whole_wanted: bool) -> ColumnStatistics:
+    """The oracle for a column of numbers."""
+    present = [row for row in rows if row is not None]
+    places: dict[str, Any] = {}
+    wanting = [
+        isinstance(row, float) and not math.isinf(row) and not row.is_integer() for row in rows
+    ]
+    too_large = [
+        row is not None and math.isfinite(row) and not -(2**63) <= row < 2**63 for row in rows
+    ]
+    smallest, largest = extremes(present)
+    zeros = [None if row is None else row + 0.0 if row == 0 else row for row in rows]
+    first_of(
+        places,
+        zeros if present and isinstance(present[0], float) else rows,
+        smallest=None if smallest is None else smallest + 0 if smallest == 0 else smallest,
+        largest=None if largest is None else largest + 0 if largest == 0 else largest,
+    )
+    return ColumnStatistics(
+        nulls=first(places, "nulls", [row is None for row in rows]),
+        fractions=first(places, "fractions", wanting) if whole_wanted else 0,
+        not_finite=first(
+            places, "not_finite", [row is not None and not math.isfinite(row) for row in rows]
+        ),
+        out_of_range=first(places, "out_of_range", too_large) if whole_wanted else 0,
+        smallest=smallest,
+        largest=largest,
+        places=places,
+    )
+
+
+def statistics_of_arrays(
+    rows: Sequence[Sequence[Any] | None], *, look_inside: bool
+) -> ColumnStatistics:
+    """The oracle for a column of arrays."""
+    present = [row for row in rows if row is not None]
+    lengths = [len(row) for row in present]
+    elements = [e for row in present for e in row if e is not None]
+    smallest, largest = extremes(elements) if look_inside else (None, None)
+    shortest, longest = min(lengths, default=None), max(lengths, default=None)
+    places: dict[str, Any] = {}
+    first_of(
+        places,
+        [None if row is None else len(row) for row in rows],
+        shortest=shortest,
+        longest=longest,
+    )
+    for name, value in (("smallest", smallest), ("largest", largest)):
+        if value is not None:
+            first(places, name, [row is not None and value in row for row in rows])
+    infinite = [
+        row is not None and any(e is not None and not math.isfinite(e) for e in row) for row in rows
+    ]
+    return ColumnStatistics(
+        nulls=first(places, "nulls", [row is None for row in rows]),
+        null_elements=first(
+            places, "null_elements", [row is not None and None in row for row in rows]
+        ),
+        not_finite=0 if look_inside else first(places, "not_finite", infinite),
+        shortest=shortest,
+        longest=longest,
+        smallest=smallest,
+        largest=largest,
+        places=places,
+    )
+
+
+@pytest.mark.parametrize("spec", [WHOLE, REAL], ids=["whole", "real"])
+@settings(deadline=None)
+@given(rows=st.lists(st.none() | floats, max_size=12))
+def test_a_column_of_fractions_is_counted_as_plain_python_counts(
+    spec: ColumnSpec, rows: list[float | None]
+) -> None:
+    found = scan(pa.array(rows, pa.float64()), spec)
+    assert numbers(found) == numbers(statistics_of_numbers(rows, whole_wanted=spec is WHOLE))
+
+
+@pytest.mark.parametrize("spec", [WHOLE, REAL], ids=["whole", "real"])
+@settings(deadline=None)
+@given(rows=st.lists(st.none() | integers, max_size=12))
+def test_a_column_of_integers_is_counted_exactly(spec: ColumnSpec, rows: list[int | None]) -> None:
+    found = scan(pa.array(rows, pa.int64()), spec)
+    assert numbers(found) == numbers(statistics_of_numbers(rows, whole_wanted=True))
+
+
+@settings(deadline=None)
+@given(rows=st.lists(st.none() | st.booleans(), max_size=12))
+def test_booleans_are_zero_and_one(rows: list[bool | None]) -> None:
+    as_numbers = [None if row is None else int(row) for row in rows]
+    found = scan(pa.array(rows, pa.bool_()), WHOLE)
+    assert found == statistics_of_numbers(as_numbers, whole_wanted=True)
+
+
+@settings(deadline=None)
+@given(rows=st.lists(st.none() | st.lists(st.none() | integers, max_size=4), max_size=10))
+def test_arrays_of_integers_are_counted_and_looked_into(
+    rows: list[list[int | None] | None],
+) -> None:
+    found = scan(pa.array(rows, pa.list_(pa.int64())), ARRAY)
+    assert numbers(found) == numbers(statistics_of_arrays(rows, look_inside=True))
+
+
+@settings(deadline=None)
+@given(rows=st.lists(st.none() | st.lists(st.none() | floats, max_size=4), max_size=10))
+def test_arrays_of_fractions_are_counted_and_not_looked_into(
+    rows: list[list[float | None] | None],
+) -> None:
+    found = scan(pa.array(rows, pa.list_(pa.float32())), ARRAY)
+    assert numbers(found) == numbers(statistics_of_arrays(rows, look_inside=False))
+
+
+@settings(deadline=None)
+@given(
+    rows=st.lists(st.none() | st.lists(st.none() | integers, max_size=3), max_size=10),
+    start=st.integers(0, 10),
+    length=st.integers(0, 10),
+)
+def test_a_slice_is_counted_without_its_surroundings(
+    rows: list[list[int | None] | None], start: int, length: int
+) -> None:
+    arrays = pa.array(rows, pa.list_(pa.int64())).slice(start, length)
+    assert scan(arrays, ARRAY) == statistics_of_arrays(
+        rows[start : start + length], look_inside=True
+    )
+    scalars = [None if not row else row[0] for row in rows]
+    flags = [None if s is None else s > 0 for s in scalars]
+    cut = scalars[start : start + length]
+    assert scan(pa.array(scalars, pa.int64()).slice(start, length), WHOLE) == statistics_of_numbers(
+        cut, whole_wanted=True
+    )
+    assert scan(pa.array(flags, pa.bool_()).slice(start, length), WHOLE) == statistics_of_numbers(
+        [None if s is None else int(s > 0) for s in cut], whole_wanted=True
+    )
+
+
+def test_elements_behind_a_null_array_do_not_count() -> None:
+    arrays = pa.ListArray.from_arrays(
+        pa.array([0, 2, 4, 7], pa.int32()),
+        pa.array([1, None, None, 99, 5, 6, 7]),
+        mask=pa.array([False, True, False]),
+    )
+    assert arrays.to_pylist() == [[1, None], None, [5, 6, 7]]
+    assert scan(arrays, ARRAY) == ColumnStatistics(
+        nulls=1, null_elements=1, shortest=2, longest=3, smallest=1, largest=7
+    )
+
+
+def test_nan_is_the_largest_wherever_it_stands() -> None:
+    for rows in ([math.nan, 1.0], [1.0, math.nan], [math.inf, math.nan, 0.0]):
+        largest = scan(pa.array(rows), WHOLE).largest
+        assert largest is not None
+        assert math.isnan(largest)
+
+
+def test_nan_is_no_whole_number_and_infinity_is_told_by_the_largest() -> None:
+    assert scan(pa.array([math.nan, 1.0, 2.5]), WHOLE).fractions == 2
+    found = scan(pa.array([math.inf, 1.0]), WHOLE)
+    assert (found.fractions, found.largest) == (0, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [(pa.float64(), WHOLE), (pa.bool_(), WHOLE), (pa.list_(pa.int64()), ARRAY)],
+    ids=str,
+)
+def test_nothing_is_found_in_no_rows(kind: pa.DataType, spec: ColumnSpec) -> None:
+    assert scan(pa.array([], kind), spec) == ColumnStatistics()
+
+
+@pytest.mark.parametrize("spec", [WHOLE, ARRAY], ids=["numbers", "arrays"])
+@settings(deadline=None)
+@given(data=st.data())
+def test_the_statistics_do_not_depend_on_how_the_rows_are_cut(spec: ColumnSpec, data: Any) -> None:
+    value = st.lists(st.none() | integers, max_size=3) if spec is ARRAY else floats
+    kind = pa.list_(pa.int64()) if spec is ARRAY else pa.float64()
+    rows = data.draw(st.lists(st.none() | value, max_size=12))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
+    values = pa.array(rows, kind)
+
+    pieces = [
+        (values.slice(start, stop - start), start)
+        for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True)
+    ]
+    found = [scan(piece, spec, (3, start)) for piece, start in pieces]
+
+    together = sum(found, ColumnStatistics())
+    assert numbers(together) == numbers(scan(values, spec, (3, 0)))
+
+
+@pytest.mark.parametrize("spec", [WHOLE, REAL, SMALL, ARRAY, SMALL_ARRAY], ids=str)
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_what_is_said_to_be_nothing_new_changes_nothing(spec: ColumnSpec, data: Any) -> None:
+    value = st.sampled_from([0.0, 1.0, 2.0, 0.5, 7e4, 1e300, math.inf, math.nan, None])
+    kind = pa.float64()
+    if data.draw(st.booleans()):
+        value, kind = st.sampled_from([0, 1, 2, 300, 2**62, None]), pa.int64()
+    if spec.is_array:
+        value, kind = st.none() | st.lists(value, min_size=1, max_size=2), pa.list_(kind)
+    batches = data.draw(st.lists(st.lists(value, min_size=1, max_size=3), max_size=6))
+    known = ColumnStatistics()
+    for position, batch in enumerate(batches):
+        column = Decoded(pa.array(batch, kind))
+        new = known + scan(column, spec, (0, position))
+        if adds_nothing(column, spec, known):
+            assert numbers(new) == numbers(known)
+        known = new
+
+
+def test_rows_like_those_before_are_nothing_new() -> None:
+    for first, spec in (
+        ([0.0, 2.5], REAL),
+        ([0, 2], WHOLE),
+        ([[0.0, 2.5]], ARRAY),
+        ([[0, 2]], SMALL_ARRAY),
+    ):
+        known = scan(pa.array(first), spec)
+        assert adds_nothing(Decoded(pa.array(first)), spec, known)
+        assert not adds_nothing(Decoded(pa.array(first)), spec, ColumnStatistics())
+
+
+def test_the_workers_rows_are_told_by_rank_and_their_columns_added() -> None:
+    shards = [
+        ShardStatistics(
+            3, (ColumnStatistics(nulls=1, smallest=2, largest=4), ColumnStatistics(longest=3))
+        ),
+        ShardStatistics(0, (ColumnStatistics(), ColumnStatistics())),
+        ShardStatistics(
+            5, (ColumnStatistics(nulls=2, smallest=-1, largest=3), ColumnStatistics(longest=7))
+        ),
+    ]
+    statistics = DataStatistics.of(shards)
+    assert (statistics.shard_rows, statistics.rows) == ((3, 0, 5), 8)
+    assert statistics.columns == (
+        ColumnStatistics(nulls=3, smallest=-1, largest=4),
+        ColumnStatistics(longest=7),
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "sound"),
+    [
+        (ColumnStatistics(), True),
+        (ColumnStatistics(smallest=-3, largest=9, fractions=2), True),
+        (ColumnStatistics(shortest=3, longest=3), True),
+        (ColumnStatistics(nulls=1), False),
+        (ColumnStatistics(null_elements=1, shortest=3, longest=3), False),
+        (ColumnStatistics(shortest=2, longest=3), False),
+    ],
+)
+def test_a_column_is_sound_without_nulls_and_with_one_length(
+    found: ColumnStatistics, sound: bool
+) -> None:
+    assert found.sound is sound
+
+
+def check(*columns: ColumnStatistics, shard_rows: tuple[int, ...] = (3, 4)) -> None:
+    specs = [ColumnSpec(name, torch.float32) for name in ("first", "second")]
+    check_statistics(DataStatistics(shard_rows, columns), specs[: len(columns)])
+
+
+GOOD = ColumnStatistics(smallest=0, largest=1)
+
+
+@pytest.mark.parametrize("shard_rows", [(0,), (0, 0)])
+def test_no_rows_at_all_are_refused_as_an_empty_dataframe(shard_rows: tuple[int, ...]) -> None:
+    with pytest.raises(DataError, match="the DataFrame is empty"):
+        check(ColumnStatistics(), shard_rows=shard_rows)
+
+
+@pytest.mark.parametrize("told", [0, 1, 3])
+def test_workers_that_tell_of_other_columns_are_refused_with_both_numbers(told: int) -> None:
+    with pytest.raises(TrainingError, match=f"tell of {told} columns, but the training has 2"):
+        check_statistics(DataStatistics((9,), (GOOD,) * told), [WHOLE, REAL])
+
+
+def test_fewer_rows_than_workers_are_refused_with_both_numbers() -> None:
+    with pytest.raises(DataError, match=r"2 rows, fewer than the 3 workers.*numWorkers.* 2"):
+        check(GOOD, shard_rows=(1, 1, 0))
+
+
+def test_a_worker_without_rows_is_no_reason_to_refuse() -> None:
+    check(GOOD, GOOD, shard_rows=(0, 2))
+
+
+def test_nulls_are_refused_with_the_column_their_number_and_a_remedy() -> None:
+    with pytest.raises(
+        DataError, match=r"column 'second' has 5 null values in 7 rows\. .*df\.na\.fill"
+    ):
+        check(GOOD, ColumnStatistics(nulls=5))
+
+
+def test_null_elements_are_refused_with_the_column_their_rows_and_a_remedy() -> None:
+    with pytest.raises(
+        DataError, match=r"column 'first' has null elements .* in 2 of 7 rows\. .*F\.coalesce"
+    ):
+        check(ColumnStatistics(null_elements=2, shortest=3, longest=3), GOOD)
+
+
+def test_unequal_arrays_are_refused_with_the_column_the_lengths_and_a_remedy() -> None:
+    with pytest.raises(
+        DataError, match=r"column 'second' holds arrays of 2 to 9 elements;.*F\.size\('second'\)"
+    ):
+        check(GOOD, ColumnStatistics(shortest=2, longest=9))
+
+
+def test_arrays_without_elements_are_refused() -> None:
+    with pytest.raises(DataError, match="column 'first' holds only empty arrays"):
+        check(ColumnStatistics(shortest=0, longest=0))
+
+
+def test_sound_data_pass() -> None:
+    check(GOOD, ColumnStatistics(shortest=3, longest=3))
+
+
+def test_what_lasts_of_the_statistics_does_not_depend_on_the_order_of_the_rows() -> None:
+    first, second = (
+        DataStatistics.of([ShardStatistics(3, (scan(pa.array(rows), REAL),), weight=2.0)])
+        for rows in ([1.0, None, 3.0], [3.0, 1.0, None])
+    )
+    assert first.columns[0].places != second.columns[0].places
+    assert first.lasting() == second.lasting()
+    assert repr(first) == repr(second)
+
+
+def test_the_mean_weight_is_over_the_rows_of_all_workers() -> None:
+    shards = [
+        ShardStatistics(3, (), weight=9.0),
+        ShardStatistics(0, ()),
+        ShardStatistics(1, (), weight=3.0),
+    ]
+    assert DataStatistics.of(shards).mean_weight == 3.0
+    assert DataStatistics.of([ShardStatistics(4, ())]).mean_weight == 1.0
+
+
+def test_numbers_beyond_the_dtype_are_refused_with_the_range_and_a_remedy() -> None:
+    with pytest.raises(
+        DataError,
+        match=r"column 'first' has 2 rows of 7 .* range of float32, -3.4\S+e\+38 .*columnDtypes",
+    ):
+        check(ColumnStatistics(out_of_range=2, smallest=0, largest=1e300))
+
+
+def test_the_places_in_a_message_can_be_translated() -> None:
+    message = "column 'a' (row 17 of partition 3) and 'b' (row 0 of partition 12), rows 5 of 6"
+    assert names_places(message)
+    assert not names_places("column 'a' has 3 null values in 60 rows")
+    translated = with_places(message, lambda place: (place[0] + 100, place[1] + 1))
+    assert translated == (
+        "column 'a' (row 18 of partition 103) and 'b' (row 1 of partition 112), rows 5 of 6"
+    )

@@ -1,0 +1,195 @@
+"""Where the partition store keeps its rows: without a name, and not beyond the room there is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparkdl.errors import TrainingError
+from sparkdl.feed.columns.ragged import Ragged
+from sparkdl.feed.store import rows as rows_module
+from sparkdl.feed.store.partition_store import PartitionStore
+from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
+
+SPEC = ColumnSpec("x", torch.float32, (1024,))
+MEMORY = Path("/dev/shm")
+
+FILL_AND_WAIT = """
+import sys, time
+from pathlib import Path
+import torch
+from sparkdl.feed.store.partition_store import PartitionStore
+from sparkdl.protocols import ColumnSpec
+
+store = PartitionStore(Path(sys.argv[1]))
+store.append([ColumnSpec("x", torch.float32, (1024,))], [torch.ones(4096, 1024)])
+assert store.take(torch.tensor([7]))[0].sum() == 1024
+print("full", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not MEMORY.is_mount(), reason="this system has no /dev/shm")
+def test_rows_in_memory_have_no_name_that_could_outlive_a_killed_worker() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", FILL_AND_WAIT, str(MEMORY)], stdout=subprocess.PIPE, text=True
+    ) as worker:
+        try:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == "full\n"
+            device = MEMORY.stat().st_dev
+            ours = [
+                found
+                for number in Path(f"/proc/{worker.pid}/fd").iterdir()
+                if (found := os.stat(number)).st_dev == device
+            ]
+            # What has neither a name nor a process that holds it open, the kernel gives back.
+            assert {(file.st_size >> 20, file.st_nlink) for file in ours} == {(16, 0)}
+            inode = ours[0].st_ino
+        finally:
+            worker.send_signal(signal.SIGKILL)
+    assert inode not in {entry.inode() for entry in os.scandir(MEMORY)}
+
+
+def test_rows_for_which_there_is_no_room_are_refused_with_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = PartitionStore(tmp_path)
+    store.append([SPEC], [torch.ones(1024, 1024)])
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwritev", full)
+
+    def refused(missing: int) -> Any:
+        return pytest.raises(
+            TrainingError,
+            match=rf"do not fit into {tmp_path} on .*: 4 MiB of them are there, {missing} bytes "
+            r"could not be written, \d+ MiB are free \(No space left on device\).*storeIn",
+        )
+
+    store.append([SPEC], [torch.ones(2, 1024)])
+    with refused(4096 + 8192):  # Arrow's header has moved the rows by a page
+        store.flush()
+    with refused(2 << 20):
+        store.append([SPEC], [torch.ones(511, 1024)])
+    store.close()
+
+
+class TestPartitionStore:
+    """The store's files have no name and give back what was put in."""
+
+    COLUMNS = (
+        ColumnSpec("a", torch.float32, (3,)),
+        ColumnSpec("b", torch.int64),
+        ColumnSpec("c", torch.float64, (0,)),
+    )
+
+    def batch(self, rows: int) -> list[Tensor]:
+        numbers = torch.arange(rows)
+        return [
+            torch.stack([numbers, numbers + 1, numbers + 2], dim=1).float(),
+            numbers,
+            torch.empty((rows, 0), dtype=torch.float64),
+        ]
+
+    def test_no_file_is_seen_in_the_directory_even_while_open(self, tmp_path: Path) -> None:
+        store = PartitionStore(tmp_path)
+        store.append(self.COLUMNS, self.batch(1000))
+        store.slice(0, 1000)
+        assert list(tmp_path.iterdir()) == []
+        store.close()
+        assert list(tmp_path.iterdir()) == []
+
+    @given(
+        sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5),
+        page_bytes=st.sampled_from([16, 100, 2 << 20]),
+    )
+    @settings(deadline=None, max_examples=60)
+    def test_rows_come_back_in_the_order_they_were_appended(
+        self, sizes: list[int], page_bytes: int
+    ) -> None:
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            mock.patch.object(rows_module, "PAGE_BYTES", page_bytes),
+        ):
+            store = PartitionStore(Path(directory))
+            for size in sizes:
+                store.append(self.COLUMNS, self.batch(size))
+            columns = store.slice(0, store.rows)
+            assert store.rows == sum(sizes)
+            for position, spec in enumerate(self.COLUMNS):
+                expected = torch.cat([self.batch(size)[position] for size in sizes])
+                assert columns[position].dtype is spec.dtype
+                assert torch.equal(columns[position], expected)
+            assert len(columns) == len(self.COLUMNS)
+            store.close()
+
+    def test_a_store_without_rows_has_no_columns(self, tmp_path: Path) -> None:
+        store = PartitionStore(tmp_path)
+        assert (store.rows, store.slice(0, 0)) == (0, [])
+        store.close()
+
+    def test_a_slice_that_is_not_contiguous_is_stored_as_it_reads(self, tmp_path: Path) -> None:
+        store = PartitionStore(tmp_path)
+        values = torch.arange(12.0).view(2, 6).t()[::2]
+        store.append([ColumnSpec("a", torch.float32, (2,))], [values])
+        assert torch.equal(store.slice(0, 3)[0], values)
+        store.close()
+
+    def test_closing_closes_the_files(self, tmp_path: Path) -> None:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        store = PartitionStore(tmp_path)
+        store.append(self.COLUMNS, self.batch(10))
+        store.close()
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_the_first_readers_may_come_at_once_also_where_the_first_row_is_empty(
+    tmp_path: Path,
+) -> None:
+    lengths = torch.arange(1000) % 5
+    tokens = torch.arange(int(lengths.sum()))
+    store = PartitionStore(tmp_path)
+    spec = ColumnSpec("tokens", torch.int64, (UNKNOWN,), padding=Padding(0))
+    store.append([spec], [Ragged(tokens, lengths)])
+    store.take(torch.zeros(1, dtype=torch.int64))
+    completed = []
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.02)  # for the others to come
+        completed.append(threading.current_thread().name)
+        put_around(*arguments)
+
+    put_around = rows_module.ArrowFrame.put_around
+    together = threading.Barrier(8, timeout=30)
+
+    def read(_: int) -> Any:
+        together.wait()
+        return store.take(torch.arange(1000))[0]
+
+    with (
+        mock.patch.object(rows_module.ArrowFrame, "put_around", lambda *a: slowly(*a)),
+        ThreadPoolExecutor(8) as readers,
+    ):
+        taken = list(readers.map(read, range(8), timeout=30))
+    assert len(completed) == 1
+    assert all(torch.equal(rows.values, tokens) for rows in taken)
+    store.close()
