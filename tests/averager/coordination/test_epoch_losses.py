@@ -6,39 +6,13 @@ from typing import Any
 
 import pytest
 from decisions import Run, expect_failure, only, started
+from validating import HELD_OUT, ask, told, validate, with_held_out_rows
 
 from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
 from sparkdl.averager.messages.headers import read_epoch_losses
 from sparkdl.averager.messages.progress import Position, Progress
 from sparkdl.errors import DeadlineError, TrainingError
-from sparkdl.events import EpochSummary, ValidationReport
-from sparkdl.feed.statistics.shards import ShardStatistics
-
-HELD_OUT = ShardStatistics(1, (), held_out=1)
-
-
-def with_held_out_rows(run: Run) -> Run:
-    for rank in run.ranks:
-        run.join(rank)
-    for rank in run.ranks:
-        run.read(rank, HELD_OUT)
-    run.start()
-    run.take()
-    return run
-
-
-def validate(run: Run, rank: int, loss: float, epoch: int = 1) -> list[do.Decision]:
-    report = ValidationReport(rank=rank, epoch=epoch, examples=1, loss_sum=loss, weight=1.0)
-    return run.tell(on.Validated(run.members[rank], report))
-
-
-def ask(run: Run, rank: int, epochs: int = 1, known: int = 0) -> list[do.Decision]:
-    return run.tell(on.EpochLossesWanted(run.members[rank], known, epochs))
-
-
-def told(decisions: list[do.Decision]) -> dict[int, tuple[float, ...]]:
-    return {each.member.rank: each.losses for each in only(do.TellEpochLosses, decisions)}
+from sparkdl.events import EpochSummary
 
 
 def test_without_held_out_rows_the_training_loss_is_told_at_once() -> None:

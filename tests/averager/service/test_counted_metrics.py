@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from decisions import Run, only
-from test_epoch_losses import HELD_OUT, ask, told, with_held_out_rows
+from validating import HELD_OUT, ask, told, with_held_out_rows
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on

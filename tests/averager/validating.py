@@ -1,0 +1,35 @@
+"""Runs whose workers validate, and ask for the losses of epochs."""
+
+from __future__ import annotations
+
+from decisions import Run, only
+
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
+from sparkdl.events import ValidationReport
+from sparkdl.feed.statistics.shards import ShardStatistics
+
+HELD_OUT = ShardStatistics(1, (), held_out=1)
+
+
+def with_held_out_rows(run: Run) -> Run:
+    for rank in run.ranks:
+        run.join(rank)
+    for rank in run.ranks:
+        run.read(rank, HELD_OUT)
+    run.start()
+    run.take()
+    return run
+
+
+def validate(run: Run, rank: int, loss: float, epoch: int = 1) -> list[do.Decision]:
+    report = ValidationReport(rank=rank, epoch=epoch, examples=1, loss_sum=loss, weight=1.0)
+    return run.tell(on.Validated(run.members[rank], report))
+
+
+def ask(run: Run, rank: int, epochs: int = 1, known: int = 0) -> list[do.Decision]:
+    return run.tell(on.EpochLossesWanted(run.members[rank], known, epochs))
+
+
+def told(decisions: list[do.Decision]) -> dict[int, tuple[float, ...]]:
+    return {each.member.rank: each.losses for each in only(do.TellEpochLosses, decisions)}
