@@ -35,7 +35,7 @@ def main() -> None:
     in_turn, one = (processes(slow, chosen.repeats, windows) for slow in ("in turn", "one"))
     claims = [
         harness.Claim(
-            name="processes slow in turn: seconds an epoch, predicted / everyone",
+            name="processes each slow at times: seconds an epoch, predicted / everyone",
             ratio=in_turn["predicted"] / in_turn["none"],
             target=0.8,
         ),
