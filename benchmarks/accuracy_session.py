@@ -28,7 +28,7 @@ def read(spark: SparkSession, data: Path) -> DataFrame:
 
 
 def fit_ours(
-    strategy_of: Callable[[dict[str, Any]], Any],
+    strategy: str,
     spark: SparkSession,
     data: Path,
     snapshots: Path,
@@ -40,6 +40,7 @@ def fit_ours(
     **settings: Any,
 ) -> None:
     """Fits a TorchEstimator; rank 0 takes a snapshot as each epoch begins, of the one before."""
+    import sparkdl
     from sparkdl import TorchEstimator
     from sparkdl.callbacks import WorkerCallback, WorkerStep
 
@@ -52,7 +53,7 @@ def fit_ours(
         model=digits.build_mlp,
         loss=nn.CrossEntropyLoss(),
         optimizer=partial(digits.make_optimizer, lr=learning_rate),
-        strategy=strategy_of(settings),
+        strategy=getattr(sparkdl, strategy)(**settings),
         epochs=epochs,
         batchSize=digits.BATCH_SIZE,
         numWorkers=digits.WORKERS,
@@ -63,20 +64,6 @@ def fit_ours(
         callbacks=[Snapshots()],
     )
     take_module(snapshots, estimator.fit(read(spark, data)).module)
-
-
-def averaging(settings: dict[str, Any]) -> Any:
-    """Returns the strategy of the averaging contenders."""
-    from sparkdl import ParameterAveraging
-
-    return ParameterAveraging(**settings)
-
-
-def all_reduce(settings: dict[str, Any]) -> Any:
-    """Returns the strategy of the all-reduce contender."""
-    from sparkdl import GradientAllReduce
-
-    return GradientAllReduce(**settings)
 
 
 def fit_torch_distributor(
@@ -127,9 +114,9 @@ def fit_one_process(
 
 
 CONTENDERS: dict[str, tuple[Callable[[], SparkSession], Callable[..., None]]] = {
-    "sparkdl": (sparkdl_session, partial(fit_ours, averaging)),
-    "sparkdl_plain_session": (plain_session, partial(fit_ours, averaging)),
-    "sparkdl_all_reduce": (sparkdl_session, partial(fit_ours, all_reduce)),
+    "sparkdl": (sparkdl_session, partial(fit_ours, "ParameterAveraging")),
+    "sparkdl_plain_session": (plain_session, partial(fit_ours, "ParameterAveraging")),
+    "sparkdl_all_reduce": (sparkdl_session, partial(fit_ours, "GradientAllReduce")),
     "torch_distributor": (plain_session, fit_torch_distributor),
     "averaging_loop": (plain_session, fit_averaging_loop),
     "averaging_frame": (plain_session, fit_averaging_frame),

@@ -4,6 +4,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from round_processes import RoundProcesses
@@ -30,23 +31,31 @@ def rounds(workers: int, numel: int, *, tls: bool = False) -> Iterator[RoundProc
         The worker processes; each ``round()`` is one round of the averager.
     """
     layout = (Segment("parameters", torch.float32, numel),)
-    with Averager(layout, [torch.zeros(numel)], workers, FullPrecision(), tls=tls) as averager:
-        starter = threading.Thread(target=_start, args=(averager,), daemon=True)
-        starter.start()
-        with RoundProcesses(
-            _member,
-            workers,
-            (numel, averager.address),
-            contribution=float,
-            expected=(workers - 1) / 2,
-        ) as processes:
-            yield processes
+    with (
+        Averager(layout, [torch.zeros(numel)], workers, FullPrecision(), tls=tls) as averager,
+        members(averager, _member, workers, numel) as processes,
+    ):
+        yield processes
 
 
-def _start(averager: Averager) -> None:
-    """What a driver does: lets the workers start once all have said what their rows are."""
-    next(averager.events())
-    averager.start()
+def members(
+    averager: Averager, member: Callable[..., Any], workers: int, given: int
+) -> RoundProcesses:
+    """Starts workers of an averager, which it lets start as a driver does.
+
+    Args:
+        averager: of the rounds.
+        member: (rank, given, address) -> as ``RoundProcesses`` takes it.
+        workers: how many contribute; each its rank.
+        given: what each is given.
+    """
+
+    def start() -> None:
+        next(averager.events())  # all have said what their rows are
+        averager.start()
+
+    threading.Thread(target=start, daemon=True).start()
+    return RoundProcesses(member, workers, (given, averager.address), expected=(workers - 1) / 2)
 
 
 def _member(

@@ -8,7 +8,6 @@ virtual time, which have late contributions in the next round, training a linear
 workers are four times as slow for spells of 20 s, a quarter of the time.
 """
 
-import heapq
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -17,15 +16,13 @@ from functools import partial
 
 import harness
 import numpy as np
+from virtual_time import VirtualRun
 
 from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
-from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.averager.policies.run_times import RunTimes, best_cutoff
 from sparkdl.events import WindowReport
-from sparkdl.feed.statistics.shards import ShardStatistics
 
 WORKERS, HOST = 160, 4
 SPELL_S, BETWEEN_S, SLOWNESS = 20.0, 60.0, 4.0
@@ -267,54 +264,36 @@ class Timed(All):
         return self._policy.committed(windows, active)
 
 
-class _Run:
+class _Run(VirtualRun):
     def __init__(self, policy: Timed, times: Times, seed: int) -> None:
+        super().__init__(policy, WORKERS)
         self.policy = policy
         self.rounds = self.contributions = self.fresh = 0
         self._draw = np.random.default_rng(seed)
         self.target = self._draw.normal(size=WIDTH)
         self.center = np.zeros(WIDTH)
         self._times = times
-        self._coordinator = Coordinator(WORKERS, 1e9, 0.0, policy=policy)
-        self._members = [on.Member(rank, "host") for rank in range(WORKERS)]
-        self._steps = [0] * WORKERS
         self._begun = [self.center] * WORKERS
-        self._due: list[tuple[float, int]] = []
-        self._now = 0.0
 
     def train(self) -> None:
         """Let the workers train until it is so late."""
-        for member in self._members:
-            self._tell(on.Joined(member))
-            self._tell(on.RowsFound(member, ShardStatistics(1, ())))
-        self._tell(on.Started())
-        while self._due[0][0] < SECONDS:
-            self._now, rank = heapq.heappop(self._due)
-            self._steps[rank] = step = self._steps[rank] + 1
-            report = WindowReport(
-                rank=rank, epoch=1, step=step, examples=ROWS, loss_sum=0.0, last=False
+        for rank in self.windows(SECONDS):
+            step = self.steps[rank]
+            self.close(
+                WindowReport(rank=rank, epoch=1, step=step, examples=ROWS, loss_sum=0.0, last=False)
             )
-            self._tell(on.WindowClosed(self._members[rank], report))
 
-    def _tell(self, event: on.Event) -> None:
-        decisions = self._coordinator.handle(event, self._now)
+    def decided(self, decisions: Sequence[do.Decision]) -> None:
         told = [decision.event for decision in decisions if isinstance(decision, do.Report)]
         if reports := [each for each in told if isinstance(each, WindowReport)]:
             self.rounds += 1
             self.contributions += len(reports)
             self.fresh += sum(not report.staleness for report in reports)
             self.center = self.center + np.mean([self._change(r.rank) for r in reports], axis=0)
-        for decision in decisions:
-            if isinstance(decision, do.Receive):
-                self._tell(on.Contributed(decision.member))
-            elif isinstance(decision, (do.Reply, do.Welcome)):
-                self._begin(decision.member)
 
-    def _begin(self, member: on.Member) -> None:
-        self._begun[member.rank] = self.center
-        lasts = self._times.window(member.rank, self._now)
-        heapq.heappush(self._due, (self._now + lasts, member.rank))
-        self._tell(on.Taken(member))
+    def begun(self, rank: int) -> float:
+        self._begun[rank] = self.center
+        return self.now + self._times.window(rank, self.now)
 
     def _change(self, rank: int) -> np.ndarray:
         """A step on rows that the model with ``target`` has made."""

@@ -9,22 +9,19 @@ by a twentieth. No clock is in it, so the same seed gives the same figures.
 as long as that of the unluckiest host. No cut-off comes below that, for rows are not moved.
 """
 
-import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import harness
 import numpy as np
 from spells import Spells
+from virtual_time import VirtualRun
 
 from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
-from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics.shards import ShardStatistics
 
 EPOCHS = 2
 VARIES = 0.05
@@ -79,7 +76,7 @@ def without_waiting(workers: int, windows: int, seed: int) -> list[float]:
     return took
 
 
-class Replay:
+class Replay(VirtualRun):
     """One training in virtual time, whose unit is the usual window.
 
     Args:
@@ -90,52 +87,39 @@ class Replay:
     """
 
     def __init__(self, policy: RoundPolicy, workers: int, windows: int, seed: int) -> None:
-        self._coordinator = Coordinator(workers, 1e9, 0.0, policy=policy)
-        self._members = [on.Member(rank, "host") for rank in range(workers)]
+        super().__init__(policy, workers)
         self._spells = Spells(workers, seed, 1.0)
         self._draw = np.random.default_rng(seed)
         self._windows = windows
-        self._steps = [0] * workers
-        self._now = 0.0
         self._ends = [0.0]
-        self._due: list[tuple[float, int]] = []
 
     def epochs(self) -> list[float]:
         """Returns how long each took."""
-        for member in self._members:
-            self._tell(on.Joined(member))
-            self._tell(on.RowsFound(member, ShardStatistics(1, ())))
-        self._tell(on.Started())
-        while len(self._ends) <= EPOCHS:
-            self._now, rank = heapq.heappop(self._due)
-            self._steps[rank] = step = self._steps[rank] + 1
-            report = WindowReport(
-                rank=rank,
-                epoch=len(self._ends),
-                step=step,
-                examples=1,
-                loss_sum=0.0,
-                last=step == self._windows,
+        for rank in self.windows():
+            step = self.steps[rank]
+            self.close(
+                WindowReport(
+                    rank=rank,
+                    epoch=len(self._ends),
+                    step=step,
+                    examples=1,
+                    loss_sum=0.0,
+                    last=step == self._windows,
+                )
             )
-            self._tell(on.WindowClosed(self._members[rank], report))
+            if len(self._ends) > EPOCHS:
+                break
         return [after - before for before, after in itertools.pairwise(self._ends)]
 
-    def _tell(self, event: on.Event) -> None:
-        decisions = self._coordinator.handle(event, self._now)
+    def decided(self, decisions: Sequence[do.Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, do.Report) and isinstance(decision.event, EpochSummary):
-                self._ends.append(self._now)
-                self._steps = [0] * len(self._steps)
-        for decision in decisions:
-            if isinstance(decision, do.Receive):
-                self._tell(on.Contributed(decision.member))
-            elif isinstance(decision, (do.Reply, do.Welcome)):
-                self._begin(decision.member)
+                self._ends.append(self.now)
+                self.steps = [0] * len(self.steps)
 
-    def _begin(self, member: on.Member) -> None:
+    def begun(self, rank: int) -> float:
         work = float(np.exp(VARIES * self._draw.normal()))
-        heapq.heappush(self._due, (self._spells.done(member.rank, self._now, work), member.rank))
-        self._tell(on.Taken(member))
+        return self._spells.done(rank, self.now, work)
 
 
 if __name__ == "__main__":

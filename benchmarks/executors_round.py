@@ -30,13 +30,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as first,
         tempfile.TemporaryDirectory() as second,
-        RoundProcesses(
-            _member,
-            WORKERS,
-            (Path(first),),
-            contribution=float,
-            expected=(WORKERS - 1) / 2,
-        ) as ours,
+        RoundProcesses(_member, WORKERS, (Path(first),), expected=(WORKERS - 1) / 2) as ours,
         gloo_all_reduce.rounds(WORKERS, NUMEL, Path(second)) as bare,
     ):
         turns = {"executors": ours.round, "bare all-reduce": bare.round}

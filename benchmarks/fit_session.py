@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,31 +72,11 @@ def sparkdl_session() -> SparkSession:
     return create_session("benchmark", master=MASTER, conf=CONF)
 
 
-def fit_averaging(
-    spark: SparkSession, folder: Path, epochs: int, period: int
-) -> tuple[nn.Module, float | None]:
-    """Fits by ParameterAveraging; returns the model and the first step's time."""
-    from sparkdl import ParameterAveraging
-
-    return fit_ours(spark, folder, epochs, ParameterAveraging(period=period))
-
-
-def fit_all_reduce(
-    spark: SparkSession, folder: Path, epochs: int, period: int
-) -> tuple[nn.Module, float | None]:
-    """Fits by GradientAllReduce; returns the model and the first step's time."""
-    from sparkdl import GradientAllReduce
-
-    return fit_ours(spark, folder, epochs, GradientAllReduce())
-
-
 def fit_ours(
-    spark: SparkSession, folder: Path, epochs: int, strategy: Any, *, train: str = "train"
+    strategy: str, train: str, spark: SparkSession, folder: Path, epochs: int, period: int
 ) -> tuple[nn.Module, float | None]:
     """Fits a TorchEstimator on the Parquet files; returns the model and the first step's time."""
-    from functools import partial
-
-    from sparkdl import TorchEstimator
+    from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator
 
     # With the schema given, reading defines a DataFrame and runs nothing before the clock starts.
     frame = spark.read.schema("features array<float>, label long").parquet(str(folder / train))
@@ -104,7 +85,7 @@ def fit_ours(
             model=digits.build_mlp,
             loss=nn.CrossEntropyLoss(),
             optimizer=partial(StampedSGD, stamps=Path(stamps), **digits.make_optimizer.keywords),
-            strategy=strategy,
+            strategy=ParameterAveraging(period) if strategy == "averaging" else GradientAllReduce(),
             epochs=epochs,
             batchSize=digits.BATCH_SIZE,
             numWorkers=digits.WORKERS,
@@ -114,25 +95,6 @@ def fit_ours(
         )
         model = estimator.fit(frame)
         return model.module, first_step_of_all(Path(stamps))
-
-
-def fit_averaging_on_five(
-    spark: SparkSession, folder: Path, epochs: int, period: int
-) -> tuple[nn.Module, float | None]:
-    """Fits by ParameterAveraging on five files; returns the model and the first step's time."""
-    from sparkdl import ParameterAveraging
-
-    averaging = ParameterAveraging(period=period)
-    return fit_ours(spark, folder, epochs, averaging, train="train-in-five")
-
-
-def fit_all_reduce_on_five(
-    spark: SparkSession, folder: Path, epochs: int, period: int
-) -> tuple[nn.Module, float | None]:
-    """Fits by GradientAllReduce on five files; returns the model and the first step's time."""
-    from sparkdl import GradientAllReduce
-
-    return fit_ours(spark, folder, epochs, GradientAllReduce(), train="train-in-five")
 
 
 def fit_torch_distributor(
@@ -161,12 +123,15 @@ def fit_averaging_loop(
 
 Fit = Callable[[SparkSession, Path, int, int], tuple[nn.Module, float | None]]
 CONTENDERS: dict[str, tuple[Callable[[], SparkSession], Fit]] = {
-    "sparkdl": (sparkdl_session, fit_averaging),
-    "sparkdl_unprepared": (sparkdl_session, fit_averaging),
-    "sparkdl_plain_session": (plain_session, fit_averaging),
-    "sparkdl_all_reduce": (sparkdl_session, fit_all_reduce),
-    "sparkdl_five_files": (plain_session, fit_averaging_on_five),
-    "sparkdl_all_reduce_five_files": (plain_session, fit_all_reduce_on_five),
+    "sparkdl": (sparkdl_session, partial(fit_ours, "averaging", "train")),
+    "sparkdl_unprepared": (sparkdl_session, partial(fit_ours, "averaging", "train")),
+    "sparkdl_plain_session": (plain_session, partial(fit_ours, "averaging", "train")),
+    "sparkdl_all_reduce": (sparkdl_session, partial(fit_ours, "all-reduce", "train")),
+    "sparkdl_five_files": (plain_session, partial(fit_ours, "averaging", "train-in-five")),
+    "sparkdl_all_reduce_five_files": (
+        plain_session,
+        partial(fit_ours, "all-reduce", "train-in-five"),
+    ),
     "torch_distributor": (plain_session, fit_torch_distributor),
     "averaging_loop": (plain_session, fit_averaging_loop),
 }

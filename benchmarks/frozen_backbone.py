@@ -7,7 +7,6 @@ what a look at every frozen value takes, once an epoch and worker.
 """
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from functools import partial
 
 import harness
 import torch
+from averager_rounds import members
 from round_processes import RoundProcesses
 from torch import nn
 
@@ -75,23 +75,11 @@ def _rounds(layers: int) -> Iterator[RoundProcesses]:
     replica = _replica(layers)
     layout, center = initial_center(replica, with_optimizer=False)
     frozen = replica.frozen.fingerprint
-    with Averager(layout, center, WORKERS, FullPrecision(), frozen=frozen) as averager:
-        starter = threading.Thread(target=_start, args=(averager,), daemon=True)
-        starter.start()
-        with RoundProcesses(
-            _member,
-            WORKERS,
-            (layers, averager.address),
-            contribution=float,
-            expected=(WORKERS - 1) / 2,
-        ) as processes:
-            yield processes
-
-
-def _start(averager: Averager) -> None:
-    """What a driver does: lets the workers start once all have said what their rows are."""
-    next(averager.events())
-    averager.start()
+    with (
+        Averager(layout, center, WORKERS, FullPrecision(), frozen=frozen) as averager,
+        members(averager, _member, WORKERS, layers) as processes,
+    ):
+        yield processes
 
 
 def _member(

@@ -186,26 +186,17 @@ def child_environment(
     return environment
 
 
-def run_child(
-    command: Sequence[str | Path],
-    *,
-    environment: Mapping[str, str] | None = None,
-    timeout: float = CHILD_TIMEOUT_SECONDS,
-    folder: Path | None = None,
-) -> dict[str, Any]:
+def run_child(command: Sequence[str | Path], **options: Any) -> dict[str, Any]:
     """Runs a command whose last line of standard output is a JSON object, and returns that object.
 
     Args:
         command: the program and its arguments.
-        environment: the child's whole environment; ``child_environment()`` if left out.
-        timeout: seconds after which the child and everything that it started is killed.
-        folder: where it runs; here by default.
+        options: as ``run_to_end`` takes them.
 
     Raises:
-        RuntimeError: the child failed, ran past the timeout or printed no JSON; its last lines of
-            output are in the message.
+        RuntimeError: as there, or the child printed no JSON.
     """
-    output, errors = run_to_end(command, environment=environment, timeout=timeout, folder=folder)
+    output, errors = run_to_end(command, **options)
     lines = output.strip().splitlines()
     try:
         result = json.loads(lines[-1])

@@ -9,7 +9,6 @@ worker's center lacks of the windows that it would have if all had waited for al
 each other worker. ``barriers_plot.py`` draws the second part.
 """
 
-import heapq
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
@@ -18,14 +17,12 @@ from typing import TypeVar
 
 import harness
 import numpy as np
+from virtual_time import VirtualRun
 
 from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
-from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.messages.progress import Position
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.events import WindowReport
-from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.strategies import ASP, BSP, PBSP, PSSP, SSP, Barrier
 
 FIGURE = {
@@ -218,70 +215,54 @@ def simulate(
     )
 
 
-class _Run:
+class _Run(VirtualRun):
     def __init__(
         self, barrier: Barrier, workers: int, seed: int, slowness: Sequence[float], rate: float
     ) -> None:
         self.policy = Timed(barrier.policy(1))
-        self.steps = [0] * workers
+        super().__init__(self.policy, workers)
         self.missing: list[float] = []
-        draw = np.random.default_rng(seed)
-        self.target = draw.normal(size=WIDTH)
+        self._draw = np.random.default_rng(seed)
+        self.target = self._draw.normal(size=WIDTH)
         self.center = np.zeros(WIDTH)
-        self._draw = draw
         self._slowness = slowness
         self._rate = rate
-        self._coordinator = Coordinator(workers, 1e9, 0.0, policy=self.policy)
-        self._members = [on.Member(rank, "host") for rank in range(workers)]
         self._begun = [self.center] * workers
         self._changes: list[np.ndarray] = []
         # How many workers have taken so many steps.
         self._at = np.zeros(10_000)
         self._at[0] = workers
-        self._due: list[tuple[float, int]] = []
-        self._now = 0.0
 
     def train(self, seconds: float) -> None:
         """Let the workers train until it is so late."""
-        for member in self._members:
-            self._tell(on.Joined(member))
-            self._tell(on.RowsFound(member, ShardStatistics(1, ())))
-        self._tell(on.Started())
-        while self._due[0][0] < seconds:
-            self._now, rank = heapq.heappop(self._due)
-            member, step = self._members[rank], self.steps[rank] + 1
-            report = WindowReport(
-                rank=rank,
-                epoch=1,
-                step=step,
-                examples=ROWS,
-                loss_sum=0.0,
-                last=False,
-                step_of_epoch=step,
-            )
+        for rank in self.windows(seconds):
+            step = self.steps[rank]
             self._at[step - 1 : step + 1] += (-1, 1)
-            self.steps[rank] = step
             self._changes.append(self._change(self._begun[rank]))
-            self._tell(on.WindowClosed(member, report))
-            self._tell(on.Contributed(member))
+            self.close(
+                WindowReport(
+                    rank=rank,
+                    epoch=1,
+                    step=step,
+                    examples=ROWS,
+                    loss_sum=0.0,
+                    last=False,
+                    step_of_epoch=step,
+                )
+            )
 
-    def _tell(self, event: on.Event) -> None:
-        for decision in self._coordinator.handle(event, self._now):
-            if isinstance(decision, do.Commit):
-                # Each change counts the same, however many make up an update.
-                self.center = self.center + sum(self._changes) / len(self.steps)
-                self._changes = []
-            elif isinstance(decision, (do.Reply, do.Welcome)):
-                self._begin(decision.member)
+    def decided(self, decisions: Sequence[do.Decision]) -> None:
+        if any(isinstance(decision, do.Commit) for decision in decisions):
+            # Each change counts the same, however many make up an update.
+            self.center = self.center + sum(self._changes) / len(self.steps)
+            self._changes = []
 
-    def _begin(self, member: on.Member) -> None:
-        rank, step = member.rank, self.steps[member.rank]
+    def begun(self, rank: int) -> float:
+        step = self.steps[rank]
         behind = np.arange(step, 0, -1) @ self._at[:step]
         self.missing.append(float(behind) / len(self.steps))
         self._begun[rank] = self.center
-        lasts = self._slowness[rank] * (1 + self._draw.exponential())
-        heapq.heappush(self._due, (self._now + lasts, rank))
-        self._tell(on.Taken(member))
+        return self.now + self._slowness[rank] * (1 + self._draw.exponential())
 
     def _change(self, begun: np.ndarray) -> np.ndarray:
         """A step on rows that the model with ``target`` has made."""

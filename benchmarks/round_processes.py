@@ -22,14 +22,13 @@ round, and the float32 vector of shape (numel,) that goes into it and comes out 
 class RoundProcesses:
     """``count`` processes, each a member of every round.
 
-    Before each round a member fills its vector with ``contribution(rank)``; after it, outside the
-    measured time, it checks that the vector holds ``expected`` everywhere.
+    Before each round a member fills its vector with its rank; after it, outside the measured time,
+    it checks that the vector holds ``expected`` everywhere.
 
     Args:
         member: an importable function, see ``Member``.
         count: number of processes; their ranks are 0 to count - 1.
         arguments: handed to the member behind its rank; picklable.
-        contribution: from rank to the value that it contributes; picklable.
         expected: the average.
     """
 
@@ -39,7 +38,6 @@ class RoundProcesses:
         count: int,
         arguments: tuple[Any, ...],
         *,
-        contribution: Callable[[int], float],
         expected: float,
     ) -> None:
         context = multiprocessing.get_context("spawn")
@@ -47,10 +45,9 @@ class RoundProcesses:
         self._processes = []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            values = (contribution(rank), expected)
             process = context.Process(
                 target=_serve,
-                args=(theirs, member, rank, arguments, values),
+                args=(theirs, member, rank, arguments, expected),
                 daemon=True,
             )
             process.start()
@@ -105,10 +102,9 @@ def _serve(
     member: Member,
     rank: int,
     arguments: tuple[Any, ...],
-    values: tuple[float, float],
+    expected: float,
 ) -> None:
     """Body of one process: one round for each word that it is sent, until nobody is there."""
-    contribution, expected = values
     try:
         torch.set_num_threads(1)
         take_part, vector = member(rank, *arguments)
@@ -121,7 +117,7 @@ def _serve(
                 continue
             if not torch.equal(vector, torch.full_like(vector, expected)):
                 raise RuntimeError(f"the average is {vector[0]}, ..., {vector[-1]}, not {expected}")
-            vector.fill_(contribution)
+            vector.fill_(rank)
             connection.send("prepared")
     except EOFError:
         os._exit(0)  # gloo now and then aborts on leaving; nothing is left to do here

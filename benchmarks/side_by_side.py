@@ -19,8 +19,6 @@ ALLOWED = 1.05
 """How many times worse a claim's ratio may be than in the other checkout."""
 TIMEOUT_SECONDS = 3_600.0
 
-Ratios = dict[str, float]
-
 
 def main() -> None:
     """Measures and reports."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,18 +38,14 @@ def policy(path: Path, **changes: Any) -> CheckpointPolicy:
     return CheckpointPolicy(path=str(path), **changes)
 
 
-def bits(outcome: Outcome) -> list[torch.Tensor]:
-    return list(outcome.module.state_dict().values())
-
-
 def same_bits(first: Outcome, second: Outcome) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(bits(first), bits(second), strict=True))
+    """Whether two trainings came to exactly the same model."""
+    states = (outcome.module.state_dict().values() for outcome in (first, second))
+    return all(torch.equal(mine, other) for mine, other in zip(*states, strict=True))
 
 
-def die_after(
-    job: Job, data: Data, path: Path, windows: int, launch: Any = _threads, **changes: Any
-) -> bool:
-    """Run until so many windows were committed; returns whether it came that far."""
+def dying_after(windows: int) -> Callable[[object], None]:
+    """What the driver calls with its events, and dies of once so many windows were committed."""
     seen = 0
 
     def on_event(event: object) -> None:
@@ -57,6 +54,13 @@ def die_after(
         if seen > windows:
             raise Interrupted
 
+    return on_event
+
+
+def die_after(
+    job: Job, data: Data, path: Path, windows: int, launch: Any = _threads, **changes: Any
+) -> bool:
+    """Run until so many windows were committed; returns whether it came that far."""
     shards = data.shards()
     try:
         run(
@@ -64,7 +68,7 @@ def die_after(
             len(shards),
             launch(job, shards, path.parent),
             checkpoints=policy(path, **changes),
-            on_event=on_event,
+            on_event=dying_after(windows),
         )
     except Interrupted:
         return True

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from interruptions import Interrupted, dying_after
 from torch import Tensor, nn
 from toys import SEED, Data, classification, mlp
 
 from sparkdl.averager import Averager
 from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.driver import Outcome
 from sparkdl.events import WindowReport
 from sparkdl.feed.minibatches.shuffle import permutation
 from sparkdl.testing import run_world
@@ -102,24 +104,36 @@ class KillsOnce(nn.Module):
         return outputs
 
 
-class Interrupted(Exception):
-    """The driver dies."""
-
-
 def die_after(
     windows: int, job: Job, shards: Any, policy: CheckpointPolicy, ranks_as: Any = "threads"
 ) -> None:
     """Run until so many windows were committed, and no further."""
-    seen = 0
-
-    def on_event(event: object) -> None:
-        nonlocal seen
-        seen += isinstance(event, WindowReport)
-        if seen > windows:
-            raise Interrupted
-
     with pytest.raises(Interrupted):
-        run_world(job, shards, ranks_as=ranks_as, checkpoints=policy, on_event=on_event)
+        run_world(job, shards, ranks_as=ranks_as, checkpoints=policy, on_event=dying_after(windows))
+
+
+def resume_after(
+    windows: int, job: Job, shards: Any, folder: Path, ranks_as: Any = "threads"
+) -> Outcome:
+    """What comes of a run that dies after so many windows, and then goes on from there."""
+    policy = CheckpointPolicy(path=str(folder / "c"), every_rounds=1)
+    die_after(windows, job, shards, policy, ranks_as)
+    seen: list[object] = []
+    outcome = run_world(job, shards, ranks_as=ranks_as, checkpoints=policy, on_event=seen.append)
+    again = sum(event.examples for event in seen if isinstance(event, WindowReport))
+    assert 0 < again < sum(row.examples for row in outcome.history)
+    return outcome
+
+
+def kill_once(job: Job, shards: Any) -> Outcome:
+    """What comes of a run whose model is a ``KillsOnce``: all rows are counted once an epoch."""
+    outcome = run_world(job, shards, ranks_as="processes")
+    model = job.model()
+    assert isinstance(model, KillsOnce)
+    assert len(os.listdir(model.folder)) > model.after
+    rows = sum(batch.num_rows for shard in shards for batch in shard)
+    assert [row.examples for row in outcome.history] == [rows] * job.epochs
+    return outcome
 
 
 class Overflows(Marked):

@@ -72,6 +72,7 @@ class Scripted(Target):
     deadline_s = 0.2
 
     def __init__(self, act: Callable[[random.Random], object]) -> None:
+        super().__init__()
         self._act = act
 
     def attempt(self, draw: random.Random) -> bool:

@@ -18,6 +18,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from interruptions import same_bits
 from torch import Tensor, nn
 from toys import Data, classification, make_job, mlp
 
@@ -25,7 +26,7 @@ from sparkdl.averager import Averager
 from sparkdl.averager.messages.run_events import WorkersRestarted
 from sparkdl.callbacks import Callback, Training
 from sparkdl.callbacks.base import Calls
-from sparkdl.driver import Launch, Outcome, as_builder, run
+from sparkdl.driver import Launch, as_builder, run
 from sparkdl.errors import CallbackError, ConfigError, DataError, WorkerError, WorkerLostError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.feed import FeedOptions
@@ -91,11 +92,6 @@ def misbehaving(
     settings: dict[str, Any] = {"optimizer": ADAM, "epochs": 3, "max_failures": 3, **changes}
     model = Misbehaves(folder, deed, after, times, backward)
     return make_job(model, strategy=strategy, **settings)
-
-
-def same_bits(first: Outcome, second: Outcome) -> bool:
-    pairs = zip(first.module.parameters(), second.module.parameters(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def passes(folder: Path) -> int:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import random
-import shutil
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,13 +79,9 @@ class AveragerTarget(Target):
     )
 
     def __enter__(self) -> AveragerTarget:
-        self._pool = ThreadPoolExecutor(1 + WORKERS)
-        self._folder = Path(tempfile.mkdtemp(prefix="fuzzing-", dir=_memory()))
+        self._pool = self.enter_context(ThreadPoolExecutor(1 + WORKERS))
+        self._folder = self.folder()
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
-        shutil.rmtree(self._folder)
 
     def attempt(self, draw: random.Random) -> bool:
         """One run."""
@@ -178,10 +171,6 @@ def _drive(averager: Averager) -> SparkDLError | None:
 
 def _secrets(averager: Averager) -> tuple[str, str | None]:
     return averager.address.token, averager.address.fingerprint
-
-
-def _memory() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def _steps(draw: random.Random) -> dict[str, Any]:

@@ -8,15 +8,12 @@ import io
 import json
 import random
 import shutil
-import tempfile
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fuzzing.averager import _memory
 from fuzzing.loop import Fault, Target
 from fuzzing.mutation import ODD, as_text, mutated, mutated_bytes, number_of_changes
 from fuzzing.tensors import mutated_file
@@ -96,7 +93,7 @@ class _Stored(Target):
     deadline_s = 5.0
 
     def __enter__(self) -> _Stored:
-        self._folder = Path(tempfile.mkdtemp(prefix="fuzzing-", dir=_memory()))
+        self._folder = self.folder()
         self._path = self._folder / "checkpoints"
         (self._folder / "secret").write_text("nobody's business")
         job = Job(
@@ -117,9 +114,6 @@ class _Stored(Target):
         (self._directory,) = self._path.iterdir()
         self._files = {file.name: file.read_bytes() for file in self._directory.iterdir()}
         return self
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._folder)
 
     def _write(self) -> None:
         store = CheckpointStore(str(self._path), keep_last=2)

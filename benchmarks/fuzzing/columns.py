@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import copy
 import random
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from fuzzing.averager import _memory
 from fuzzing.loop import Fault, Target
 from sparkdl import encodings
 from sparkdl.feed.columns.schema import FeedSchema
@@ -98,11 +94,8 @@ class ColumnsTarget(Target):
     deadline_s = 10.0
 
     def __enter__(self) -> ColumnsTarget:
-        self._folder = Path(tempfile.mkdtemp(prefix="fuzzing-", dir=_memory()))
+        self._folder = self.folder()
         return self
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._folder)
 
     def attempt(self, draw: random.Random) -> bool:
         """One worker's rows."""

@@ -28,11 +28,8 @@ class ConsoleTarget(Target):
     )
 
     def __enter__(self) -> ConsoleTarget:
-        self._pool = ThreadPoolExecutor(1)
+        self._pool = self.enter_context(ThreadPoolExecutor(1))
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
 
     def attempt(self, draw: random.Random) -> bool:
         """One console and one worker that is wrong."""

@@ -11,7 +11,6 @@ from fuzzing.mutation import mutated_bytes
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.port import Port
 
-SERVED = b"served"
 LEGACY_HELLO = bytes.fromhex(
     "160301002f0100002b0303" + "00" * 32 + "00" + "0002" + "1301" + "0100" + "0000"
 )

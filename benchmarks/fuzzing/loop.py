@@ -19,10 +19,12 @@ import sys
 import threading
 import time
 import traceback
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
@@ -36,8 +38,10 @@ LEAVING_S = 10.0
 """Seconds for the threads that served an input to end."""
 
 
-class Target(ABC):
+class Target(ExitStack):
     """Something that reads what others have sent or written; a context manager.
+
+    What ``__enter__`` opens it gives to ``enter_context``, which has it closed at the end.
 
     Attributes:
         name: as in ``TARGETS``.
@@ -49,11 +53,10 @@ class Target(ABC):
     reads: tuple[str, ...]
     deadline_s: float = 20.0
 
-    def __enter__(self) -> Target:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
+    def folder(self) -> Path:
+        """An empty folder, in memory if it can be, which is deleted at the end."""
+        memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        return Path(self.enter_context(TemporaryDirectory(prefix="fuzzing-", dir=memory)))
 
     @abstractmethod
     def attempt(self, draw: random.Random) -> bool:

@@ -33,7 +33,7 @@ class ModelTarget(Target):
     deadline_s = 5.0
 
     def __enter__(self) -> ModelTarget:
-        self._canary = Canary().__enter__()
+        self._canary = self.enter_context(Canary())
         self._folder = self._canary.folder / "saved"
         saved = SavedModule(
             module=nn.Linear(4, 2),
@@ -48,9 +48,6 @@ class ModelTarget(Target):
         self._metadata: dict[str, Any] = json.loads((self._folder / METADATA).read_text())
         self._weights = (self._folder / WEIGHTS).read_bytes()
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._canary.__exit__()
 
     def attempt(self, draw: random.Random) -> bool:
         """One directory."""

@@ -97,7 +97,7 @@ class ObjectSpecTarget(Target):
     deadline_s = 5.0
 
     def __enter__(self) -> ObjectSpecTarget:
-        self._canary = Canary().__enter__()
+        self._canary = self.enter_context(Canary())
         self._folder = self._canary.folder / "saved"
         estimator = TorchEstimator(
             model=functools.partial(nn.Linear, 4, 2),
@@ -112,9 +112,6 @@ class ObjectSpecTarget(Target):
         self._objects: dict[str, Any] = json.loads((self._folder / OBJECTS).read_text())
         self._metadata: dict[str, Any] = json.loads((self._folder / METADATA).read_text())
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._canary.__exit__()
 
     def attempt(self, draw: random.Random) -> bool:
         """One directory."""

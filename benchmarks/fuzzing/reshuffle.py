@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import random
 import secrets
-import shutil
-import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from fuzzing.averager import _memory
 from fuzzing.calling import Call, Message, Place, any_way, conversation
 from fuzzing.loop import Fault, Target, require_threads_gone
 from fuzzing.mutation import mutated
@@ -51,13 +47,9 @@ class ReshuffleTarget(Target):
     )
 
     def __enter__(self) -> ReshuffleTarget:
-        self._pool = ThreadPoolExecutor(1)
-        self._folder = Path(tempfile.mkdtemp(prefix="fuzzing-", dir=_memory()))
+        self._pool = self.enter_context(ThreadPoolExecutor(1))
+        self._folder = self.folder()
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
-        shutil.rmtree(self._folder)
 
     def attempt(self, draw: random.Random) -> bool:
         """One exchange."""

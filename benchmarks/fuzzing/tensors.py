@@ -72,7 +72,6 @@ class TensorsTarget(Target):
         self._state = pack_worker_state(
             self._optimizer, torch.device("cpu"), center_has_optimizer=False
         )
-        self._random = torch.get_rng_state()
         return self
 
     def attempt(self, draw: random.Random) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fuzzing.averager import _memory, _secrets
+from fuzzing.averager import _secrets
 from fuzzing.calling import REFUSALS, Place
 from fuzzing.handshake import call
 from fuzzing.loop import Fault, Target
@@ -40,7 +38,7 @@ class Trainings(Target):
     reads = ("transport/acceptor.py", "transport/strangers.py", "transport/handshake.py")
 
     def __enter__(self) -> Trainings:
-        self._folder = Path(tempfile.mkdtemp(prefix="fuzzing-", dir=_memory()))
+        self._folder = self.folder()
         self._alone = self._bits(_train(self._folder, lambda averager: None))
         self._averager: Averager | None = None
         self._changed = threading.Condition()
@@ -49,12 +47,12 @@ class Trainings(Target):
         self.right = 0
         self._thread = threading.Thread(target=self._train_on, name="trainings", daemon=True)
         self._thread.start()
+        self.callback(self._end)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def _end(self) -> None:
         self._over = True
         self._thread.join(PATIENCE_S)
-        shutil.rmtree(self._folder)
 
     def attempt(self, draw: random.Random) -> bool:
         """One stranger; it may have to wait for the next training."""

@@ -20,13 +20,8 @@ def rounds(workers: int, numel: int, folder: Path) -> RoundProcesses:
     Returns:
         The processes, to be closed by leaving their ``with`` block.
     """
-    return RoundProcesses(
-        _member,
-        workers,
-        (workers, numel, folder),
-        contribution=float,
-        expected=sum(range(workers)),
-    )
+    given = (workers, numel, folder)
+    return RoundProcesses(_member, workers, given, expected=sum(range(workers)))
 
 
 def _member(

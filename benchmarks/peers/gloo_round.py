@@ -20,13 +20,9 @@ def rounds(workers: int, numel: int, folder: Path) -> RoundProcesses:
     Returns:
         The processes, to be closed by leaving their ``with`` block.
     """
-    return RoundProcesses(
-        _member,
-        workers + 1,
-        (workers, numel, folder),
-        contribution=float,  # their ranks: 0 from the driver, which only adds up
-        expected=(workers + 1) / 2,
-    )
+    # The driver's rank is 0, so that it only adds up.
+    given = (workers, numel, folder)
+    return RoundProcesses(_member, workers + 1, given, expected=(workers + 1) / 2)
 
 
 def _member(

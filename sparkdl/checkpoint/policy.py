@@ -44,16 +44,13 @@ class CheckpointPolicy:
     application: str | None = None
 
 
-def require_same(
-    directory: str, saved: Mapping[str, Any], present: Mapping[str, Any], advice: str = ""
-) -> None:
+def require_same(directory: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     """Check that a checkpoint is of the training that wants to go on from it.
 
     Args:
         directory: where the checkpoint is.
         saved: what the training was when the checkpoint was written; JSON.
         present: what it is now; JSON.
-        advice: what else may be the reason, a sentence or more.
 
     Raises:
         OtherTrainingError: they differ; the message says in what, a line each.
@@ -72,7 +69,7 @@ def require_same(
         raise CheckpointError(
             f"{directory} does not say what training it is of: {error!r}"
         ) from error
-    refuse(directory, found, advice)
+    refuse(directory, found)
 
 
 def refuse(directory: str, found: Sequence[str], advice: str = "") -> None:

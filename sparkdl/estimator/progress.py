@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from types import TracebackType
 from typing import Any
 
 from tqdm import TqdmWarning
@@ -56,12 +55,7 @@ class ProgressBar:
     def __enter__(self) -> ProgressBar:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         if error is not None and self._reading:
             self._bar.leave = False
         self._bar.close()

@@ -4,6 +4,6 @@
 becomes one.
 """
 
-from sparkdl.metrics.metrics import Inputs, Measurement, Metrics, require_torchmetrics
+from sparkdl.metrics.metrics import Metrics
 
-__all__ = ["Inputs", "Measurement", "Metrics", "require_torchmetrics"]
+__all__ = ["Metrics"]

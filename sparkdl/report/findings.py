@@ -42,19 +42,16 @@ def findings(recording: Recording) -> list[Finding]:
     total = float(recording.seconds.sum())
     if not total:
         return [Finding(0.0, "No worker has told yet where its time went.")]
-    found = [
-        each
-        for each in (
-            _launch(recording),
-            _start(recording, total),
-            _waiting(recording, total),
-            _exchanging(recording, total),
-            _feeding(recording, total),
-            _computing(recording, total),
-        )
-        if each is not None
-    ]
-    return sorted(found, key=lambda each: -each.share)
+    found = (
+        _launch(recording),
+        _start(recording, total),
+        _waiting(recording, total),
+        _exchanging(recording, total),
+        _feeding(recording, total),
+        _computing(recording, total),
+    )
+    notable = [each for each in found if each.share >= NOTABLE]
+    return sorted(notable, key=lambda each: -each.share)
 
 
 def slowest(recording: Recording) -> tuple[int, float] | None:
@@ -84,25 +81,22 @@ def _busy(recording: Recording) -> np.ndarray:
     return busy
 
 
-def _launch(recording: Recording) -> Finding | None:
+def _launch(recording: Recording) -> Finding:
     seconds, whole = recording.launched_s or 0.0, recording.duration_s
-    if not whole or seconds / whole < NOTABLE:
-        return None
+    share = seconds / whole if whole else 0.0
     return Finding(
-        seconds / whole,
-        f"{_percent(seconds / whole)} of the time ({seconds:.1f} s) went by before the first "
+        share,
+        f"{_percent(share)} of the time ({seconds:.1f} s) went by before the first "
         "worker began: Spark started executors, Python and torch.",
         "Later fits of the same session start faster (create_session keeps processes with torch "
         "ready); for so short a training fewer workers, or none at all, may be faster.",
     )
 
 
-def _start(recording: Recording, total: float) -> Finding | None:
+def _start(recording: Recording, total: float) -> Finding:
     before = recording.before_training
     trained = recording.seconds - before
     seconds = float(before.sum() + trained[:, [READ, IDLE]].sum())
-    if seconds / total < NOTABLE:
-        return None
     decoding = float(before[:, DECODE].sum()) > seconds / 2
     what = "turned into tensors and stored" if decoding else "read"
     advice = (
@@ -121,11 +115,9 @@ def _start(recording: Recording, total: float) -> Finding | None:
     )
 
 
-def _waiting(recording: Recording, total: float) -> Finding | None:
+def _waiting(recording: Recording, total: float) -> Finding:
     waited = float(recording.seconds[:, WAIT].sum())
     share = waited / total
-    if share < NOTABLE:
-        return None
     if _waited_for_lost(recording) > waited / 2:
         return _lost(recording, share)
     slow = slowest(recording)
@@ -204,10 +196,8 @@ def _fewer_rounds(recording: Recording) -> str:
     )
 
 
-def _exchanging(recording: Recording, total: float) -> Finding | None:
+def _exchanging(recording: Recording, total: float) -> Finding:
     share = float(recording.seconds[:, EXCHANGE].sum()) / total
-    if share < NOTABLE:
-        return None
     setup = recording.setup
     advice = _fewer_rounds(recording)
     if setup.wire_dtype == "float32" and not setup.collective:
@@ -220,11 +210,9 @@ def _exchanging(recording: Recording, total: float) -> Finding | None:
     )
 
 
-def _feeding(recording: Recording, total: float) -> Finding | None:
+def _feeding(recording: Recording, total: float) -> Finding:
     trained = recording.seconds - recording.before_training
     share = float(trained[:, DECODE].sum()) / total
-    if share < NOTABLE:
-        return None
     return Finding(
         share,
         f"{_percent(share)} of the time goes into making minibatches of stored rows.",
@@ -232,10 +220,8 @@ def _feeding(recording: Recording, total: float) -> Finding | None:
     )
 
 
-def _computing(recording: Recording, total: float) -> Finding | None:
+def _computing(recording: Recording, total: float) -> Finding:
     share = float(recording.seconds[:, COMPUTE].sum()) / total
-    if share < NOTABLE:
-        return None
     return Finding(
         share,
         f"{_percent(share)} of the workers' time is forward, backward and optimizer steps.",

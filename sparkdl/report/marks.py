@@ -235,10 +235,10 @@ def _line(curve: Curve, place, x_name: str) -> str:  # type: ignore[no-untyped-d
     return drawn + "".join(dots)
 
 
-def axis(seconds: float, most: int = 6) -> tuple[str, str]:
+def axis(seconds: float) -> tuple[str, str]:
     """The labels under a stretch of time that begins at 0, and what they are in."""
     size, name = time_unit(seconds)
-    xs = ticks(0, seconds / size, most)
+    xs = ticks(0, seconds / size, 6)
     return "".join(_x_label(x, x * size / seconds, xs) for x in xs), name
 
 

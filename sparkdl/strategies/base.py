@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeGuard, TypeVar
 
 from torch import Tensor
 
@@ -133,6 +134,23 @@ class Run:
             last=False,
             step_of_epoch=self.step_of_epoch,
         )
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether an argument is an int or float; a bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def require_positive(name: str, value: object) -> None:
+    """Refuse an argument that is no finite number > 0."""
+    if not is_number(value) or not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be a number > 0, got {value!r}")
+
+
+def require_fraction(name: str, value: object) -> None:
+    """Refuse an argument that is no number in [0, 1)."""
+    if not is_number(value) or not 0 <= value < 1:
+        raise ConfigError(f"{name} must be a number >= 0 and < 1, got {value!r}")
 
 
 def require_steps(name: str, steps: object) -> None:

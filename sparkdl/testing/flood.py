@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Sequence
 
 _PAUSE_S = 0.01
 
@@ -20,8 +18,6 @@ class Flood:
         address: of the port: host and number, or a local name.
         count: how many connections at once.
         drip_s: after how many seconds each sends one more byte; None for never.
-        sources: addresses of this machine to connect from, one after another; by default the
-            kernel's choice.
 
     Attributes:
         closed: how often the other end has closed one, or refused it.
@@ -33,12 +29,10 @@ class Flood:
         count: int,
         *,
         drip_s: float | None = None,
-        sources: Sequence[str] = (),
     ) -> None:
         self.closed = 0
         self._address = address
         self._drip_s = drip_s
-        self._sources = itertools.cycle([(each, 0) for each in sources] or [None])
         self._missing = count
         self._stopped = threading.Event()
         self._selector = selectors.DefaultSelector()
@@ -76,8 +70,6 @@ class Flood:
         connected = socket.socket(socket.AF_UNIX if local else socket.AF_INET)
         connected.setblocking(False)
         try:
-            if not local and (source := next(self._sources)) is not None:
-                connected.bind(source)
             connected.connect(self._address)
         except OSError as error:
             if local or not isinstance(error, BlockingIOError):

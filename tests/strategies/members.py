@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdl.driver import Outcome
-
 PATIENCE_S = 30.0
 
 
@@ -71,9 +69,22 @@ def of_all(world_size: int, body: Callable[[Any], Any]) -> list[Any]:
         return list(threads.map(guarded, members))
 
 
-def same_bits(first: Outcome, second: Outcome) -> bool:
-    """Whether two trainings came to exactly the same model."""
-    pairs = zip(
-        first.module.state_dict().values(), second.module.state_dict().values(), strict=True
-    )
-    return all(torch.equal(mine, other) for mine, other in pairs)
+Places = dict[int, Tensor]
+
+
+def steps_of(
+    member: Member, gradients: Callable[[int, int], Places], settings: Any, steps: int
+) -> list[tuple[Places, Places, Places]]:
+    """(M, what all have agreed on, errors) of some steps, on a member's own random gradients."""
+    compressor, done = settings.compressor(member, None), []
+    for step in range(steps):
+        given = gradients(member.index, step)
+        asked = {
+            place: each + compressor.errors[place].view_as(each)
+            if place in compressor.errors
+            else each.clone()
+            for place, each in given.items()
+        }
+        compressor.average(given)
+        done.append((asked, given, {p: e.clone() for p, e in compressor.errors.items()}))
+    return done

@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from interruptions import same_bits
 from torch import Tensor, nn
 from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
 
@@ -42,11 +43,6 @@ def averaged(aggregation: Any, data: Data, model: nn.Module, **changes: Any) -> 
     return run_world(job, data.shards(), ranks_as="processes", hosts=hosts)
 
 
-def same_bits(first: nn.Module, second: nn.Module) -> bool:
-    mine, other = first.state_dict(), second.state_dict()
-    return all(torch.equal(mine[key], other[key]) for key in other)
-
-
 @pytest.mark.slow_variants(fast=3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
@@ -74,7 +70,7 @@ def test_two_workers_with_equal_windows_agree_to_the_bit() -> None:
         averaged(where, data, mlp(), optimizer=OPTIMIZERS["adam"])
         for where in ("driver", "executors")
     )
-    assert same_bits(executors.module, driver.module)
+    assert same_bits(executors, driver)
 
 
 def test_optimizer_state_can_stay_with_its_worker() -> None:
@@ -109,7 +105,7 @@ def test_batch_norm_statistics_and_its_counter_are_those_of_the_driver() -> None
 @pytest.mark.parametrize("aggregation", ["executors", "hierarchical"])
 def test_the_same_seed_and_data_give_the_same_bits(aggregation: str) -> None:
     data = classification([31, 18, 26])
-    first, second = (averaged(aggregation, data, mlp()).module for _ in range(2))
+    first, second = (averaged(aggregation, data, mlp()) for _ in range(2))
     assert same_bits(first, second)
 
 
@@ -118,7 +114,7 @@ def test_one_worker_takes_the_same_path_alone() -> None:
     driver, *others = (
         averaged(where, data, mlp()) for where in ("driver", "executors", "hierarchical")
     )
-    assert all(same_bits(outcome.module, driver.module) for outcome in others)
+    assert all(same_bits(outcome, driver) for outcome in others)
 
 
 def test_one_worker_of_each_host_speaks_to_the_driver() -> None:

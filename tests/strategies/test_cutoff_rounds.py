@@ -11,7 +11,7 @@ import cloudpickle
 import misbehaving
 import pytest
 import torch
-from misbehaving import KillsOnce, die_after
+from misbehaving import KillsOnce, kill_once, resume_after
 from recorded import recorded_decisions
 from replayed import ByHand, HeavyBall
 from torch import nn
@@ -21,10 +21,8 @@ from sparkdl.averager.policies.round_policy import All
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.checkpoint.object_spec import load_object, save_object
-from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.persistence import EXPECTED
-from sparkdl.events import WindowReport
 from sparkdl.protocols import Segment
 from sparkdl.strategies import (
     FullPrecision,
@@ -128,9 +126,7 @@ def test_a_killed_worker_comes_back_to_the_center_that_the_commits_give(
 ) -> None:
     killed = job(KillsOnce(tmp_path, 12), strategy=strategy)
     with recorded_decisions() as decisions:
-        outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(list(tmp_path.iterdir())) > 12
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+        outcome = kill_once(killed, DATA.shards())
     trained = outcome.module.get_submodule("net")
     assert relative_error(trained, by_hand(DATA).follow(decisions)) < 1e-9
 
@@ -143,15 +139,10 @@ def test_a_killed_worker_comes_back_to_the_center_that_the_commits_give(
 def test_a_resumed_training_goes_on_where_each_worker_was(
     strategy: Strategy[Any], windows: int, tmp_path: Path
 ) -> None:
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
     going = job(strategy=strategy)
-    die_after(windows, going, DATA.shards(), policy)
-    resumed: list[object] = []
-    outcome = run_world(going, DATA.shards(), checkpoints=policy, on_event=resumed.append)
+    outcome = resume_after(windows, going, DATA.shards(), tmp_path)
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
     assert outcome.history[-1].loss < outcome.history[0].loss
-    again = sum(event.examples for event in resumed if isinstance(event, WindowReport))
-    assert 0 < again < 3 * sum(SIZES)
 
 
 def test_without_a_cutoff_everyone_is_in_every_round_and_values_travel() -> None:

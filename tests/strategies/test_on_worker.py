@@ -12,8 +12,8 @@ import cloudpickle
 import misbehaving
 import pytest
 import torch
-from members import same_bits
-from misbehaving import KillsOnce, die_after
+from interruptions import same_bits
+from misbehaving import KillsOnce, kill_once, resume_after
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
 
@@ -84,17 +84,14 @@ def job(model: nn.Module | None = None, **changes: Any) -> Job:
 @pytest.mark.parametrize("windows", [3, 12, 20])
 def test_it_is_in_a_checkpoint(tmp_path: Path, windows: int) -> None:
     whole = run_world(job(), DATA.shards())
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    die_after(windows, job(), DATA.shards(), policy)
-    assert same_bits(run_world(job(), DATA.shards(), checkpoints=policy), whole)
+    assert same_bits(resume_after(windows, job(), DATA.shards(), tmp_path), whole)
 
 
 def test_it_is_kept_for_when_all_workers_start_again(tmp_path: Path) -> None:
     options = FeedOptions(reshuffle_every=1)
     whole = run_world(job(feed=options), DATA.shards(), ranks_as="processes")
     killed = job(KillsOnce(tmp_path, after=6), feed=options, max_failures=1)
-    outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(list(tmp_path.iterdir())) > 6
+    outcome = kill_once(killed, DATA.shards())
     assert same_bits(outcome, whole)
 
 

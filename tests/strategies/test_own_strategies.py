@@ -6,7 +6,6 @@ Nothing else in the tests or in ``sparkdl`` knows of them.
 from __future__ import annotations
 
 import ast
-import os
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -19,8 +18,8 @@ import own_asynchronous
 import own_outer_momentum
 import pytest
 import torch
-from members import same_bits
-from misbehaving import KillsOnce, die_after
+from interruptions import same_bits
+from misbehaving import KillsOnce, kill_once, resume_after
 from oracles import Simulated, mean, momentum, scaled
 from own_asynchronous import EachForItself
 from own_outer_momentum import OuterMomentum
@@ -29,7 +28,6 @@ from replayed import ByHand
 from torch import Tensor, nn
 from toys import classification, make_job, mlp, relative_error, sgd_on_union
 
-from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.testing import run_world
 from sparkdl.testing.replay import recorded_commits, relative_difference, replay
 from sparkdl.worker import Job
@@ -93,9 +91,7 @@ def test_with_outer_momentum_a_killed_worker_comes_back_and_the_center_is_the_or
 ) -> None:
     killed = job(SYNCHRONOUS, KillsOnce(tmp_path, after=12))
     with recorded_commits() as commits:
-        outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(os.listdir(tmp_path)) > 12
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+        outcome = kill_once(killed, DATA.shards())
     oracle = replay(job(SYNCHRONOUS), DATA.shards(), commits, Momentum().move)
     assert relative_difference(outcome.module.get_submodule("net"), oracle) < 1e-12
 
@@ -107,9 +103,7 @@ def test_with_outer_momentum_a_resumed_training_ends_in_the_same_bits_which_are_
         whole = run_world(job(SYNCHRONOUS), DATA.shards())
     oracle = replay(job(SYNCHRONOUS), DATA.shards(), commits, Momentum().move)
     assert relative_difference(whole.module, oracle) < 1e-12
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    die_after(14, job(SYNCHRONOUS), DATA.shards(), policy)
-    assert same_bits(run_world(job(SYNCHRONOUS), DATA.shards(), checkpoints=policy), whole)
+    assert same_bits(resume_after(14, job(SYNCHRONOUS), DATA.shards(), tmp_path), whole)
 
 
 def test_asynchronously_a_killed_worker_comes_back_and_the_center_is_what_was_decided(
@@ -117,18 +111,14 @@ def test_asynchronously_a_killed_worker_comes_back_and_the_center_is_what_was_de
 ) -> None:
     killed = job(ASYNCHRONOUS, KillsOnce(tmp_path, after=12))
     with recorded_decisions() as decisions:
-        outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(os.listdir(tmp_path)) > 12
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+        outcome = kill_once(killed, DATA.shards())
     oracle = ByHand(DATA, 0.8, scale_by_staleness=True).follow(decisions)
     assert relative_error(outcome.module.get_submodule("net"), oracle) < 1e-9
 
 
 def test_asynchronously_a_resumed_training_of_one_worker_is_plain_sgd(tmp_path: Path) -> None:
     data, alone = classification([41]), job(EachForItself(period=2))
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    die_after(7, alone, data.shards(), policy)
-    outcome = run_world(alone, data.shards(), checkpoints=policy)
+    outcome = resume_after(7, alone, data.shards(), tmp_path)
     oracle = sgd_on_union(mlp(), data, lr=0.1, epochs=3, batch_size=4, dtype=torch.float64)
     assert relative_error(outcome.module, oracle) < 1e-9
 

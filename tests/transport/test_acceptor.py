@@ -35,8 +35,6 @@ JOINS_S = 4.0
 KINDS = ["tcp", "local", "encrypted"]
 HALF_A_TLS_HELLO = b"\x16\x03\x01\x02\x00\x01" + bytes(40)
 
-needs_local_names = pytest.mark.skipif(not local.HAS_LOCAL_NAMES, reason="only Linux has them")
-
 
 def greet(connection: Connection) -> None:
     connection.send_header({"welcome": True})

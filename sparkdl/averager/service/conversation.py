@@ -91,7 +91,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -122,7 +122,7 @@ from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.chunks import Chunk
 from sparkdl.averager.values.finite import require_finite
 from sparkdl.errors import SparkDLError, TrainingError
-from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError, UpTo
+from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError, Need, UpTo
 from sparkdl.transport.framing import octets_of, values_prefix
 
 logger = logging.getLogger(__name__)
@@ -346,11 +346,7 @@ class Worker:
         member = self._member()
         report = read_validation(header, member.rank)
         world_size = self._edge.coordinator.members.world_size
-        size = read_states_size(header, member.rank, world_size)
-        states = WorkerState() if size else None
-        for block in self._blocks(size):
-            yield block
-            states.add(block)  # type: ignore[union-attr]
+        states = yield from self._kept(read_states_size(header, member.rank, world_size))
         self._edge.tell(on.Validated(member, report, states))
 
     def _contribute(self, header: dict[str, Any]) -> Conversation:
@@ -359,10 +355,7 @@ class Worker:
         rank = member.rank
         report = read_window(header, rank)
         size = read_worker_state({"worker_state": 0, **header}, rank, MAX_WORKER_STATE_BYTES)
-        kept = WorkerState() if size else None
-        for block in self._blocks(size):
-            yield block
-            kept.add(block)  # type: ignore[union-attr]
+        kept = yield from self._kept(size)
         takes_reply = header.get("takes_reply") is not False
         edge.tell(on.WindowClosed(member, report, kept, takes_reply))
         if not report.weight:
@@ -390,6 +383,16 @@ class Worker:
         if self.sum is not None:
             self.sum = None
             edge.tell(on.Contributed(member))
+
+    def _kept(self, size: int) -> Generator[Need, Any, WorkerState | None]:
+        """Receive so many bytes, to be kept; None for no byte."""
+        if not size:
+            return None
+        state = WorkerState()
+        for block in self._blocks(size):
+            yield block
+            state.add(block)
+        return state
 
     def _take_worker_state(self, header: dict[str, Any]) -> Conversation:
         """Write the worker's state into the checkpoint that waits for it."""

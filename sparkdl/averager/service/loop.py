@@ -6,7 +6,6 @@ of checkpoints) is done beside the thread. The clock is looked at only when the 
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -29,8 +28,6 @@ from sparkdl.errors import CheckpointError, SparkDLError, TrainingError
 from sparkdl.events import EpochSummary
 from sparkdl.transport.framing import header_message
 from sparkdl.transport.service import Service
-
-logger = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
 """Seconds to wait, at the end, for a checkpoint that is being written."""

@@ -6,7 +6,6 @@ import math
 import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 
 from torch import Tensor
 
@@ -157,12 +156,7 @@ class Averager:
     def __enter__(self) -> Averager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.fail(TrainingError("the driver closed the averager"))
         self._loop.close()
 

@@ -40,18 +40,6 @@ _BLOCK = 1 << 15
 """Values that are looked at together; they stay in the cache."""
 
 
-def bytes_of(values: int, nonzero: int, itemsize: int, *, signs: bool) -> int:
-    """How long the message of some values is.
-
-    Args:
-        values: how many.
-        nonzero: how many of them are not zero.
-        itemsize: bytes of each.
-        signs: whether those are all the same but for their signs, in float32.
-    """
-    return HEADER_BYTES + min(_bodies(values, nonzero, itemsize, signs=signs).values())
-
-
 def _bodies(values: int, nonzero: int, itemsize: int, *, signs: bool) -> dict[int, int]:
     """What would follow the header in each form."""
     of_signs = {SIGNS: PLACE_BYTES * nonzero, BITS: 2 * _octets(values)} if signs else {}

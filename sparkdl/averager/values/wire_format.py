@@ -144,31 +144,10 @@ class ParameterChanges(Changes):
         return super().encode(values, base, segment) if self.sends_changes(segment) else values
 
 
-class RoundedChanges:
-    """Changes since the last center travel rounded, up and down; integer segments as they are."""
+class BothWays(Changes):
+    """Changes travel up, and how the center has moved down; integer segments as they are."""
 
-    name: str
     replies_changes = True
-    up: Packing
-    down: Packing
-
-    def sends_changes(self, segment: Segment) -> bool:
-        """Of all but integers."""
-        return segment.averaged
-
-    def contribution(self, segment: Segment) -> Packing:
-        """Rounded if it is averaged."""
-        return self.up if segment.averaged else AsDtype(segment.dtype)
-
-    def reply(self, segment: Segment) -> Packing:
-        """Rounded if it is averaged."""
-        return self.down if segment.averaged else AsDtype(segment.dtype)
-
-    def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
-        """The change."""
-        if not segment.averaged or base is None:
-            return values
-        return values.to(base.dtype) - as_held(base, values.dtype)
 
     def decode(self, reply: Tensor, values: Tensor, base: Tensor | None, segment: Segment) -> None:
         """Move the base by the mean change, exactly as the averager moved the center."""
@@ -177,6 +156,21 @@ class RoundedChanges:
             return
         base.add_(reply.to(base.device))
         values.copy_(base)
+
+
+class RoundedChanges(BothWays):
+    """Changes since the last center travel rounded, up and down; integer segments as they are."""
+
+    up: Packing
+    down: Packing
+
+    def contribution(self, segment: Segment) -> Packing:
+        """Rounded if it is averaged."""
+        return self.up if segment.averaged else AsDtype(segment.dtype)
+
+    def reply(self, segment: Segment) -> Packing:
+        """Rounded if it is averaged."""
+        return self.down if segment.averaged else AsDtype(segment.dtype)
 
 
 class BFloat16Changes(RoundedChanges):
@@ -203,7 +197,7 @@ class Float4Changes(RoundedChanges):
     up, down = Float4(), Float8()
 
 
-class SparseChanges:
+class SparseChanges(BothWays):
     """Changes that workers have chosen to send travel up, and how the center has moved down.
 
     Both as they are, in as few bytes as it takes. What a worker contributes are the changes, not
@@ -211,11 +205,6 @@ class SparseChanges:
     """
 
     name = "sparse"
-    replies_changes = True
-
-    def sends_changes(self, segment: Segment) -> bool:
-        """Of all but integers."""
-        return segment.averaged
 
     def contribution(self, segment: Segment) -> Packing:
         """By how many are not zero, if it is averaged."""
@@ -226,14 +215,6 @@ class SparseChanges:
     def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
         """The values, which are changes."""
         return values
-
-    def decode(self, reply: Tensor, values: Tensor, base: Tensor | None, segment: Segment) -> None:
-        """Move the base, and overwrite the values with it."""
-        if not segment.averaged or base is None:
-            values.copy_(reply)
-            return
-        base.add_(reply.to(base.device))
-        values.copy_(base)
 
 
 WIRE_FORMATS: dict[str, type[FullPrecision] | type[BFloat16Changes]] = {

@@ -14,7 +14,7 @@ from sparkdl.estimator.predictions import predicted_columns
 from sparkdl.outputs import OutputKey, Widths
 from sparkdl.spark.inference.predictor import OutputColumn
 from sparkdl.spark.rows.column_overrides import outputs
-from sparkdl.spark.rows.converters import one_of, optional_name
+from sparkdl.spark.rows.converters import nonempty_text, one_of, optional
 
 OUTPUT_TYPES = ("auto", "class", "probability", "raw")
 
@@ -27,7 +27,7 @@ class PredictionParams(HasPredictionCol):
         "scoreCol",
         "the column of each row's loss, which transform adds to rows that have labels; None for "
         "none",
-        typeConverter=optional_name("scoreCol"),
+        typeConverter=optional(nonempty_text("scoreCol")),
     )
 
     def getScoreCol(self) -> str | None:

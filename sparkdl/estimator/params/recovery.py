@@ -8,7 +8,7 @@ from pyspark.ml.param import Param, Params
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
-from sparkdl.spark.rows.converters import one_of, optional_whole, positive, whole
+from sparkdl.spark.rows.converters import one_of, optional, positive, whole
 from sparkdl.spark.storage.hadoop_files import open_hadoop
 
 
@@ -55,7 +55,7 @@ class RecoveryParams(Params):
         Params._dummy(),
         "checkpointRounds",
         "rounds between two checkpoints within an epoch (>= 1); None for none there",
-        typeConverter=optional_whole("checkpointRounds", 1),
+        typeConverter=optional(whole("checkpointRounds", 1)),
     )
     keepLast: Param[int] = Param(
         Params._dummy(),

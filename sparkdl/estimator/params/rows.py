@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pyspark.ml.param import Param, Params, TypeConverters
 
-from sparkdl.spark.rows.converters import one_of, optional_function, optional_whole, whole
+from sparkdl.spark.rows.converters import function, one_of, optional, whole
 from sparkdl.spark.rows.delivery import SHUFFLES
 from sparkdl.spark.rows.scratch import STORE_PLACES
 
@@ -43,13 +43,13 @@ class RowParams(Params):
         Params._dummy(),
         "batchTransform",
         "Batch -> Batch, called on each minibatch to train on; None for none",
-        typeConverter=optional_function("batchTransform", "a function of a Batch"),
+        typeConverter=optional(function("batchTransform", "a function of a Batch")),
     )
     memoryBudget: Param[int | None] = Param(
         Params._dummy(),
         "memoryBudget",
         "MiB of its stored rows that a worker keeps mapped into memory (>= 1); None for no limit",
-        typeConverter=optional_whole("memoryBudget", 1),
+        typeConverter=optional(whole("memoryBudget", 1)),
     )
     streamFirstEpoch: Param[bool] = Param(
         Params._dummy(),

@@ -8,14 +8,7 @@ from pyspark.ml.param import Param, Params
 from pyspark.ml.param.shared import HasSeed
 
 from sparkdl.errors import ConfigError
-from sparkdl.spark.rows.converters import (
-    function,
-    one_of,
-    optional_function,
-    optional_name,
-    optional_positive,
-    whole,
-)
+from sparkdl.spark.rows.converters import function, nonempty_text, one_of, optional, positive, whole
 
 SEVERAL_OPTIMIZERS = (
     "A training with several optimizers, such as a GAN's, has a loop of its own: write it as a "
@@ -65,7 +58,7 @@ class TrainingParams(HasSeed):
         Params._dummy(),
         "scheduler",
         "optimizer -> LRScheduler, for example partial(CosineAnnealingLR, T_max=10); None for none",
-        typeConverter=optional_function("scheduler", "a function optimizer -> LRScheduler"),
+        typeConverter=optional(function("scheduler", "a function optimizer -> LRScheduler")),
     )
     schedulerEvery: Param[str] = Param(
         Params._dummy(),
@@ -77,7 +70,7 @@ class TrainingParams(HasSeed):
         Params._dummy(),
         "schedulerMetric",
         "which of the metrics ReduceLROnPlateau follows; None for the loss",
-        typeConverter=optional_name("schedulerMetric"),
+        typeConverter=optional(nonempty_text("schedulerMetric")),
     )
     epochs: Param[int] = Param(
         Params._dummy(),
@@ -96,7 +89,7 @@ class TrainingParams(HasSeed):
         "clipNorm",
         "the largest norm of all gradients together (> 0), to which a larger one is scaled down "
         "before each optimizer step; None for no limit",
-        typeConverter=optional_positive("clipNorm"),
+        typeConverter=optional(positive("clipNorm")),
     )
     precision: Param[str] = Param(
         Params._dummy(),

@@ -10,7 +10,7 @@ from pyspark.ml.param.shared import HasValidationIndicatorCol
 
 from sparkdl.errors import ConfigError
 from sparkdl.metrics import Metrics
-from sparkdl.spark.rows.converters import optional_fraction
+from sparkdl.spark.rows.converters import fraction, optional
 
 
 def _metrics(value: Any) -> dict[str, Any] | None:
@@ -25,7 +25,7 @@ class ValidationParams(HasValidationIndicatorCol):
         "validationFraction",
         "the fraction of the rows, chosen by their content and the seed, that are not trained on "
         "but validated with (0 < fraction < 1); None for none",
-        typeConverter=optional_fraction("validationFraction"),
+        typeConverter=optional(fraction("validationFraction")),
     )
     metrics: Param[dict[str, Any] | None] = Param(
         Params._dummy(),

@@ -8,7 +8,7 @@ from pyspark.ml.param import Param, Params, TypeConverters
 
 from sparkdl.errors import ConfigError
 from sparkdl.spark.cluster.devices import device_name
-from sparkdl.spark.rows.converters import optional_whole
+from sparkdl.spark.rows.converters import optional, whole
 from sparkdl.strategies import Strategy
 
 
@@ -52,7 +52,7 @@ class WorkerParams(ModuleParams):
         Params._dummy(),
         "numWorkers",
         "replicas to train (>= 1); None for as many as the cluster has slots",
-        typeConverter=optional_whole("numWorkers", 1),
+        typeConverter=optional(whole("numWorkers", 1)),
     )
     device: Param[str] = Param(
         Params._dummy(),

@@ -86,6 +86,15 @@ class Run:
     run_id: str | None
     configuration: str
 
+    @property
+    def identity(self) -> Result:
+        """What is written of it."""
+        return {
+            "job": self.job,
+            "run_id": self.run_id,
+            "configuration_sha256": self.configuration,
+        }
+
 
 class Output:
     """One attempt to make an output.
@@ -159,18 +168,10 @@ class Output:
             CheckpointError: the file system refuses, or another process works there now.
         """
         assert self._lease is not None
-        run = self._run
         try:
             self._files.create_dir(self.staged, recursive=True)
             listed = dict(sorted(self._walk(self.staged)))
-            whole = {
-                "format": 1,
-                "job": run.job,
-                "run_id": run.run_id,
-                "configuration_sha256": run.configuration,
-                **result,
-                "files": listed,
-            }
+            whole = {"format": 1, **self._run.identity, **result, "files": listed}
             self._synchronize_tree(self.staged, listed)
             self._lease.check()
             self._put(self.staged, MARKER, whole)
@@ -322,11 +323,6 @@ class Output:
             yield lease
 
     def _keep_work_of_this_run(self) -> None:
-        run = {
-            "job": self._run.job,
-            "run_id": self._run.run_id,
-            "configuration_sha256": self._run.configuration,
-        }
         found = self._read(posixpath.join(self._work, RUN))
         if found is not None and self._is_this_run(found):
             return
@@ -337,7 +333,7 @@ class Output:
                 self._work,
             )
         self._clear_work()
-        self._put(self._work, RUN, run)
+        self._put(self._work, RUN, self._run.identity)
 
     def _clear(self, *, keep_work: bool) -> None:
         """Delete what is no longer needed; what cannot be deleted is no failure of the job's."""

@@ -29,7 +29,6 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, NoReturn
 
 from sparkdl.averager.messages.headers import read_gather, read_shard, statistics_header
@@ -93,14 +92,9 @@ class RunService(Console):
         self._giving: dict[int, tuple[Any, Attendee]] = {}
         service.on_break(self.fail)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.fail(TrainingError("the driver left the run"))
-        super().__exit__(kind, error, traceback)
+        super().__exit__(*error)
 
     @property
     def missing(self) -> list[int]:

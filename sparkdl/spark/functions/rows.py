@@ -17,7 +17,7 @@ from sparkdl.spark.functions.task import Feeding
 from sparkdl.spark.launch.worker_rows import Workers, delivered
 from sparkdl.spark.rows.column_overrides import ColumnOverrides, require_distinct
 from sparkdl.spark.rows.columns import input_column
-from sparkdl.spark.rows.converters import in_bytes, one_of, optional_whole, whole
+from sparkdl.spark.rows.converters import in_bytes, one_of, optional, whole
 from sparkdl.spark.rows.delivery import SHUFFLES
 from sparkdl.spark.rows.scratch import STORE_PLACES
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
@@ -38,7 +38,7 @@ class Keeping:
     def __post_init__(self) -> None:
         one_of("shuffleRows", SHUFFLES)(self.shuffle)
         whole("shuffleSeed")(self.seed)
-        optional_whole("memoryBudget", 1)(self.memory_budget)
+        optional(whole("memoryBudget", 1))(self.memory_budget)
         one_of("storeIn", STORE_PLACES)(self.store_in)
 
 

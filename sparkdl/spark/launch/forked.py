@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from sparkdl.errors import TrainingError
 
@@ -129,12 +128,7 @@ class ForkedProcess:
     def __enter__(self) -> ForkedProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.wait(EXIT_S)
         with contextlib.suppress(OSError):  # the server has ended

@@ -23,7 +23,6 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -117,14 +116,9 @@ class _Rank:
     def __enter__(self) -> _Rank:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # Before its channel is closed, which it would take for the end of its rows.
-        self._process.__exit__(kind, error, traceback)
+        self._process.__exit__(kind)
         for each in (self._output, self.channel):
             each.close()
         with contextlib.suppress(OSError):  # what it did not read

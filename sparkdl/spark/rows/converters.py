@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sparkdl.errors import ConfigError
@@ -20,9 +21,8 @@ def whole(name: str, minimum: int | None = None) -> Any:
     return convert
 
 
-def optional_whole(name: str, minimum: int) -> Any:
-    """The same, or None."""
-    convert = whole(name, minimum)
+def optional(convert: Callable[[Any], Any]) -> Any:
+    """None, or what ``convert`` makes of it."""
     return lambda value: None if value is None else convert(value)
 
 
@@ -42,18 +42,10 @@ def positive(name: str) -> Any:
     return convert
 
 
-def optional_positive(name: str) -> Any:
-    """Like ``positive``, or None."""
-    convert = positive(name)
-    return lambda value: None if value is None else convert(value)
+def fraction(name: str) -> Any:
+    """A number between 0 and 1, neither of which is one."""
 
-
-def optional_fraction(name: str) -> Any:
-    """A number between 0 and 1, neither of which is one; or None."""
-
-    def convert(value: Any) -> float | None:
-        if value is None:
-            return None
+    def convert(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
             raise ConfigError(f"{name} must be a number between 0 and 1, got {value!r}")
         return float(value)
@@ -84,17 +76,11 @@ def function(name: str, what: str) -> Any:
     return convert
 
 
-def optional_function(name: str, what: str) -> Any:
-    """The same, or None."""
-    convert = function(name, what)
-    return lambda value: None if value is None else convert(value)
+def nonempty_text(name: str) -> Any:
+    """A text that is not empty."""
 
-
-def optional_name(name: str) -> Any:
-    """A text that is not empty, or None."""
-
-    def convert(value: Any) -> str | None:
-        if value is not None and (not isinstance(value, str) or not value):
+    def convert(value: Any) -> str:
+        if not isinstance(value, str) or not value:
             raise ConfigError(f"{name} must be a name, got {value!r}")
         return value
 

@@ -27,7 +27,7 @@ from sparkdl.strategies.all_reduce.gradient_noise import DECAY, NoiseMeter
 from sparkdl.strategies.all_reduce.gradients import ROUNDED, FiniteGradients, FiniteSum, reduce_by
 from sparkdl.strategies.all_reduce.model_and_loss import ModelAndLoss, distribute
 from sparkdl.strategies.all_reduce.synchronized_norm import batch_norm_layers, synchronize
-from sparkdl.strategies.base import Needs, Run, Strategy, require_steps
+from sparkdl.strategies.base import Needs, Run, Strategy, is_number, require_steps
 from sparkdl.strategies.compression.base import Compression, Compressor
 from sparkdl.strategies.kfac import KFACPreconditioner, Preconditioning
 from sparkdl.strategies.worker_group import WorkerGroup
@@ -107,12 +107,9 @@ class GradientAllReduce(Strategy["_Reducer"]):
     preconditioner: KFACPreconditioner | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.bucket_mb, bool) or not isinstance(self.bucket_mb, (int, float)):
+        if not is_number(self.bucket_mb) or not self.bucket_mb > 0:
             raise ConfigError(f"bucket_mb must be a number of MB > 0, got {self.bucket_mb!r}")
-        if not self.bucket_mb > 0:
-            raise ConfigError(f"bucket_mb must be a number of MB > 0, got {self.bucket_mb!r}")
-        whole = isinstance(self.accumulate, int) and not isinstance(self.accumulate, bool)
-        if not whole or self.accumulate < 1:
+        if type(self.accumulate) is not int or self.accumulate < 1:
             raise ConfigError(
                 f"accumulate must be a whole number >= 1 of minibatches, got {self.accumulate!r}"
             )

@@ -8,7 +8,6 @@ this is DiLoCo. The paper's c is 0: no momentum between two of its steps.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from sparkdl.averager.policies.round_policy import Nobody, RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.errors import ConfigError
 from sparkdl.strategies.asynchronous.base import ContributesChanges
-from sparkdl.strategies.base import require_period
+from sparkdl.strategies.base import require_fraction, require_period, require_positive
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,8 @@ class DelayedNesterov(CenterUpdate):
             raise ConfigError(
                 f"buffer must be a whole number >= 1 of contributions, got {self.buffer!r}"
             )
-        for name, most in (("learning_rate", math.inf), ("momentum", 1)):
-            value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not 0 <= value < most or (name == "learning_rate" and not value):
-                bounds = "> 0" if name == "learning_rate" else ">= 0 and < 1"
-                raise ConfigError(f"{name} must be a number {bounds}, got {value!r}")
+        require_positive("learning_rate", self.learning_rate)
+        require_fraction("momentum", self.momentum)
 
     def scale(self, staleness: int) -> float:
         """One over N, however stale; of buffers too, of which every worker sends its change."""

@@ -11,7 +11,6 @@ but for rounding: changes travel, and are added to the center, where there value
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -23,7 +22,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.protocols import Segment
 from sparkdl.strategies.asynchronous.barriers import ASP, Barrier
 from sparkdl.strategies.asynchronous.base import ContributesChanges
-from sparkdl.strategies.base import require_period
+from sparkdl.strategies.base import require_period, require_positive
 
 
 @dataclass(frozen=True)
@@ -113,9 +112,7 @@ class AsynchronousSGD(ContributesChanges):
 
     def __post_init__(self) -> None:
         require_period(self.period)
-        number = isinstance(self.rate, (int, float)) and not isinstance(self.rate, bool)
-        if not number or not 0 < self.rate < math.inf:
-            raise ConfigError(f"rate must be a number > 0, got {self.rate!r}")
+        require_positive("rate", self.rate)
         if not isinstance(self.scale_by_staleness, bool):
             raise ConfigError(f"scale_by_staleness must be a bool, got {self.scale_by_staleness!r}")
         if not isinstance(self.barrier, Barrier):

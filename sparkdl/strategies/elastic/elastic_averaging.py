@@ -40,7 +40,14 @@ from sparkdl.averager.values.wire_format import Changes, FullPrecision, WireForm
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
 from sparkdl.replica import Replica
-from sparkdl.strategies.base import Needs, Run, Strategy, require_period
+from sparkdl.strategies.base import (
+    Needs,
+    Run,
+    Strategy,
+    is_number,
+    require_fraction,
+    require_period,
+)
 from sparkdl.strategies.elastic.hogwild import HogwildSpring
 from sparkdl.strategies.elastic.springs import Spring, SpringAmongWorkers
 
@@ -135,12 +142,11 @@ class ElasticAveraging(Strategy[Spring]):
                 f"mode={self.mode!r} is for aggregation='driver': among executors the sums are "
                 "all-reduced, in step"
             )
-        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum must be a number >= 0 and < 1, got {self.momentum!r}")
+        require_fraction("momentum", self.momentum)
         rate, most = self.moving_rate, f"< 1 in {self.mode} mode" if self._meets else "<= 1"
         if rate is None:
             return
-        if not _is_number(rate) or not 0 < rate <= 1 or (rate == 1 and self._meets):
+        if not is_number(rate) or not 0 < rate <= 1 or (rate == 1 and self._meets):
             raise ConfigError(
                 f"moving_rate must be None, for {CENTER_RATE} / workers, or a number > 0 and "
                 f"{most}, got {rate!r}"
@@ -298,10 +304,6 @@ class ElasticPull(CenterUpdate):
         """From the mean distance to the sum of the pulls, of as many replicas as contribute."""
         rate = rate_of(self.moving_rate, contributions.world_size)
         change.mul_(rate * len(contributions.weights))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def rate_of(moving_rate: float | None, world_size: int) -> float:

@@ -25,7 +25,6 @@ rounds of an epoch are of those that still train.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -38,7 +37,7 @@ from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.averager.values.wire_format import NARROW_FORMATS, ParameterChanges, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
-from sparkdl.strategies.base import Needs, Run, Strategy
+from sparkdl.strategies.base import Needs, Run, Strategy, require_fraction, require_positive
 from sparkdl.strategies.cutoff import Cutoff, cutoff_policy, require_cutoff
 from sparkdl.strategies.outer.streaming import Stream
 
@@ -83,10 +82,8 @@ class OuterSGD(CenterUpdate):
     nesterov: bool = True
 
     def __post_init__(self) -> None:
-        if not _is_number(self.learning_rate) or not 0 < self.learning_rate < math.inf:
-            raise ConfigError(f"learning_rate must be a number > 0, got {self.learning_rate!r}")
-        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum must be a number >= 0 and < 1, got {self.momentum!r}")
+        require_positive("learning_rate", self.learning_rate)
+        require_fraction("momentum", self.momentum)
         if not isinstance(self.nesterov, bool):
             raise ConfigError(f"nesterov must be a bool, got {self.nesterov!r}")
 
@@ -220,8 +217,7 @@ class OuterOptimizer(Strategy["Stream | None"]):
             )
 
         self._require_rounds_apart()
-        if not _is_number(self.merge) or not 0 <= self.merge < 1:
-            raise ConfigError(f"merge must be a number >= 0 and < 1, got {self.merge!r}")
+        require_fraction("merge", self.merge)
         if self._streams and self.inner_state != "keep":
             raise ConfigError(
                 f"inner_state={self.inner_state!r} is for rounds of all parameters, for which "
@@ -328,10 +324,6 @@ class OuterOptimizer(Strategy["Stream | None"]):
             run.replica.reset_optimizer_state()
         segments = run.replica.segments(with_optimizer=self.needs.exchanges_optimizer_state)
         run.averager.exchange(segments, run.close_window(last=last))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_whole(value: object) -> bool:

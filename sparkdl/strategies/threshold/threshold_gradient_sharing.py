@@ -31,7 +31,7 @@ from sparkdl.averager.values.wire_format import FullPrecision, SparseChanges, Wi
 from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
 from sparkdl.protocols import Batch
-from sparkdl.strategies.base import Needs, Run, Strategy, require_period, require_steps
+from sparkdl.strategies.base import Needs, Run, Strategy, is_number, require_period, require_steps
 from sparkdl.strategies.threshold.threshold_encoding import Encoding, ThresholdEncoder
 from sparkdl.strategies.worker_group import WorkerGroup
 
@@ -100,7 +100,7 @@ class ThresholdGradientSharing(Strategy["_Sharing"]):
     commit_every: int | None = None
 
     def __post_init__(self) -> None:
-        if not _is_number(self.threshold) or not 0 <= self.threshold < math.inf:
+        if not is_number(self.threshold) or not 0 <= self.threshold < math.inf:
             raise ConfigError(
                 f"threshold must be a number > 0, or 0 to send everything, got {self.threshold!r}"
             )
@@ -109,7 +109,7 @@ class ThresholdGradientSharing(Strategy["_Sharing"]):
                 "sparsity must be None or two numbers, the least and the largest part of the "
                 f"entries in a message, such as (1e-4, 1e-2), got {self.sparsity!r}"
             )
-        if self.clip is not None and (not _is_number(self.clip) or not 1 <= self.clip < math.inf):
+        if self.clip is not None and (not is_number(self.clip) or not 1 <= self.clip < math.inf):
             raise ConfigError(
                 f"clip must be None or a number >= 1 of thresholds, got {self.clip!r}"
             )
@@ -349,12 +349,8 @@ AGGREGATIONS: dict[str, type[_Sharing]] = {
 """By the name that ``ThresholdGradientSharing`` gives as ``aggregation``."""
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _is_sparsity(value: object) -> bool:
     if value is None:
         return True
-    pair = isinstance(value, tuple) and len(value) == 2 and all(map(_is_number, value))
+    pair = isinstance(value, tuple) and len(value) == 2 and all(map(is_number, value))
     return pair and 0 < value[0] <= value[1] <= 1  # type: ignore[index]

@@ -38,9 +38,12 @@ def of_float8(largest: float) -> np.ndarray:
 
 
 def of_float4(largest: float) -> np.ndarray:
-    """0 and seven powers of two, the largest of which is the nearest to the largest value."""
-    powers = 2.0 ** np.arange(-126, 127)
-    top = powers[np.abs(powers - largest).argmin()] if largest >= powers[0] else powers[0]
+    """0 and seven powers of two, the largest of which is the nearest to the largest value.
+
+    Of two that are as near it is the larger.
+    """
+    powers = 2.0 ** np.arange(126, -127, -1)
+    top = powers[np.abs(powers - largest).argmin()] if largest >= powers[-1] else powers[-1]
     return np.asarray([0.0, *(top / 2**n for n in range(7))])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from members import same_bits
-from misbehaving import KillsOnce, die_after
-from outer import DATA, MOMENTUM, SIZES, job
+from interruptions import same_bits
+from misbehaving import KillsOnce, kill_once, resume_after
+from outer import DATA, MOMENTUM, job
 from recorded import recorded_decisions
 from replayed import Delayed
 from toys import classification, relative_error
 
 from sparkdl.averager.values.center_update import new_memory
 from sparkdl.checkpoint.object_spec import load_object, save_object
-from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.persistence import EXPECTED
 from sparkdl.protocols import Segment
@@ -144,9 +142,7 @@ def test_alone_and_resumed_it_ends_in_the_same_bits(tmp_path: Path, windows: int
     """Also where momentum is due between two checkpoints."""
     given = job(strategy=STRATEGY, optimizer=MOMENTUM)
     whole = run_world(given, ALONE.shards())
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    die_after(windows, given, ALONE.shards(), policy)
-    assert same_bits(run_world(given, ALONE.shards(), checkpoints=policy), whole)
+    assert same_bits(resume_after(windows, given, ALONE.shards(), tmp_path), whole)
 
 
 def test_the_center_is_what_the_decisions_say() -> None:
@@ -160,9 +156,7 @@ def test_the_center_is_what_the_decisions_say() -> None:
 def test_a_killed_worker_comes_back_to_the_center_that_the_commits_give(tmp_path: Path) -> None:
     killed = job(KillsOnce(tmp_path, after=12), strategy=STRATEGY)
     with recorded_decisions() as decisions:
-        outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(os.listdir(tmp_path)) > 12
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+        outcome = kill_once(killed, DATA.shards())
     oracle = Delayed(DATA, 3, 0.7, 0.5).follow(decisions)
     assert relative_error(outcome.module.get_submodule("net"), oracle) < 1e-9
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import cloudpickle
 import misbehaving
 import pytest
 import torch
-from members import same_bits
-from misbehaving import KillsOnce, die_after
+from interruptions import same_bits
+from misbehaving import KillsOnce, die_after, kill_once, resume_after
 from recorded import recorded_decisions
 from replayed import ByHand
 from torch import nn
@@ -104,9 +103,7 @@ def test_a_killed_worker_comes_back_and_no_row_is_lost_or_counted_twice(tmp_path
     strategy = replace(STRATEGY, barrier=SSP(1))
     killed = job(KillsOnce(tmp_path, 12), strategy=strategy)
     with recorded_decisions() as decisions:
-        outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(os.listdir(tmp_path)) > 12
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+        outcome = kill_once(killed, DATA.shards())
     trained = outcome.module.get_submodule("net")
     assert relative_error(trained, by_hand(strategy).follow(decisions)) < 1e-9
 
@@ -118,14 +115,9 @@ def test_a_killed_worker_comes_back_and_no_row_is_lost_or_counted_twice(tmp_path
 def test_a_resumed_training_goes_on_where_each_worker_was(
     tmp_path: Path, barrier: Any, windows: int
 ) -> None:
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
     going = job(strategy=replace(STRATEGY, barrier=barrier))
-    die_after(windows, going, DATA.shards(), policy)
-    resumed: list[object] = []
-    outcome = run_world(going, DATA.shards(), checkpoints=policy, on_event=resumed.append)
+    outcome = resume_after(windows, going, DATA.shards(), tmp_path)
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-    again = sum(event.examples for event in resumed if isinstance(event, WindowReport))
-    assert 0 < again < 3 * sum(SIZES)
     assert outcome.history[-1].loss < outcome.history[0].loss
 
 
@@ -133,9 +125,7 @@ def test_a_resumed_training_of_everyone_in_each_update_ends_in_the_same_bits(
     tmp_path: Path,
 ) -> None:
     bsp = job(strategy=replace(STRATEGY, barrier=BSP()))
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    die_after(14, bsp, DATA.shards(), policy)
-    resumed = run_world(bsp, DATA.shards(), checkpoints=policy)
+    resumed = resume_after(14, bsp, DATA.shards(), tmp_path)
     assert same_bits(resumed, run_world(bsp, DATA.shards()))
 
 

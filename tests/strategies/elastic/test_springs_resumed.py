@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from members import same_bits
+from interruptions import same_bits
 from misbehaving import Interrupted
 from springs import DATA, job
 from torch import nn

@@ -13,7 +13,7 @@ import misbehaving
 import numpy as np
 import pytest
 import torch
-from members import same_bits
+from interruptions import same_bits
 from misbehaving import KillsOnce
 from torch import Tensor, nn
 from toys import Data, batches_by_hand, classification, cnn, make_job, mlp, relative_error, schema

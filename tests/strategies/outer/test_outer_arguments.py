@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from members import same_bits
+from interruptions import same_bits
 from outer import (
     DATA,
     job,

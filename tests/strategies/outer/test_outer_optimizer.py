@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from members import same_bits
+from interruptions import same_bits
 from outer import (
     ADAGRAD,
     ADAM,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,14 @@ import misbehaving
 import numpy as np
 import pytest
 import torch
-from members import same_bits
-from misbehaving import KillsOnce, die_after
+from interruptions import same_bits
+from misbehaving import KillsOnce, die_after, kill_once, resume_after
 from outer import (
     ADAGRAD,
     ADAM,
     DATA,
     MOMENTUM,
     SGD,
-    SIZES,
     STRATEGY,
     job,
     named,
@@ -57,9 +55,7 @@ def test_resumed_it_ends_in_the_same_bits(
     strategy = dataclasses.replace(STRATEGY, inner_state=inner_state)
     given = job(strategy=strategy, optimizer=inner)
     whole = run_world(given, DATA.shards())
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    die_after(windows, given, DATA.shards(), policy)
-    assert same_bits(run_world(given, DATA.shards(), checkpoints=policy), whole)
+    assert same_bits(resume_after(windows, given, DATA.shards(), tmp_path), whole)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +93,7 @@ class SlowMomentum:
 def test_a_killed_worker_comes_back_and_the_center_is_what_was_committed(tmp_path: Path) -> None:
     killed = job(KillsOnce(tmp_path, after=12))
     with recorded_commits() as commits:
-        outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(os.listdir(tmp_path)) > 12
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+        outcome = kill_once(killed, DATA.shards())
     oracle = replay(job(), DATA.shards(), commits, SlowMomentum().move)
     assert relative_difference(outcome.module.get_submodule("net"), oracle) < 1e-12
 
@@ -121,6 +115,5 @@ def test_when_all_start_again_the_velocity_goes_on(
     }
     whole = run_world(job(**given), DATA.shards(), ranks_as="processes")
     killed = job(KillsOnce(tmp_path, after=12), **given)
-    outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(os.listdir(tmp_path)) > 12
+    outcome = kill_once(killed, DATA.shards())
     assert same_bits(outcome, whole)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from functools import partial
@@ -17,8 +16,8 @@ import misbehaving
 import numpy as np
 import pytest
 import torch
-from members import same_bits
-from misbehaving import KillsOnce, die_after
+from interruptions import same_bits
+from misbehaving import KillsOnce, die_after, kill_once, resume_after
 from outer import ADAM, DATA, MOMENTUM, SGD, SIZES, job, named
 from recorded import recorded_decisions
 from torch import Tensor, nn
@@ -345,9 +344,7 @@ def test_resumed_it_ends_in_the_same_bits(
     schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.97)
     given = job(strategy=strategy, optimizer=inner, scheduler=schedule, scheduler_every="step")
     whole = run_world(given, DATA.shards())
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    die_after(windows, given, DATA.shards(), policy)
-    resumed = run_world(given, DATA.shards(), checkpoints=policy)
+    resumed = resume_after(windows, given, DATA.shards(), tmp_path)
     assert [row.examples for row in resumed.history] == [sum(SIZES)] * 3
     assert same_bits(resumed, whole)
 
@@ -359,9 +356,7 @@ def test_a_killed_worker_comes_back_to_the_center_that_the_commits_give(
 ) -> None:
     killed = job(KillsOnce(tmp_path, after=12), strategy=strategy)
     with recorded_decisions() as decisions:
-        outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(os.listdir(tmp_path)) > 12
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+        outcome = kill_once(killed, DATA.shards())
     oracle = AsDecided(strategy, SGD).follow(decisions)
     assert relative_error(outcome.module.get_submodule("net"), oracle) < 1e-8
     assert relative_error(oracle, ByHand(strategy, SGD).train(3)) > 1e-6
@@ -370,9 +365,7 @@ def test_a_killed_worker_comes_back_to_the_center_that_the_commits_give(
 @pytest.mark.slow
 def test_a_killed_worker_comes_back_where_changes_are_rounded(tmp_path: Path) -> None:
     killed = job(KillsOnce(tmp_path, after=12), strategy=ROUNDED)
-    outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(os.listdir(tmp_path)) > 12
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    outcome = kill_once(killed, DATA.shards())
     assert outcome.history[-1].loss < outcome.history[0].loss
 
 
@@ -387,8 +380,7 @@ def test_when_all_start_again_each_goes_on_from_its_own_parameters(
     given = {"feed": FeedOptions(reshuffle_every=1), "strategy": strategy}
     whole = run_world(job(**given), DATA.shards(), ranks_as="processes")
     killed = job(KillsOnce(tmp_path, after=after), **given)
-    outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(os.listdir(tmp_path)) > after
+    outcome = kill_once(killed, DATA.shards())
     assert same_bits(outcome, whole)
 
 

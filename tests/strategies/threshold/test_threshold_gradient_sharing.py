@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,8 @@ import misbehaving
 import numpy as np
 import pytest
 import torch
-from members import same_bits
-from misbehaving import KillsOnce, die_after
+from interruptions import same_bits
+from misbehaving import KillsOnce, kill_once, resume_after
 from recorded import recorded_decisions
 from replayed import Replay
 from torch import Tensor, nn
@@ -30,7 +29,6 @@ from toys import (
     relative_error,
 )
 
-from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, NonFiniteError
 from sparkdl.events import WindowReport
 from sparkdl.feed.feed import FeedOptions
@@ -218,15 +216,8 @@ def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, strategy: Any, windows
     given = job(strategy=strategy)
     ranks_as: Any = "threads" if strategy is STRATEGY else "processes"
     whole = run_world(given, DATA.shards(), ranks_as=ranks_as)
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    die_after(windows, given, DATA.shards(), policy, ranks_as)
-    resumed: list[object] = []
-    again = run_world(
-        given, DATA.shards(), ranks_as=ranks_as, checkpoints=policy, on_event=resumed.append
-    )
+    again = resume_after(windows, given, DATA.shards(), tmp_path, ranks_as)
     assert same_bits(again, whole)
-    trained = sum(event.examples for event in resumed if isinstance(event, WindowReport))
-    assert 0 < trained < 3 * sum(SIZES)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +232,7 @@ def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, strategy: Any, windows
 def test_when_all_start_again_residuals_go_on(tmp_path: Path, given: dict[str, Any]) -> None:
     whole = run_world(job(**given), DATA.shards(), ranks_as="processes")
     killed = job(KillsOnce(tmp_path, after=12), **given)
-    outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(os.listdir(tmp_path)) > 12
+    outcome = kill_once(killed, DATA.shards())
     assert same_bits(outcome, whole)
 
 
@@ -276,9 +266,7 @@ def test_a_killed_worker_comes_back_without_its_residual_and_nothing_else_is_los
 ) -> None:
     killed = job(KillsOnce(tmp_path, after=12))
     with recorded_decisions() as decisions:
-        outcome = run_world(killed, DATA.shards(), ranks_as="processes")
-    assert len(os.listdir(tmp_path)) > 12
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+        outcome = kill_once(killed, DATA.shards())
     oracle = ByHand(DATA).follow(decisions)
     assert relative_error(outcome.module.get_submodule("net"), oracle) < 1e-9
 
