@@ -96,7 +96,7 @@ class StepCalls:
         """
         if self._under_way:
             raise TrainingError(
-                "the strategy begins a step, and has not said that it has taken the one before: "
+                "the strategy begins a step without having ended the previous one: "
                 "callbacks on workers would miss it. Use run.train(batch), or call run.end_step() "
                 "after each optimizer step"
             )
