@@ -157,7 +157,7 @@ def _put_weights(module: nn.Module, path: Path) -> None:
         module.load_state_dict(state)
     except Exception as error:  # modules may load their state in their own ways
         raise ConfigError(
-            f"the weights in {path} are those of another architecture than the model builds now: "
+            f"the weights in {path} belong to another architecture than the model builds now: "
             f"{error}"
         ) from error
 

@@ -63,8 +63,8 @@ def require_same(
     if unknown:
         raise ConfigError(
             f"{directory} was written by an earlier version of sparkdl-torch, which did not record "
-            f"{', '.join(unknown)}: whether it is of this training cannot be told. Let that "
-            "version end it, give another checkpointPath, or start over with resume='never'"
+            f"{', '.join(unknown)}: whether it belongs to this training is unknown. Let that "
+            "version finish it, give another checkpointPath, or start over with resume='never'"
         )
     try:
         found = list(differences(saved, present))
@@ -92,8 +92,8 @@ def refuse(directory: str, found: Sequence[str], advice: str = "") -> None:
     if len(found) > SHOWN:
         lines += f"\n  and {len(found) - SHOWN} more"
     raise OtherTrainingError(
-        f"{directory} is a checkpoint of another training:{lines}\nTrain as then to go on from it "
-        "or to have its model again. For a training of its own give another checkpointPath, or "
+        f"{directory} is a checkpoint of another training:{lines}\nTrain as before to resume it "
+        "or to get its model back. For a separate training give another checkpointPath, or "
         f"start over in this one with resume='never'.{advice and f' {advice}'}"
     )
 

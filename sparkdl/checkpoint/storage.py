@@ -250,7 +250,7 @@ class PendingCheckpoint:
         if len(text) > MAX_MANIFEST_BYTES:
             raise CheckpointError(
                 f"{path} would have {len(text)} bytes, more than the {MAX_MANIFEST_BYTES} that are "
-                "read: it says of each window of the epoch what it was. Make windows longer"
+                "read: it describes each window of the epoch. Make windows longer"
             )
         try:
             _check(self._lease)

@@ -208,7 +208,7 @@ def _receive(file: BinaryIO, replica: Replica) -> None:
         )
     if header["layout"] != layout:
         raise ModelError(
-            "the model becomes another one in a process of its own, as it is built on each worker: "
+            "the model turns out different in a separate process, as it is built on each worker: "
             f"{header['layout']} there, {layout} here. It must not depend on what only this "
             "process knows, for example a variable that was set after the import"
         )

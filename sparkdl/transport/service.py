@@ -320,8 +320,8 @@ class Service:
     def _break(self, error: BaseException) -> None:
         """Tell everyone who may be waiting for this thread, whatever else is wrong."""
         failure = TrainingError(
-            f"the driver's thread {self._thread.name} ended with {error!r}, which is a mistake of "
-            "sparkdl's; the driver's log has its traceback"
+            f"the driver's thread {self._thread.name} ended with {error!r}, which is a bug in "
+            "sparkdl; the driver's log has its traceback"
         )
         self.failure = failure
         for call in (self.broke, *self._on_break):
