@@ -28,7 +28,7 @@ ASIDE = ".sparkdl-replaced"
 class LocalFiles(fs.LocalFileSystem):  # type: ignore[misc]
     """pyarrow's local file system, but reading only regular files and following no links.
 
-    This is because a manifest that somebody else wrote may name anything.
+    A manifest that somebody else wrote may name anything.
     """
 
     def get_file_info(self, which: Any) -> Any:

@@ -48,7 +48,7 @@ def write_tensors(
 
     Args:
         file: where to write; only written to, from its present position.
-        tensors: by name, of any shape, on any device.
+        tensors: the tensors by name, of any shape, on any device.
         metadata: strings by name, kept in the header.
 
     Raises:

@@ -29,7 +29,7 @@ class Measuring:
         followed: the one that the learning rate follows; None if it follows none.
 
     Attributes:
-        higher_is_better: of each metric whether a larger value is better; None if it does not say.
+        higher_is_better: for each metric, whether larger is better; None if it does not say.
     """
 
     def __init__(self, metrics: Metrics, followed: str | None) -> None:
@@ -43,12 +43,10 @@ class Measuring:
 
         Args:
             job: what the workers train.
-            mode: the schedule's ``mode``, which says what is better, if it follows a metric or the
-                loss.
+            mode: the schedule's ``mode``, if it follows a metric or the loss.
 
         Raises:
-            ConfigError: there are no rows for the metrics, or the schedule cannot follow its
-                metric.
+            ConfigError: the metrics have no rows, or the schedule cannot follow its metric.
         """
         followed = job.scheduler_metric
         if job.metrics is None:

@@ -76,7 +76,7 @@ class Serving:
                 raise
 
     def tell(self, event: Event) -> None:
-        """Pass an event on to everyone who is to be told."""
+        """Pass an event on to callbacks and ``on_event``."""
         training = self.calls.training
         training.recording.note(event)
         if isinstance(event, DataStatistics):

@@ -25,7 +25,7 @@ class Stream(Protocol):
     short_is_all: bool
 
     def fileno(self) -> int:
-        """For a selector."""
+        """The file descriptor, for a selector."""
 
     def receive(self, into: Sequence[memoryview]) -> int | None:
         """Fill buffers, one after another, with what has arrived.

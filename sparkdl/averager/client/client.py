@@ -54,8 +54,8 @@ class AveragerClient:
             in the center.
         attempt: the Spark task's attempt; a later one replaces an earlier one.
         task: the task's number, if several workers may share it.
-        restart_state: called for every contribution; returns what the averager keeps of this worker
-            in case all restart from that commit. None for nothing.
+        restart_state: called for every contribution; returns what to keep of this worker in case
+            all restart from that commit. None for nothing.
         frozen: the fingerprint of the parameters that are not part of the center.
         fragments: how many parts of the state the rounds exchange in turn, as on the averager.
         clock: counts where this worker's time goes, to be reported to the driver; None for no
@@ -64,7 +64,7 @@ class AveragerClient:
     Attributes:
         closed_epoch: the last epoch whose last window this worker has exchanged; 0 if none.
         next_fragment: which part of the state the next round exchanges, counted from 0.
-        commit_wanted: whether the driver asked for a commit by everyone in the last gather.
+        commit_wanted: whether the driver asked everyone to commit in the last gather.
 
     Raises:
         DisconnectedError: the averager cannot be reached within ``deadline_s``.

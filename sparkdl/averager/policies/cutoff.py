@@ -41,9 +41,8 @@ class BackupWorkers(All):
 class PredictedCutoff(BackupWorkers):
     """Waits for as many as maximize the contributions per second, as predicted in each round.
 
-    Once per round, when its first contribution comes, this takes time in proportion to the number
-    of workers: a few milliseconds for hundreds. Until enough times are known, everyone is waited
-    for.
+    Once per round, when its first contribution comes, deciding takes time proportional to the
+    workers: a few milliseconds for hundreds. Until enough times are known, everyone is waited for.
 
     Args:
         seed: seed of the random numbers.

@@ -125,7 +125,7 @@ def _smoothed(logs: Numbers, known: np.ndarray) -> tuple[Numbers, Numbers]:
 
     Args:
         logs: shape (rounds, workers), the oldest first.
-        known: which of them are.
+        known: which of them are known.
 
     Returns:
         The errors of all predictions, shape (gains, predictions), and the final levels, shape

@@ -12,10 +12,10 @@ Each worker has one connection (``framing.py`` describes its format):
                                  <------ {"clock": seconds}
     {"shard": what they are,
      "row_server": where others fetch
-     them, or null}              ------> wait for all ranks, and for the driver to look at it
-                                 <------ or {"read_on": true}, to one that has not read all of
-                                         them and does not begin its training, or continues from a
-                                         checkpoint, which may be of other rows: the same again
+     them, or null}              ------> wait for all ranks, and for the driver to check it
+                                 <------ or {"read_on": true}, if it has not read them all and is
+                                         not just starting to train, or resumes from a checkpoint,
+                                         which may belong to other rows: then the same again
                                  <------ {"waiting": true}, now and then
                                  <------ {"chunk_bytes": size of the largest message of values,
                                           "position": where to continue,
@@ -24,56 +24,56 @@ Each worker has one connection (``framing.py`` describes its format):
                                           "may_wait": whether others may keep it from
                                           contributing its first window, or with
                                           "holds_windows": any,
-                                          "rounds_of_epoch": how many it had, which says of what
-                                          fragment the next one is,
-                                          "worker_state": bytes of it, or null at the very start,
-                                          "mean_weight": of a row, "shard_rows": by rank,
+                                          "rounds_of_epoch": how many it has had, which
+                                          determines the next one's fragment,
+                                          "worker_state": its size, or null at the very start,
+                                          "mean_weight": per row, "shard_rows": by rank,
                                           "held_out_rows": by rank, "row_servers": by rank}
                                  <------ the center's parameters and buffers, chunk by chunk
                                  <------ unless at the very start: the rest of the center, and the
                                          worker's state from the checkpoint, or from the
-                                         last commit of the workers before, if all start again
-    {"gather": something small}  ------> wait for all ranks, whenever these agree to
+                                         previous workers' last commit, if all restart
+    {"gather": something small}  ------> wait for all ranks, whenever they agree to
                                  <------ {"gathered": [everyone's, by rank],
-                                          "commit": whether the driver wants a window of all now}
+                                          "commit": whether the driver wants all to commit}
     {"reading": rows so far},
-    {"shard": what they are}     ------> while rows arrive that are trained on: wait for the driver
+    {"shard": what they are}     ------> while rows arrive during training: wait for the driver
                                  <------ {"go_on": true}
-    {"rows": true}               ------> when all rows were read by all, or one is served elsewhere
-                                 <------ {"mean_weight": of a row, "shard_rows": by rank,
+    {"rows": true}               ------> once all have read all rows, or one's address has changed
+                                 <------ {"mean_weight": per row, "shard_rows": by rank,
                                           "held_out_rows": by rank, "row_servers": by rank}
     {"validation": report,
      "states": bytes}, bytes     ------> after an epoch, if rows are held out: the loss, and what
-                                         metrics have counted
+                                         metrics counted
     {"epoch_losses": epochs,
-     "known": of how many already} ---> from who follows them, or asks for leave: wait until all
-                                         have validated, and for the driver to look at that
+     "known": for how many}      ------> from those that follow them, or ask for leave: wait until
+                                         all have validated, and for the driver to check that
                                  <------ {"waiting": true}, now and then
-                                 <------ {"epoch_losses": of those not known}
-    {"alive": true}              ------> now and then, from who trains for long between two windows
+                                 <------ {"epoch_losses": of the others}
+    {"alive": true}              ------> now and then, during long training between two windows
     {"window": report,
      "takes_reply": whether,
      "worker_state": bytes}, bytes,
     chunks                       ------> add in rank order, wait for the round
-                                 <------ with "may_wait", of the first window between the bytes
-                                         and the chunks: {"waiting": true}, now and then, and
-                                         {"enter": true}; with "holds_windows" of each
+                                 <------ with "may_wait", between the first window's bytes and
+                                         chunks: {"waiting": true}, now and then, and
+                                         {"enter": true}; with "holds_windows", each window's
                                  <------ {"waiting": true}, now and then after a last window,
-                                         and where the round policy has it wait for others
+                                         and where the round policy makes it wait for others
                                  <------ {"checkpoint": true}, if this commit becomes one; with
-                                         "now" where it waits as above: send your state at
+                                         "now" where it waits as above: send the state at
                                          once
                                  <------ the reply, chunk by chunk, or {"committed": true}
     {"worker_state": bytes}, bytes  ------> only if it becomes a checkpoint
                                  <------ or {"again": true}: a member of the round was lost;
-    {"window": report}, chunks   ------> the same once more
-    ... a round a window ...
+    {"window": report}, chunks   ------> the same again
+    ... one round per window ...
     {"finish": true}             ------> wait for a checkpoint that is being written
                                  <------ {"finished": true}; without it the worker comes back
     or {"failure": {...}}        ------> the run ends, with the worker's traceback
     or {"broken": why,
-        "missing": ranks}        ------> the run ends; it is the exchange among the workers, of whom
-                                         these gave no sign
+        "missing": ranks}        ------> the run ends: the exchange among the workers failed, and
+                                         these ranks gave no sign
 
 Messages about rows, windows, held-out rows and the end also carry "phases": where the worker's time
 went since its last such report (``phases.py``). No decision depends on it.

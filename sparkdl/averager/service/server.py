@@ -51,8 +51,8 @@ class Averager:
         kept: what was kept of each rank at its last commit; by default nothing.
         tolerance: which losses of workers the run survives; none by default.
         tls: whether connections are encrypted.
-        frozen: the fingerprint of the parameters that are not part of the center; a worker that
-            built others ends the run.
+        frozen: the fingerprint of the parameters that are not part of the center; a worker with
+            others ends the run.
         followed: whether callbacks follow the run: ``events`` then yields more, and workers begin
             an epoch only once ``approve_epoch`` has been called for the previous one.
         measures: whether ``events`` yields what metrics counted, and ``measured`` is called with
