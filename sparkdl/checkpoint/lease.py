@@ -236,6 +236,6 @@ def _in_use(root: str, holder: Holder | None) -> InUseError:
     who = _describe(holder) if holder and holder["id"] else "another process"
     return InUseError(
         f"checkpointPath '{root}' is in use by {who}. Two trainings would number and delete each "
-        "other's checkpoints: wait for its end, or give another checkpointPath",
+        "other's checkpoints: wait for it to end, or give another checkpointPath",
         who,
     )

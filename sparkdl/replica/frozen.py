@@ -94,9 +94,9 @@ class _Frozen:
         if self._parameter.requires_grad:
             raise TrainingError(
                 f"the parameter '{self.name}' required no gradient when the model was built, and "
-                "does now. Only what required one then is given to the optimizer and averaged. "
+                "does now. Only parameters that required one then are optimized and averaged. "
                 "Build the model with requires_grad=True for all that is ever to be trained, and "
-                "run the part that is not yet under torch.no_grad()"
+                "run the part not trained yet under torch.no_grad()"
             )
         writes = _writes_to(self._parameter)
         if writes != self._writes:

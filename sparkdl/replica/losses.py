@@ -84,7 +84,7 @@ def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
         shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise ModelError(
             f"with weightCol the loss must give one value a row, shape ({len(weights)},) here, but "
-            f"it gives {shape}. torch's own losses do; in a function of yours leave the mean out"
+            f"it gives {shape}. torch's own losses do; in your own function leave out the mean"
         )
     rows = values.reshape(len(values), -1).mean(dim=1)
     return (rows * weights.to(rows.dtype)).mean()

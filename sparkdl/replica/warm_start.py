@@ -45,8 +45,8 @@ class WarmStart:
             raise ModelError(
                 f"warm_start is of another model: '{first}' is {wanted.get(first, 'not there')} in "
                 f"the model to train, and {given.get(first, 'not there')} in warm_start "
-                f"({len(other)} tensors differ). Train the same model; to go on with parts of one, "
-                "give as model a function that loads those into what it builds"
+                f"({len(other)} tensors differ). Train the same model; to reuse parts of one, give "
+                "as model a function that loads them into what it builds"
             )
 
     def builder(self, build: ModelBuilder, module: nn.Module) -> ModelBuilder:
