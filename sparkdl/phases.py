@@ -21,7 +21,7 @@ PHASES: Final = ("read", "decode", "compute", "wait", "exchange", "idle")
 read: rows arrive, from Spark or from other workers. decode: rows become tensors, and minibatches.
 compute: forward, backward and optimizer step, validation, callbacks on the worker. wait: waiting
 for the driver or the other workers, in a round. exchange: values are sent and received. idle: the
-worker is up but has no rows to train on yet: its model is being built, or others are still reading.
+worker is up but has nothing to do yet: its model is being built, or others are still reading rows.
 """
 READ, DECODE, COMPUTE, WAIT, EXCHANGE, IDLE = range(len(PHASES))
 

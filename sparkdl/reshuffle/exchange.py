@@ -141,7 +141,7 @@ class RowExchange:
             arrivals.expect(self._rank, offer.shapes)
             arrivals.put(self._rank, offer.chunks(self._rank))
         offer.taken(self._rank)
-        # Each worker starts with its neighbor, so that they do not all fetch from the same one.
+        # Each worker starts with its neighbour, so that they do not all fetch from the same one.
         for peer in [*range(self._rank + 1, len(rows)), *range(self._rank)]:
             if plan[peer, self._rank]:
                 self._fetch(peer, epoch, arrivals, everyone)
