@@ -90,7 +90,8 @@ class CheckpointStore:
             application: what this process belongs to, shown to whoever is refused meanwhile.
 
         Raises:
-            ConfigError: another process is; the message says which, on which host, and since when.
+            ConfigError: another process is writing there; the message says which, where and since
+                when.
         """
         with contextlib.ExitStack() as stack:
             try:
