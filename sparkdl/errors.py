@@ -2,7 +2,7 @@
 
 SparkDLError
   ConfigError        an argument, Param or configuration value is wrong        (also ValueError)
-    InUseError       another process writes there now
+    InUseError       another process is writing there now
   DataError          the DataFrame's columns or values do not fit               (also ValueError)
   ModelError         the model, loss or optimizer fails before training starts
   CheckpointError    a checkpoint or saved model cannot be written or read
@@ -12,9 +12,9 @@ SparkDLError
     WorkerError      the user's code raised on a worker; carries its traceback
       NonFiniteError a contribution holds NaN or infinity
     WorkerLostError  a worker's process or connection went away
-    PreemptedError   the driver was told to end (SIGTERM) in the middle of training
+    PreemptedError   the driver was told to stop (SIGTERM) in the middle of training
     CollectiveError  the workers' exchange among themselves broke
-    DeadlineError    someone was waited for longer than allowed              (also TimeoutError)
+    DeadlineError    someone did not answer within the time allowed        (also TimeoutError)
     StoppedError     the averager ended the run; seen on workers only
       DisconnectedError  the connection to the averager broke; seen on workers only
 """
@@ -31,10 +31,10 @@ class ConfigError(SparkDLError, ValueError):
 
 
 class InUseError(ConfigError):
-    """Another process writes there now; the message says which.
+    """Another process is writing there now; the message says which.
 
     Attributes:
-        holder: which process, on what host, since when.
+        holder: which process, on which host, and since when.
     """
 
     def __init__(self, message: str, holder: str) -> None:
@@ -58,7 +58,7 @@ class CheckpointError(SparkDLError):
 
 
 class CallbackError(SparkDLError):
-    """A callback failed, and with it the fit; the message has its name and the method's."""
+    """A callback failed, and with it the fit; the message names the callback and its method."""
 
 
 class SetupError(SparkDLError):
@@ -101,7 +101,7 @@ class WorkerError(TrainingError):
 def _rebuild_worker_error(
     kind: type[WorkerError], message: str, fields: dict[str, object]
 ) -> WorkerError:
-    """WorkerError's fields are keyword-only, which the default unpickling cannot pass."""
+    """WorkerError's fields are keyword-only, while default unpickling is positional."""
     return kind(message, **fields)  # type: ignore[arg-type]
 
 
@@ -113,7 +113,7 @@ class _LossError(TrainingError):
     """Workers are missing.
 
     Attributes:
-        ranks: whose, as far as that is known.
+        ranks: the missing workers' ranks, as far as they are known.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
@@ -130,16 +130,16 @@ class CollectiveError(_LossError):
 
 
 class DeadlineError(TrainingError, TimeoutError):
-    """Someone was waited for longer than allowed; the message names who, and in which phase."""
+    """Someone did not answer within the time allowed; the message names who, and in which phase."""
 
 
 class PreemptedError(TrainingError):
-    """The driver was told to end (SIGTERM); a checkpoint was written before it did."""
+    """The driver was told to stop (SIGTERM); it wrote a checkpoint first."""
 
 
 class StoppedError(TrainingError):
-    """The averager ended the run; raised on workers that leave without a fault of their own."""
+    """The averager ended the run; raised on workers that leave through no fault of their own."""
 
 
 class DisconnectedError(StoppedError):
-    """The connection to the averager broke; raised on workers, which may connect again."""
+    """The connection to the averager broke; raised on workers, which may reconnect."""

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 MetricValue = float | list[Any] | dict[str, Any]
-"""What a metric comes to, of JSON's types: a number; lists of such values for a metric with one a
-class, for example; or such values by name."""
+"""A metric's value, in JSON's types: a number; a list of such values, for example one per class; or
+a dict of such values by name."""
 
 MOST_MEASURED = 16
 """How many numbers a strategy may measure."""
 LONGEST_NAME = 64
-"""Characters of such a number's name."""
+"""The most characters in such a number's name."""
 LARGEST = sys.float_info.max
-"""Beyond it there are infinity and, of JSON, whole numbers that no float holds."""
+"""The largest float; JSON's integers may exceed it."""
 
 
 def is_metric_value(value: object) -> bool:
@@ -29,7 +29,7 @@ def is_metric_value(value: object) -> bool:
 
 
 def are_measured(value: object) -> bool:
-    """Whether something is what a strategy has measured: finite numbers by name, a few."""
+    """Whether something can be what a strategy measured: a few finite numbers by name."""
     return (
         isinstance(value, dict)
         and len(value) <= MOST_MEASURED
@@ -39,7 +39,7 @@ def are_measured(value: object) -> bool:
 
 
 def are_metrics(value: object) -> bool:
-    """Whether something is metrics' values by name."""
+    """Whether something is a dict of metrics' values by name."""
     return isinstance(value, dict) and is_metric_value(value)
 
 
@@ -62,17 +62,17 @@ class WindowReport:
     step_of_epoch: int = 0
     """The worker's optimizer steps since the start of the epoch."""
     stands_for: int | None = None
-    """Rows of the workers that have formed this contribution together; 0 for those of them that do
-    not send it, 1 where all contributions count alike, None where each counts by its own rows."""
+    """Rows of all workers that formed this contribution together; 0 for those among them that do
+    not send it, 1 where all contributions count equally, None where each counts by its own rows."""
     measured: Mapping[str, float] = field(default_factory=dict)
     """What the worker's strategy has measured, by name."""
     staleness: int = 0
-    """How often the center was updated since the worker had received the one that it began with.
-    The averager counts; always 0 where every round has everyone."""
+    """How often the center has been updated since the worker received the one it began with.
+    Counted by the averager; always 0 where every worker takes part in every round."""
 
     @property
     def weight(self) -> int:
-        """How much the contribution counts, in rows; without any there is none."""
+        """How much the contribution counts, in rows; at 0 there is no contribution."""
         return self.examples if self.stands_for is None else self.stands_for
 
 
@@ -89,7 +89,7 @@ class ValidationReport:
     loss_sum: float
     """Sum of the (weighted) loss over them."""
     weight: float
-    """Sum of their weights; their number if rows have none."""
+    """Sum of the rows' weights; their number if they have none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,20 +105,20 @@ class EpochSummary:
     rounds: int
     """Averaging rounds in the epoch."""
     seconds: float
-    """Wall-clock seconds from the end of the epoch before."""
+    """Wall-clock seconds since the end of the previous epoch."""
     validation_loss: float | None = None
     """Mean loss over the held-out rows with the epoch's final parameters; None without such."""
     validation_examples: int = 0
     """Held-out rows of all workers together."""
     mean_staleness: float = 0.0
-    """Mean over the epoch's contributions of how often others had updated the center meanwhile."""
+    """Mean staleness of the epoch's contributions: how often others had updated the center."""
     max_staleness: int = 0
-    """The largest of these; both are 0 where every round has everyone."""
+    """The largest staleness; both are 0 where every worker takes part in every round."""
     measured: Mapping[str, float] = field(default_factory=dict)
-    """What the strategy has measured by the end of the epoch, by name: the mean of the workers that
-    have."""
+    """What the strategy had measured by the end of the epoch, by name: the mean over the workers
+    that measured it."""
     metrics: Mapping[str, MetricValue] = field(default_factory=dict)
-    """What the metrics come to on the held-out rows with the same parameters, by name."""
+    """The metrics' values on the held-out rows with the same parameters, by name."""
 
     @property
     def examples_per_second(self) -> float:
@@ -129,7 +129,7 @@ class EpochSummary:
 def summarize_epoch(
     epoch: int, windows: Iterable[WindowReport], rounds: int, seconds: float
 ) -> EpochSummary:
-    """Add up what the workers reported of one epoch.
+    """Add up what the workers reported about one epoch.
 
     Args:
         epoch: epoch counted from 1.
@@ -137,7 +137,7 @@ def summarize_epoch(
         rounds: averaging rounds in the epoch.
         seconds: wall-clock duration of the epoch.
     """
-    # Sorted, because floating-point sums depend on the order in which the reports arrived.
+    # Sorted, because floating-point sums would otherwise depend on the order of arrival.
     ordered = sorted(windows, key=lambda window: (window.rank, window.step))
     examples = sum(window.examples for window in ordered)
     loss_sum = sum(window.loss_sum for window in ordered)
@@ -155,7 +155,7 @@ def summarize_epoch(
 
 
 def _means_of_last(windows: Iterable[WindowReport]) -> dict[str, float]:
-    """Of what each rank measured last, by name."""
+    """The mean over the ranks of what each measured last, by name."""
     last: dict[str, dict[int, float]] = {}
     for window in windows:
         for name, value in window.measured.items():
@@ -167,8 +167,8 @@ def with_validation(summary: EpochSummary, reports: Iterable[ValidationReport]) 
     """Add to an epoch what the workers found on their held-out rows.
 
     Args:
-        summary: the epoch's.
-        reports: of any epochs, in any order.
+        summary: the epoch's summary.
+        reports: the workers' reports, of any epochs, in any order.
     """
     found = sorted((r for r in reports if r.epoch == summary.epoch), key=lambda r: r.rank)
     weight = sum(report.weight for report in found)

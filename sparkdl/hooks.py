@@ -1,4 +1,4 @@
-"""What every class has in common whose methods are called as a fit goes on."""
+"""What all classes whose methods are called during a fit have in common."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 
 class Hooks:
-    """Base of callbacks; each kind says where it is called, and by which methods.
+    """Base of callbacks; each kind says where it is called, and through which methods.
 
-    A method that looks as if it were called and is not is refused where its class is defined.
+    A method that looks like a hook but would never be called is refused at class definition.
 
     Attributes:
-        kind: what the methods are called with, in words.
+        kind: what such callbacks are called in messages.
         methods: their names.
     """
 
@@ -20,7 +20,7 @@ class Hooks:
     methods: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Look at a class that is being defined.
+        """Check a class as it is defined.
 
         Raises:
             TypeError: it has a method that would never be called, or is of two kinds.

@@ -1,7 +1,7 @@
 """Optimizers for large minibatches: each layer's step is as long as the layer's weights allow.
 
-With the same learning rate for all, the layer whose gradients are largest for its weights diverges
-first. Of a weight matrix (or kernel) w with gradient g, weight decay b and learning rate e:
+With one rate for all, the layer whose gradients are largest relative to its weights diverges first.
+For a weight matrix (or kernel) w with gradient g, weight decay b and learning rate e:
 
     LARS    rate  <-  trust * |w| / (|g| + b |w|)        m <- momentum * m + rate * (g + b w)
             w <- w - e * m
@@ -10,11 +10,11 @@ first. Of a weight matrix (or kernel) w with gradient g, weight decay b and lear
 
 where the ratio of norms is 1 if one is 0. You, Gitman, Ginsburg 2017, "Large Batch Training of
 Convolutional Networks" (arXiv 1708.03888); You et al. 2020, "Large Batch Optimization for Deep
-Learning: Training BERT in 76 minutes" (arXiv 1904.00962). Parameters of one dimension, biases and
-what normalizes, neither decay nor have a ratio of their own, as in the authors' code.
+Learning: Training BERT in 76 minutes" (arXiv 1904.00962). One-dimensional parameters (biases and
+normalization layers) neither decay nor have a ratio of their own, as in the authors' code.
 
-Written here because pytorch_optimizer 4.1, the best kept library that has both, divides LAMB's step
-by Adam's correction of the first moment, ten times the learning rate in the first step.
+Written here because pytorch_optimizer 4.1, the best-maintained library that has both, divides
+LAMB's step by Adam's first-moment correction: ten times the learning rate in the first step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sparkdl.errors import ConfigError
 
 
 class _Layerwise(torch.optim.Optimizer):
-    """What both share: a step for each parameter that has a gradient."""
+    """What both share: taking a step for each parameter that has a gradient."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -52,14 +52,14 @@ class _Layerwise(torch.optim.Optimizer):
 
 
 class LARS(_Layerwise):
-    """SGD with momentum and a rate for each layer.
+    """SGD with momentum and a learning rate for each layer.
 
     Choose it for convolutional networks with minibatches of thousands of rows, with a warm-up of
-    some epochs. Do not for small ones: SGD needs one setting less.
+    several epochs. For small ones SGD needs one setting less.
 
     Args:
         params: as any optimizer of torch takes them.
-        lr: > 0, or 0 at the start of a warm-up; with ``trust`` as below about ten times SGD's.
+        lr: > 0, or 0 at the start of a warm-up; with the default ``trust``, about ten times SGD's.
         momentum: in [0, 1); 0.9 in the paper.
         weight_decay: >= 0; the paper has 5e-4, and 5e-5 to 1e-4 are usual for ResNet-50.
         trust: > 0; 0.001 in the paper.
@@ -99,14 +99,14 @@ class LARS(_Layerwise):
 
 
 class LAMB(_Layerwise):
-    """Adam with a rate for each layer.
+    """Adam with a learning rate for each layer.
 
-    Choose it for transformers with minibatches of thousands of rows. Do not for small ones, where
-    AdamW learns as well and is fused.
+    Choose it for transformers with minibatches of thousands of rows. For small ones AdamW learns
+    just as well and is fused.
 
     Args:
         params: as any optimizer of torch takes them.
-        lr: > 0, or 0 at the start of a warm-up; the paper's BERT has 5e-3 / sqrt(2 ** k) for
+        lr: > 0, or 0 at the start of a warm-up; the paper trains BERT with 5e-3 / sqrt(2 ** k) for
             minibatches of 32,768 / 2 ** k rows.
         betas: decay of the moments, in [0, 1); (0.9, 0.999) in the paper.
         eps: > 0; 1e-6 in the paper.
@@ -142,7 +142,7 @@ class LAMB(_Layerwise):
         state["step"] += 1
         steps, (first, second) = float(state["step"]), group["betas"]
         is_layer, means, squares = weights.dim() > 1, state["exp_avg"], state["exp_avg_sq"]
-        if weights.is_complex():  # the real and the imaginary part each have a variance, as in Adam
+        if weights.is_complex():  # real and imaginary parts each have a variance, as in Adam
             weights, gradient = torch.view_as_real(weights), torch.view_as_real(gradient)
             means, squares = torch.view_as_real(means), torch.view_as_real(squares)
         mean = means.lerp_(gradient, 1 - first)
@@ -156,7 +156,7 @@ class LAMB(_Layerwise):
 
 
 def _ratio(weights: Tensor, update: Tensor) -> Tensor:
-    """Of two norms, 1 if one is 0; stays on the device."""
+    """The ratio of the two norms, 1 if either is 0; stays on the device."""
     ratio = weights / update
     return torch.where((weights > 0) & (update > 0), ratio, torch.ones_like(ratio))
 

@@ -18,8 +18,8 @@ OutputKey = str | int
 """Which of several outputs: its name, or its position in a tuple."""
 
 Widths = Mapping[OutputKey | None, int | None]
-"""Numbers a row of each output, None for one without a dimension of its own; under the key None of
-the only one."""
+"""Numbers per row of each output, None for an output without a dimension beyond the rows; a model's
+only output has the key None."""
 
 
 def names_output(key: object) -> bool:
@@ -28,7 +28,7 @@ def names_output(key: object) -> bool:
 
 
 def parts_of(outputs: Any) -> dict[OutputKey, Any]:
-    """Several outputs by their names, those of a tuple or list by position; without any None.
+    """Several outputs by name, or by position in a tuple or list, leaving out any that are None.
 
     Args:
         outputs: what a model has returned; a single tensor has no parts.
@@ -51,20 +51,20 @@ def pick(outputs: Any, key: OutputKey | None, rows: int) -> Tensor:
 
     Args:
         outputs: what a model has returned.
-        key: which; None for the only one.
-        rows: of the minibatch.
+        key: which output; None for the only one.
+        rows: rows of the minibatch.
 
     Returns:
         A tensor of shape (rows, ...).
 
     Raises:
-        ModelError: there is no such output, or it is not one value a row.
+        ModelError: there is no such output, or it does not have one value per row.
     """
     found = outputs if key is None and isinstance(outputs, Tensor) else _part(outputs, key)
     name = "" if key is None else f" as its output {key!r}"
     if not isinstance(found, Tensor):
         raise ModelError(
-            f"the model returns {described(found)}{name}, which is no tensor and so cannot become "
+            f"the model returns {described(found)}{name}, which is not a tensor, so it cannot be "
             "a column"
         )
     if found.is_complex():
@@ -107,11 +107,11 @@ def _part(outputs: Any, key: OutputKey | None) -> Any:
 
 
 def widths_of(outputs: Any, rows: int) -> Widths:
-    """Find out how wide each output is that ``pick`` can take.
+    """Find out the width of each output that ``pick`` can take.
 
     Args:
         outputs: what a model has returned.
-        rows: of the minibatch.
+        rows: rows of the minibatch.
     """
     keys = [key for key in parts_of(outputs) if names_output(key)]
     widths: dict[OutputKey | None, int | None] = {}
@@ -123,7 +123,7 @@ def widths_of(outputs: Any, rows: int) -> Widths:
 
 
 def described(value: Any) -> str:
-    """The dtype and shape of a tensor; of several outputs each with its name. For messages."""
+    """The dtype and shape of a tensor, or of several outputs with their names, for messages."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     kind = type(value).__name__

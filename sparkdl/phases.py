@@ -1,7 +1,7 @@
 """Where a worker's time goes: seconds by phase, added up between two messages to the driver.
 
-A worker is in exactly one phase at a time, so that what is counted adds up to the time that went
-by. Nothing is kept of a single step: a clock costs two readings of the system's clock a minibatch.
+A worker is in exactly one phase at a time, so the phases add up to the elapsed time. Nothing is
+kept per step: a clock costs two readings of the system's clock per minibatch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ PHASES: Final = ("read", "decode", "compute", "wait", "exchange", "idle")
 """What a worker does with its time, in the order in which seconds are reported.
 
 read: rows arrive, from Spark or from other workers. decode: rows become tensors, and minibatches.
-compute: forward, backward and optimizer step, validation, callbacks on the worker. wait: for the
-driver or the other workers, in a round. exchange: values are sent and received. idle: the worker
-is there and has nothing to do yet: the model is built, or others still read their rows.
+compute: forward, backward and optimizer step, validation, callbacks on the worker. wait: waiting
+for the driver or the other workers, in a round. exchange: values are sent and received. idle: the
+worker is up but has nothing to do yet: its model is being built, or others are still reading rows.
 """
 READ, DECODE, COMPUTE, WAIT, EXCHANGE, IDLE = range(len(PHASES))
 
@@ -32,12 +32,12 @@ class PhaseTimes:
 
     Attributes:
         began: when it began, in seconds of the driver's monotonic clock.
-        ended: when it ended, of the same clock.
+        ended: when it ended, by the same clock.
         seconds: by phase, in the order of ``PHASES``; they add up to ``ended - began``.
-        sent: bytes that the worker has sent to the driver meanwhile.
-        received: bytes that it has received from there.
-        uncertainty: by how much ``began`` and ``ended`` may be wrong at most, in seconds, when
-            the two clocks were compared.
+        sent: bytes that the worker sent to the driver meanwhile.
+        received: bytes that it received from the driver meanwhile.
+        uncertainty: the most by which ``began`` and ``ended`` may be wrong, in seconds, as of the
+            comparison of the two clocks.
     """
 
     began: float
@@ -64,7 +64,7 @@ class PhaseClock:
         self._ahead, self._uncertainty = 0.0, math.inf
 
     def switch(self, phase: int) -> int:
-        """Be in another phase from now on; returns the one that ends."""
+        """Enter another phase; returns the one that ends."""
         now = time.monotonic()
         before = self._phase
         self._seconds[before] += now - self._since
@@ -73,7 +73,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, phase: int) -> Iterator[None]:
-        """Be in a phase for the length of the block, then in the one before."""
+        """Be in a phase for the length of the block, then in the previous one again."""
         before = self.switch(phase)
         try:
             yield
@@ -81,7 +81,7 @@ class PhaseClock:
             self.switch(before)
 
     def each(self, phase: int, items: Iterable[T]) -> Iterator[T]:
-        """The same items; while the next one is made it is another phase."""
+        """Yield the same items; while the next one is being made, the clock is in this phase."""
         iterator = iter(items)
         try:
             while True:
@@ -94,27 +94,27 @@ class PhaseClock:
                     self.switch(before)
                 yield item
         finally:
-            # As a for loop over a generator leaves it, at once and not when it is collected.
+            # Closed at once, and not only when it is garbage-collected.
             close = getattr(iterator, "close", None)
             if close is not None:
                 close()
 
     def move(self, source: int, target: int, seconds: float) -> None:
-        """Count seconds for another phase than they were counted for, as far as there are any."""
+        """Move seconds from one phase to another, at most as many as were counted there."""
         seconds = min(max(seconds, 0.0), self._seconds[source])
         self._seconds[source] -= seconds
         self._seconds[target] += seconds
 
     def compare(self, asked: float, theirs: float, answered: float) -> None:
-        """Take note of one reading of the driver's clock; the one that came fastest counts.
+        """Take note of one reading of the driver's clock; the one that arrived fastest counts.
 
-        The driver read its clock at some time between question and answer, so that half of what
-        went by is the most by which the middle is wrong.
+        The driver read its clock at some time between question and answer, so the midpoint is wrong
+        by at most half of the time between them.
 
         Args:
             asked: this process's clock when it asked.
             theirs: the driver's answer.
-            answered: this process's clock when that came.
+            answered: this process's clock when the answer came.
 
         Source: Cristian 1989, "Probabilistic clock synchronization".
         """
@@ -124,12 +124,12 @@ class PhaseClock:
             self._ahead = theirs - (asked + answered) / 2
 
     def forget_comparison(self) -> None:
-        """Compare again: the driver's clock may be another one."""
+        """Start comparing afresh: it may be another driver with another clock."""
         self._uncertainty = math.inf
 
     @property
     def untold_s(self) -> float:
-        """Seconds since the last ``take``, as far as was seen when the phase last changed."""
+        """Seconds counted since the last ``take``, up to the last change of phase."""
         return self._since - self._taken
 
     def take(self) -> PhaseTimes:

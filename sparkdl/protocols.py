@@ -1,7 +1,7 @@
 """The seams between the layers: small types that several layers share.
 
-A worker is a function of (job, averager, iterator of record batches). What those layers hand to
-each other is defined here, so that none has to import another.
+A worker is a function of (job, averager, iterator of record batches). What the layers hand to each
+other is defined here, so that none has to import another.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Segment:
 
 
 Layout = tuple[Segment, ...]
-"""Every segment of a replica's state in the order in which they travel."""
+"""All segments of a replica's state, in the order in which they travel."""
 
 
 SequenceInput = Literal["padding_mask", "attention_mask", "lengths"]
@@ -77,8 +77,8 @@ class Padding:
     """How rows of unequal length become one tensor.
 
     Attributes:
-        value: what follows those that are shorter than the longest of their minibatch.
-        input: what else the model is given of them, None for nothing.
+        value: fills up the rows that are shorter than the longest in their minibatch.
+        input: what the model is given besides the padded rows; None for nothing.
     """
 
     value: float
@@ -93,10 +93,10 @@ class ColumnSpec:
         name: the column's name, as the user knows it.
         dtype: the tensor's element type.
         row_shape: shape of one row's value: () for a number, (k,) for an array of k numbers, or
-            (UNKNOWN,) before the data were read; images have (channels, height, width).
+            (UNKNOWN,) before the data are read; images have (channels, height, width).
         encoding: how the rows arrive, and how they are decoded.
         padding: how minibatches are padded; the first number of ``row_shape`` then stays UNKNOWN.
-            None if all rows are of the same shape.
+            None if all rows have the same shape.
     """
 
     name: str
@@ -112,16 +112,16 @@ class ColumnSpec:
 
     @property
     def elements(self) -> int | None:
-        """Numbers a row; None before the data were read."""
+        """Numbers per row; None before the data are read."""
         return None if UNKNOWN in self.row_shape else math.prod(self.row_shape)
 
     @property
     def item_shape(self) -> tuple[int, ...]:
-        """Of one item of a padded row."""
+        """Shape of one item of a padded row."""
         return self.row_shape[1:]
 
     def of_length(self, elements: int | None) -> ColumnSpec:
-        """The same column with the length that the data have."""
+        """The same column with the length found in the data."""
         if self.row_shape != (UNKNOWN,) or elements is None or self.padding is not None:
             return self
         return replace(self, row_shape=(elements,))
@@ -133,10 +133,10 @@ class Batch:
 
     Attributes:
         features: what the model takes, each tensor of shape (examples, ...).
-        targets: what the loss compares with, shape (examples, ...).
-        last: whether no more rows follow in this epoch.
+        targets: what the loss compares the outputs with, shape (examples, ...).
+        last: whether this is the epoch's last minibatch.
         weights: how much each row's loss counts, shape (examples,), float32, 1 on average over all
-            rows of all workers; None where every row counts the same.
+            rows of all workers; None where all rows count equally.
     """
 
     features: Features
@@ -151,7 +151,7 @@ class Batch:
 
     @property
     def _first(self) -> Tensor:
-        """Any of its tensors; there may be no targets."""
+        """Any one of the tensors; there may be no targets."""
         if isinstance(self.targets, Tensor):
             return self.targets
         features = self.features
@@ -159,7 +159,7 @@ class Batch:
         return (*self.targets, *others)[0]
 
     def to(self, device: torch.device) -> Batch:
-        """The same rows on a device; the batch itself if they are there."""
+        """The same rows on a device; the batch itself if they are there already."""
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
@@ -181,22 +181,22 @@ class CenterExchange(Protocol):
     """A worker's end of the averager, as strategies see it."""
 
     next_fragment: int
-    """Of which part of the state the next round is, or the one that is under way; from 0."""
+    """Which fragment of the state the next round, or the one under way, exchanges; from 0."""
     commit_wanted: bool
-    """Whether the driver said, with what was gathered last, that it wants a commit of all now."""
+    """Whether the driver asked for a commit by everyone when it answered the last gather."""
 
     def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in one round: contribute the segments and overwrite them with the new center.
 
-        They are contributed if the window has weight; of a strategy with fragments only the next
-        one is, and is overwritten.
+        They are contributed if the window has weight. A strategy with fragments contributes, and
+        has overwritten, the next fragment only.
 
         If the window is the worker's last of the epoch, the call returns with the epoch's final
         center, after every other worker's last round.
 
         Args:
-            segments: the replica's flat state, one 1-D tensor a segment of the layout.
-            window: what was trained on since the last round; its examples weigh the contribution.
+            segments: the replica's flat state, one 1-D tensor per segment of the layout.
+            window: what was trained on since the last round; its examples weight the contribution.
 
         Raises:
             NonFiniteError: the segments hold NaN or infinity.
@@ -205,7 +205,7 @@ class CenterExchange(Protocol):
         """
 
     def begin_exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
-        """Take part in one round from here on, while the worker trains on.
+        """Start taking part in one round, while the worker goes on training.
 
         Args:
             segments: as in ``exchange``; what is contributed is copied before this returns.
@@ -216,22 +216,22 @@ class CenterExchange(Protocol):
         """
 
     def end_exchange(self, segments: Sequence[Tensor], local: float) -> None:
-        """Wait for what the round came to, and merge it with what the worker has trained since.
+        """Wait for the round's result, and merge it with what the worker has trained since.
 
         Args:
-            segments: as in ``exchange``. Of what the round was of, floating-point values become
-                ``local`` * their own + (1 - ``local``) * the center's, and others the center's.
-            local: in [0, 1).
+            segments: as in ``exchange``. In what the round exchanged, floating-point values become
+                ``local`` * their own + (1 - ``local``) * the center's, all others the center's.
+            local: weight of the worker's own values, in [0, 1).
 
         Raises:
-            DeadlineError: as ``exchange``.
+            DeadlineError: as in ``exchange``.
             StoppedError: the averager ended the run.
         """
 
     def commit(self, segments: Sequence[Tensor], window: WindowReport) -> None:
-        """Take part in a round, the outcome of which every replica holds already.
+        """Take part in a round whose result every replica already holds.
 
-        For workers that have agreed among themselves: what one contributes is what all have.
+        For workers that have agreed among themselves: all hold what one of them contributes.
 
         Args:
             segments: as in ``exchange``; not written to.
@@ -244,7 +244,7 @@ class CenterExchange(Protocol):
         """
 
     def heartbeat(self) -> None:
-        """Let the averager hear of this worker, for windows that may be long; cheap in every step.
+        """Show the averager that this worker is alive during a long window; cheap in every step.
 
         Raises:
             StoppedError: the averager is gone.
@@ -253,7 +253,7 @@ class CenterExchange(Protocol):
     def gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Give a small JSON object and receive what all ranks gave, in the order of the ranks.
 
-        Every rank has to call it as often as every other.
+        Every rank has to call it equally often.
 
         Raises:
             DeadlineError: another worker or the averager did not answer in time.
@@ -261,4 +261,4 @@ class CenterExchange(Protocol):
         """
 
     def report_validation(self, report: ValidationReport, states: bytes = b"") -> None:
-        """Tell the driver what this worker and its metrics found on its held-out rows."""
+        """Report to the driver what this worker and its metrics found on its held-out rows."""

@@ -22,12 +22,12 @@ class WorkerStep:
         rank: the worker's.
         epoch: counted from 1.
         step: optimizer steps since the start of training, this one included.
-        step_of_epoch: the same since the start of the epoch.
+        step_of_epoch: optimizer steps since the start of the epoch, this one included.
         model: the worker's replica, on its device.
-        optimizer: the replica's.
+        optimizer: the replica's optimizer.
         examples: rows trained on in the step; 0 before it.
-        loss: the mean over those rows, a detached scalar on the replica's device; None before the
-            step, and if the worker had no rows left for it.
+        loss: the mean loss over those rows, a detached scalar on the replica's device; None before
+            the step, and if the worker had no rows left for it.
     """
 
     rank: int
@@ -43,10 +43,10 @@ class WorkerStep:
 class WorkerCallback(Hooks):
     """Called on every worker around each optimizer step; override what is of interest.
 
-    Each worker has a copy of its own, sent to it as the model is. What it changes in the model or
-    the optimizer is part of the training; what it keeps in itself is in no checkpoint, and gone
-    with its worker. An error that a method raises ends the fit, with the callback's name, rank and
-    step.
+    Each worker has its own copy, shipped the way the model is. What it changes in the model or the
+    optimizer is part of the training; what it keeps in its own attributes is in no checkpoint, and
+    is lost with its worker. An error raised by a method ends the fit, and names the callback, the
+    rank and the step.
     """
 
     kind = "callbacks on workers"
@@ -56,14 +56,14 @@ class WorkerCallback(Hooks):
         """The worker is about to train on the minibatch or minibatches of a step.
 
         Args:
-            step: with what is known of it.
+            step: what is known about the step so far.
         """
 
     def after_step(self, step: WorkerStep) -> None:
         """The optimizer has taken a step; the replicas have not been averaged yet.
 
         Args:
-            step: with its loss. To read that on a GPU waits for the GPU.
+            step: the step with its loss. On a GPU, reading the loss waits for the GPU.
         """
 
 
@@ -71,9 +71,9 @@ class StepCalls:
     """Calls every callback of one worker around its steps.
 
     Args:
-        callbacks: in the order in which they are called.
+        callbacks: the callbacks, in the order in which they are called.
         rank: the worker's.
-        replica: the worker's.
+        replica: the worker's replica.
     """
 
     def __init__(self, callbacks: Sequence[WorkerCallback], rank: int, replica: Replica) -> None:
@@ -84,19 +84,19 @@ class StepCalls:
         self._under_way = False
 
     def restart(self) -> None:
-        """Forget a step that was not taken to its end."""
+        """Forget a step that was not finished."""
         self._under_way = False
 
     def before(self, epoch: int, step: int, step_of_epoch: int) -> None:
-        """Tell of a step that begins.
+        """Tell the callbacks that a step begins.
 
         Raises:
             CallbackError: a callback failed.
-            TrainingError: nobody was told that the step before was taken.
+            TrainingError: the end of the previous step was never announced.
         """
         if self._under_way:
             raise TrainingError(
-                "the strategy begins a step, and has not said that it has taken the one before: "
+                "the strategy begins a step without having ended the previous one: "
                 "callbacks on workers would miss it. Use run.train(batch), or call run.end_step() "
                 "after each optimizer step"
             )
@@ -112,14 +112,14 @@ class StepCalls:
         self._each("before_step")
 
     def count(self, examples: int, loss: Tensor) -> None:
-        """Take note of a minibatch that was trained on in the step, with its mean loss."""
+        """Take note of a minibatch that was trained on in this step, and of its mean loss."""
         known, before = self._step, self._step.examples
         known.examples += examples
         share = examples / max(known.examples, 1)
         known.loss = loss if known.loss is None or not before else known.loss.lerp(loss, share)
 
     def after(self) -> None:
-        """Tell of a step that has been taken.
+        """Tell the callbacks that a step has been taken.
 
         Raises:
             CallbackError: a callback failed.

@@ -1,14 +1,14 @@
-"""What the user's code and settings are, told in the same way in every process and on every day.
+"""Describes the user's code and settings identically in every process, at any time.
 
-An object is described by its parts: of a function its code, defaults, and the variables that it
-uses; of a ``partial`` its function and arguments; of an object its class and attributes; of a class
-its methods and bases. Nothing depends on an address in memory, on the order of a set or on where
-a source file lies. What cannot be told (a lock, a connection) counts as its type alone.
+An object is described by its parts: a function by its code, defaults, and the variables that it
+uses; a ``partial`` by its function and arguments; an object by its class and attributes; a class by
+its methods and bases. Nothing depends on an address in memory, on the order of a set or on where a
+source file lies. What cannot be described (a lock, a connection) counts as its type alone.
 
-    the standard library, torch,     by their names: another version of them is no other training
+    the standard library, torch,     by their names: a new version does not make a new training
     numpy and the like
-    packages that are installed      by their own code, whatever that calls
-    everything else: scripts,        by their code and all that it refers to
+    packages that are installed      by their own code, not what it calls
+    everything else: scripts,        by their code and all it refers to
     notebooks, modules on the path
 """
 
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from sparkdl.checkpoint.moved import former_name
 
 Parts = dict[str, bytes]
-"""By the name of a part its digest."""
+"""The digest of each part, by name."""
 
 BY_NAME = sys.stdlib_module_names | {
     "numpy",
@@ -43,7 +43,7 @@ BY_NAME = sys.stdlib_module_names | {
 }
 INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 DEEPEST = 50
-"""How deep objects in objects are looked into."""
+"""How deeply nested objects are examined."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _OF_A_MODULE = frozenset(vars(nn.Module()))
@@ -57,8 +57,8 @@ def describe(
 
     Args:
         value: the object.
-        text: what it is, for people; by default its name or ``repr``.
-        parts: more of what it is made of, by name.
+        text: what it is, in readable form; by default its name or ``repr``.
+        parts: further parts, by name.
 
     Returns:
         JSON.
@@ -71,8 +71,8 @@ def describe(
 def describe_model(module: nn.Module) -> dict[str, Any]:
     """Describe a model that has just been built.
 
-    Of the initial values only their size and direction are told, each to four digits: processors
-    and versions of torch draw the same random numbers up to their last bits.
+    Initial values are described only by norm and direction, each to four digits, because the random
+    numbers of different processors and versions of torch differ in their last bits.
 
     Args:
         module: the model.
@@ -86,10 +86,10 @@ def describe_model(module: nn.Module) -> dict[str, Any]:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Describe an optimizer but for the hyperparameters in its groups.
+    """Describe an optimizer, except for the hyperparameters in its groups.
 
     Args:
-        optimizer: the one of a model that is described by ``describe_model``.
+        optimizer: the optimizer of a model that ``describe_model`` describes.
     """
     groups = optimizer.param_groups
     teller = _Teller(without_values={id(p) for group in groups for p in group["params"]})
@@ -100,7 +100,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def text_of(value: object) -> str:
-    """What an object is, for people: its name or ``repr``, without its address."""
+    """What an object is, in readable form: its name or ``repr``, without its address."""
     if isinstance(value, functools.partial):
         keywords = [f"{key}={text_of(each)}" for key, each in value.keywords.items()]
         arguments = ", ".join([text_of(value.func), *map(text_of, value.args), *keywords])
@@ -117,13 +117,13 @@ def _described(text: str, parts: Parts) -> dict[str, Any]:
     return {
         "is": text,
         "parts": {name: digest.hex()[:16] for name, digest in sorted(parts.items())},
-        # Bytecode is another one in each.
+        # Bytecode differs between versions of Python.
         "python": ".".join(map(str, sys.version_info[:2])),
     }
 
 
 def _outline(tensors: list[Tensor]) -> list[str]:
-    """Norm and direction of all tensors together."""
+    """Norm and direction of all tensors taken together."""
     directions = torch.cos(torch.arange(1, 65537, dtype=torch.float64))
     square = along = 0.0
     number = 0
@@ -139,21 +139,21 @@ def _outline(tensors: list[Tensor]) -> list[str]:
 
 
 class _Teller:
-    """Digests objects, each once.
+    """Computes digests of objects, each once.
 
     Args:
-        without_values: the ``id`` of tensors of which only kind and shape are told.
+        without_values: the ``id`` of each tensor to describe by kind and shape only.
     """
 
     def __init__(self, without_values: Collection[int] = ()) -> None:
         self._without_values = without_values
         self._known: dict[int, bytes] = {}
-        # An id is another object's when its own has gone.
+        # Kept alive, because the id of a deleted object may be reused.
         self._kept: list[object] = []
         self._path: list[int] = []
 
     def digest(self, value: object) -> bytes:
-        """One digest of all parts."""
+        """One digest of all of an object's parts."""
         kind = type(value)
         if value is None or kind in (bool, int, float, complex, str, bytes):
             return _hash(kind.__name__, repr(value))
@@ -174,7 +174,7 @@ class _Teller:
         return found
 
     def named(self, what: str, values: Mapping[str, object]) -> Parts:
-        """Parts that have names of their own, in words."""
+        """Named parts, with ``what`` before each name."""
         return {f"{what} {name}": self.digest(values[name]) for name in sorted(values)}
 
     def parts(self, value: object) -> Parts:
@@ -225,7 +225,7 @@ class _Teller:
         return parts
 
     def _code(self, code: types.CodeType) -> bytes:
-        # Without places in files, for these differ where nothing else does.
+        # Without positions in files, which may differ where nothing else does.
         return _hash(
             "code",
             code.co_code.hex(),
@@ -236,7 +236,7 @@ class _Teller:
     def _cell_parts(self, cell: types.CellType) -> Parts:
         try:
             return {"value": self.digest(cell.cell_contents)}
-        except ValueError:  # it has none yet
+        except ValueError:  # it is still empty
             return {}
 
     def _builtin_parts(self, function: types.BuiltinFunctionType) -> Parts:
@@ -282,7 +282,7 @@ class _Teller:
 
     def _module_parts(self, module: nn.Module) -> Parts:
         own = {key: each for key, each in vars(module).items() if key not in _OF_A_MODULE}
-        # The numbers of hooks count all that this process has seen.
+        # The keys of hooks are left out: they count all hooks of this process.
         hooks = [list(each.values()) for each in (module._forward_pre_hooks, module._forward_hooks)]
         parts = {
             **self.class_parts(type(module)),
@@ -297,7 +297,7 @@ class _Teller:
         return parts
 
     def _object_parts(self, value: object) -> Parts:
-        """What would be pickled of an object."""
+        """What pickling an object would save."""
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             return {f"{index}": self.digest(each) for index, each in enumerate(value)}
         if isinstance(value, (set, frozenset)):
@@ -311,13 +311,13 @@ class _Teller:
             return {}
         try:
             reduced = value.__reduce_ex__(4)
-        except Exception:  # any __reduce__ may raise anything; what has none cannot be told
+        except Exception:  # any __reduce__ may raise anything; then only the type counts
             return {"type": _hash(type(value).__qualname__)}
         if isinstance(reduced, str):
             return {"name": _hash(reduced)}
         make, arguments, *rest = reduced
         state, items, pairs = [*rest, None, None, None][:3]
-        # Pickle's own maker of objects comes in two forms, and says nothing.
+        # Pickle's own reconstructor comes in two forms, and says nothing.
         arguments = [each for each in arguments if each is not type(value)]
         parts = {"class": self.digest(type(value)), "made by": self.digest(make)}
         if arguments:
@@ -342,7 +342,7 @@ def _hash(*texts: str) -> bytes:
 
 
 def _import_name(value: object) -> str | None:
-    """The name of something that is told by it; None for all else."""
+    """The name of something that is described by its name alone; None for anything else."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str):
         return None
@@ -355,7 +355,7 @@ def _import_name(value: object) -> str | None:
 
 
 def _used_globals(function: types.FunctionType) -> dict[str, object]:
-    """The global variables that a function uses; of modules of the user's also what it takes."""
+    """The global variables that a function uses, and what it uses of the user's own modules."""
     names: set[str] = set()
     taken: set[str] = set()
     codes = [function.__code__]
@@ -376,5 +376,5 @@ def _used_globals(function: types.FunctionType) -> dict[str, object]:
 
 
 def _is_users(module: str | None, file: str) -> bool:
-    """Whether code is neither told by its name nor installed."""
+    """Whether code is the user's: neither described by name nor installed."""
     return (module or "").partition(".")[0] not in BY_NAME and not INSTALLED.search(file)

@@ -1,4 +1,4 @@
-"""JSON files of a saved model: read whole or refused in words, whoever has written them."""
+"""JSON files of a saved model: read whole or refused with a clear error, whoever wrote them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from sparkdl.errors import ConfigError
 
 LARGEST_BYTES = 64 << 20
-"""Of a file; a thousand columns and ten thousand epochs take 3 MB."""
+"""Largest file; a thousand columns and ten thousand epochs take 3 MB."""
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
     Raises:
-        ConfigError: it is missing, no plain file, too large, or not such an object.
+        ConfigError: it is missing, not a regular file, too large, or does not hold such an object.
     """
     try:
         if not path.is_file():

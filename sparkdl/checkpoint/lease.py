@@ -1,10 +1,10 @@
-"""One training at a time writes checkpoints to a directory, and a second is told whose it is.
+"""Only one training at a time writes checkpoints to a directory; a second learns whose it is.
 
-Two would number and delete each other's. Who writes holds a lease: a file that says who that is and
-is renewed while the process lives. Of a lease that is found, what counts is whether it changes, so
-that no two clocks are compared: one that is not renewed for a while is taken over, and whoever held
-it writes no more. Where the file system has locks, a lock beside it says at once whether a process
-of this machine is still there.
+Two would number and delete each other's. The writer holds a lease: a file that names it and is
+renewed while the process lives. What counts about an existing lease is whether it changes, so no
+two clocks are compared: one that is not renewed for a while is taken over, and its former holder
+stops writing. Where the file system has locks, a lock beside it says at once whether a process on
+this machine is still alive.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ logger = logging.getLogger(__name__)
 LEASE = "in-use.json"
 RENEWED_EVERY_S = 5.0
 EXPIRES_S = 20.0
-"""A process that is stopped for so long may find its lease taken."""
+"""A process that is stopped for this long may lose its lease."""
 GRACE_S = 5.0
-"""For so long a process that was told to end may still have its lock."""
+"""How long a process that was told to end may still hold its lock."""
 MAX_BYTES = 1 << 16
 
 _STORAGE_ERRORS = (OSError, pa.ArrowException)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 Holder = dict[str, str]
-"""What a lease says."""
+"""The contents of a lease."""
 
 
 class Lease:
@@ -53,7 +53,7 @@ class Lease:
     Args:
         files: the directory's file system.
         root: the directory.
-        holder: what it says of who holds it.
+        holder: what it says about its holder.
     """
 
     def __init__(self, files: fs.FileSystem, root: str, holder: Holder) -> None:
@@ -61,11 +61,11 @@ class Lease:
         self._path = posixpath.join(root, LEASE)
         self._holder = holder
         self._renewals = 0
-        self._lock = threading.Lock()  # lest half of what is written be read
+        self._lock = threading.Lock()  # so that no half-written lease is read
         self._ended = threading.Event()
 
     def check(self) -> None:
-        """Raise if somebody else writes there now.
+        """Raise if somebody else is writing there now.
 
         Raises:
             CheckpointError: the lease has ended, or was taken over.
@@ -81,22 +81,22 @@ class Lease:
             )
 
     def read(self) -> Holder | None:
-        """What is said of who holds it, nothing if it is not readable; None if nobody does."""
+        """What it says about its holder, empty strings if unreadable; None if there is no lease."""
         if self._files.get_file_info(self._path).type != fs.FileType.File:
             return None
         try:
             with self._files.open_input_stream(self._path) as stream:
                 octets = stream.read(MAX_BYTES)
         except FileNotFoundError:
-            return None  # given back meanwhile
+            return None  # it was given back meanwhile
         try:
             said = json.loads(octets)
             return {name: str(said[name])[:200] for name in self._holder}
         except (ValueError, RecursionError, TypeError, KeyError):
-            return dict.fromkeys(self._holder, "")  # half of it is there as yet, or was written
+            return dict.fromkeys(self._holder, "")  # it is only half written
 
     def write(self) -> None:
-        """Say who holds it, and that it still does."""
+        """Write who holds it, thereby renewing it."""
         with self._lock:
             if self._ended.is_set():
                 return
@@ -106,7 +106,7 @@ class Lease:
                 stream.write(text.encode())
 
     def keep(self) -> None:
-        """Renew it until it ends; a thread runs this."""
+        """Renew it until it ends; runs in a thread."""
         while not self._ended.wait(RENEWED_EVERY_S):
             try:
                 self.check()
@@ -121,7 +121,7 @@ class Lease:
                 logger.warning("%s could not be renewed: %s", self._path, error)
 
     def end(self) -> None:
-        """Give it back."""
+        """Give the lease back."""
         self._ended.set()
         try:
             with self._lock:
@@ -136,16 +136,16 @@ class Lease:
 def held(files: fs.FileSystem, root: str, application: str | None = None) -> Iterator[Lease]:
     """Hold a directory's lease inside a ``with`` block.
 
-    On this machine's file systems a process of this machine that lives is known at once, and given
-    ``GRACE_S`` to end; one that was killed is no hindrance. Elsewhere, and of other machines'
-    processes, it takes up to ``EXPIRES_S`` to tell one that was killed from one that lives. Two
-    that begin within the same instant on a store without locks may both go on, until one of them
-    looks again: every ``RENEWED_EVERY_S``, and before it begins, publishes or deletes a checkpoint.
+    On local file systems, a live process of this machine is known at once, and given ``GRACE_S`` to
+    end; a killed one is no obstacle. Elsewhere, and for other machines' processes, it takes up to
+    ``EXPIRES_S`` to tell a killed process from a live one. Two that start at the same instant on a
+    store without locks may both proceed until one of them checks again: every ``RENEWED_EVERY_S``,
+    and before it begins, publishes or deletes a checkpoint.
 
     Args:
         files: the directory's file system.
-        root: the directory; has to exist.
-        application: what the process belongs to, for whoever is refused.
+        root: the directory, which has to exist.
+        application: what the process belongs to, shown to whoever is refused.
 
     Raises:
         InUseError: somebody else holds it; the message says who.
@@ -171,10 +171,10 @@ def held(files: fs.FileSystem, root: str, application: str | None = None) -> Ite
 
 
 def _wait_for_its_end(lease: Lease, root: str, is_locked: bool) -> None:
-    """Return when a lease that is found is no hindrance."""
+    """Return once an existing lease is no obstacle."""
     found = lease.read()
     if found is None or (is_locked and found["boot"] == lease._holder["boot"]):
-        return  # nobody on this machine has the lock, so who wrote it has gone
+        return  # nobody on this machine has the lock, so the writer is gone
     logger.warning(
         "%s was in use by %s; waiting up to %g s to see whether it still is",
         root,
@@ -193,7 +193,7 @@ def _wait_for_its_end(lease: Lease, root: str, is_locked: bool) -> None:
 
 
 def _lock(root: str, locks: contextlib.ExitStack) -> bool | None:
-    """Lock a directory: whether there is such a lock; None if somebody else has it."""
+    """Lock a directory; returns whether locks work there, None if somebody else has the lock."""
     descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     locks.callback(os.close, descriptor)
     deadline = time.monotonic() + GRACE_S
@@ -208,7 +208,7 @@ def _lock(root: str, locks: contextlib.ExitStack) -> bool | None:
             logger.info("%s has no locks (%s)", root, error)
             return False
         else:
-            # A process forked in between would keep it.
+            # Unlocked, because a process forked meanwhile would keep the lock otherwise.
             locks.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
             return True
 
@@ -236,6 +236,6 @@ def _in_use(root: str, holder: Holder | None) -> InUseError:
     who = _describe(holder) if holder and holder["id"] else "another process"
     return InUseError(
         f"checkpointPath '{root}' is in use by {who}. Two trainings would number and delete each "
-        "other's checkpoints: wait for its end, or give another checkpointPath",
+        "other's checkpoints: wait for it to end, or give another checkpointPath",
         who,
     )

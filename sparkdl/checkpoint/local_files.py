@@ -1,9 +1,9 @@
-"""This machine's files with what pyarrow leaves out: durability, and caution in reading them.
+"""Local files with what pyarrow leaves out: durability, and caution in reading them.
 
-What was written is safe from a loss of power once its file was synchronized, and what a directory
-is to hold once the directory was: a rename says nothing about either. So everything is written
-aside and synchronized, then renamed, then the directory synchronized, and only then what it
-replaces is deleted.
+A file's bytes are safe from a loss of power once the file has been fsynced, a directory's entries
+once the directory has been; a rename guarantees neither. So everything is written aside and
+synchronized, then renamed, then the directory is synchronized, and only then is what it replaces
+deleted.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ from pyarrow import fs
 logger = logging.getLogger(__name__)
 
 ASIDE = ".sparkdl-replaced"
-"""Behind the name of a directory that another is about to take the place of."""
+"""Suffix for the name of a directory that is about to be replaced."""
 
 
 class LocalFiles(fs.LocalFileSystem):  # type: ignore[misc]
-    """pyarrow's local file system; but only regular files are read, and no link is followed.
+    """pyarrow's local file system, but reading only regular files and following no links.
 
-    For a manifest that somebody else wrote may name anything.
+    A manifest that somebody else wrote may name anything.
     """
 
     def get_file_info(self, which: Any) -> Any:
-        """As pyarrow does; a symbolic link is neither file nor directory."""
+        """Like pyarrow's, except that a symbolic link is neither file nor directory."""
         found = super().get_file_info(which)
         if isinstance(found, fs.FileInfo):
             return _unless_link(found)
         return [_unless_link(info) for info in found]
 
     def create_dir(self, path: str, *, recursive: bool = True) -> None:
-        """Make a directory: with those above it, all to last, or a new one."""
+        """Make a directory: durably with its parents if ``recursive``, else only that one."""
         if recursive:
             make_directories(Path(path))
         else:
             os.mkdir(path)
 
     def open_output_stream(self, path: str, *_: Any, **__: Any) -> BinaryIO:
-        """Write a file from its beginning; ``synchronize`` makes it last."""
+        """Write a file from its beginning; ``synchronize`` makes it durable."""
         return open(path, "wb")
 
     def open_input_stream(self, path: str, *_: Any, **__: Any) -> BinaryIO:
         """Read a regular file.
 
         Raises:
-            OSError: there is none, or it is something else.
+            OSError: there is no such file, or it is not a regular one.
         """
-        # Without waiting, for opening a pipe waits for its writer.
+        # Non-blocking, because opening a pipe would wait for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise OSError(errno.EINVAL, "it is no regular file", path)
+            raise OSError(errno.EINVAL, "it is not a regular file", path)
         return os.fdopen(descriptor, "rb")
 
     def move(self, source: str, target: str) -> None:
@@ -76,12 +76,12 @@ class LocalFiles(fs.LocalFileSystem):  # type: ignore[misc]
 
 
 def synchronize(path: str | Path) -> None:
-    """Have a file's bytes, or a directory's entries, survive a loss of power."""
+    """Make a file's bytes, or a directory's entries, survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems synchronize no directories.
+        # Some network file systems cannot synchronize directories.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not os.path.isdir(path):
             raise
     finally:
@@ -89,7 +89,7 @@ def synchronize(path: str | Path) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory with those above it, so that it lasts."""
+    """Make a directory and its parents durably."""
     if path.is_dir():
         return
     make_directories(path.parent)
@@ -98,12 +98,12 @@ def make_directories(path: Path) -> None:
 
 
 def aside(target: Path) -> Path:
-    """Where a directory is while another takes its place."""
+    """Where a directory is kept while another takes its place."""
     return target.with_name(target.name + ASIDE)
 
 
 def whole_directory(target: Path) -> Path:
-    """Where a directory is that ``put_directory`` has put there.
+    """Where to find a directory that ``put_directory`` wrote.
 
     Returns:
         ``target``, or the directory that it was to replace if that was interrupted between
@@ -112,7 +112,7 @@ def whole_directory(target: Path) -> Path:
     if target.exists() or not aside(target).exists():
         return target
     logger.warning(
-        "a save to %s was interrupted before its end; reading what was there before, from %s",
+        "a save to %s was interrupted; reading what was there before, from %s",
         target,
         aside(target),
     )
@@ -120,13 +120,13 @@ def whole_directory(target: Path) -> Path:
 
 
 def put_directory(directory: Path, target: Path) -> None:
-    """Copy a directory to a place, all of it or nothing, so that it lasts.
+    """Copy a directory to a place durably, all of it or nothing.
 
-    Whatever happens in between, ``whole_directory`` gives what was there before or the copy.
+    Whatever interrupts it, ``whole_directory`` finds either what was there before or the copy.
 
     Args:
-        directory: what to copy: plain files and directories.
-        target: its place and name; what is there is replaced.
+        directory: what to copy: regular files and directories.
+        target: the copy's path; anything already there is replaced.
 
     Raises:
         OSError: the file system refuses; what was there before is still there.
@@ -137,7 +137,7 @@ def put_directory(directory: Path, target: Path) -> None:
         make_directories(target.parent)
         _copy(directory, new)
         if target.exists():
-            # From an earlier save that came to its end but for this.
+            # Left by an earlier save that was interrupted before its last step.
             synchronize(target.parent)
             _delete(old)
             os.rename(target, old)

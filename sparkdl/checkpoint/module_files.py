@@ -51,11 +51,11 @@ class SavedModule:
         module: the trained module.
         builder: what the user gave as ``model``: a module, or a function that builds one.
         features: the tensors that the module takes.
-        head: name of the meaning of its outputs.
-        widths: of its outputs.
-        history: one summary an epoch.
-        labels: the tensors that the outputs are compared with, as far as is known.
-        loss: by which they are, if that is saved.
+        head: what its outputs mean, by name.
+        widths: its outputs' widths.
+        history: one summary per epoch.
+        labels: the tensors that the outputs are compared with, as far as they are known.
+        loss: the loss that compares them, if it was saved.
     """
 
     module: nn.Module
@@ -70,7 +70,7 @@ class SavedModule:
 
 def write_module(saved: SavedModule, directory: Path) -> None:
     """Write the files into an existing directory."""
-    # Tied parameters share memory, which safetensors refuses; each name gets a copy of its own.
+    # Tied parameters share memory, which safetensors refuses; each name gets its own copy.
     state = {
         name: _as_saved(tensor.detach().clone().contiguous())
         for name, tensor in saved.module.state_dict().items()
@@ -94,8 +94,8 @@ def read_module(directory: Path, *, trust: TrustArgument) -> SavedModule:
 
     Args:
         directory: where ``write_module`` wrote.
-        trust: what may be run besides torch's own classes: the modules whose names are given, or
-            with True any, and a pickled architecture.
+        trust: what may run besides torch's own classes: code of the named modules, or with True any
+            code, including a pickled architecture.
 
     Raises:
         ConfigError: there is no saved module, it is damaged, its format is newer, or its
@@ -143,27 +143,27 @@ def _put_weights(module: nn.Module, path: Path) -> None:
         raise ConfigError(f"the weights in {path} are missing, or that is not a plain file")
     try:
         state = load_file(path)
-    except Exception as error:  # safetensors, torch and the file system, of any kind
+    except Exception as error:  # safetensors, torch and the file system raise errors of any kind
         raise ConfigError(f"the weights in {path} are damaged: {error}") from error
     try:
         for name, tensor in module.state_dict().items():
             if name in state and tensor.dtype.is_complex and not state[name].is_complex():
-                # A copy, for torch takes complex128 to begin at multiples of 16 bytes, and dies.
+                # A copy, because torch crashes on complex128 not aligned to 16 bytes.
                 state[name] = torch.view_as_complex(state[name].clone())
         dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
         if len(dtypes) == 1:
-            # Not by Module.to, which makes complex numbers real ones.
+            # Not by Module.to, which turns complex numbers into real ones.
             _CASTS[dtypes.pop()](module)
         module.load_state_dict(state)
-    except Exception as error:  # modules may load their state in ways of their own
+    except Exception as error:  # modules may load their state in their own ways
         raise ConfigError(
-            f"the weights in {path} are those of another architecture than the model builds now: "
+            f"the weights in {path} belong to another architecture than the model builds now: "
             f"{error}"
         ) from error
 
 
 def _as_saved(tensor: Tensor) -> Tensor:
-    """Of complex128, for which safetensors has no name, real and imaginary parts in a last axis."""
+    """The tensor; complex128, unknown to safetensors, as its real and imaginary parts."""
     return torch.view_as_real(tensor) if tensor.dtype == torch.complex128 else tensor
 
 
@@ -177,7 +177,7 @@ def _read_description(path: Path) -> dict[str, Any]:
         )
     if written not in range(1, FORMAT + 1) or not isinstance(description.get("head"), str):
         raise ConfigError(f"{path} is damaged or no saved model")
-    if written == 1:  # before there were models of several outputs
+    if written == 1:  # before models could have several outputs
         description["outputs"] = [{"key": None, "width": description.get("output_width", "none")}]
     if written != FORMAT:  # before models could be evaluated
         description.setdefault("labels", [])
@@ -208,10 +208,10 @@ def _column(
     name: str,
     dtype: str,
     row_shape: list[int],
-    encoding: str = NUMBERS.name,  # models were saved before there were others
-    padding: dict[str, Any] | None = None,  # and before there were sequences
+    encoding: str = NUMBERS.name,  # absent from models saved before there were others
+    padding: dict[str, Any] | None = None,  # or before there were sequences
 ) -> ColumnSpec:
-    # Not by getattr, for torch imports some of its modules when it is asked for them.
+    # Not by getattr, by which torch would import some of its modules.
     element = vars(torch).get(dtype)
     if not isinstance(name, str) or not isinstance(element, torch.dtype):
         raise ValueError(f"{name!r} cannot be of type {dtype!r}")
@@ -262,11 +262,11 @@ def load_module(path: str | Path, *, trust: TrustArgument = False) -> nn.Module:
 
     Args:
         path: where the model was saved.
-        trust: names of the modules that the model's own classes and functions are of, for example
-            ``["mypackage.models"]``; torch's need no trust. True trusts everything, also a pickled
+        trust: names of the modules that define the model's own classes and functions, for example
+            ``["mypackage.models"]``; torch's need no trust. True trusts everything, even a pickled
             architecture, which runs its author's code.
 
     Raises:
-        ConfigError: as ``read_module``.
+        ConfigError: as in ``read_module``.
     """
     return read_module(whole_directory(Path(path)), trust=trust).module

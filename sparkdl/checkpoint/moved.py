@@ -1,7 +1,7 @@
-"""Modules that have moved since files were first written that name what is in them.
+"""Modules that have moved since files that name their contents were first written.
 
-A saved stage names its strategy by import path, and so does the identity of a training. Both are
-read for years; so a module that is listed here is found under its former name, too.
+A saved stage names its strategy by import path, and so does a training's identity. Both are read
+for years, so a module listed here is also found under its former name.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _FORMER = {
         "sparkdl.strategies.threshold_gradient_sharing"
     ),
 }
-"""By the name of a module the one that it had first."""
+"""Each module's first name, by its present name."""
 _PRESENT = {former: present for present, former in _FORMER.items()}
 
 
 def former_name(module: str) -> str:
-    """The name that a module had first, which identities go by."""
+    """A module's first name, which identities go by."""
     return _FORMER.get(module, module)
 
 
 def present_name(module: str) -> str:
-    """The name of the module that a file means."""
+    """The present name of a module that a file names."""
     return _PRESENT.get(module, module)

@@ -1,4 +1,4 @@
-"""How an object can be built again, as JSON: by import path and arguments instead of a pickle.
+"""How to rebuild an object, as JSON: by import path and arguments instead of a pickle.
 
 nn.ReLU                          {"import": "torch.nn.modules.activation:ReLU"}
 partial(torch.optim.SGD, lr=.1)  {"partial": {"import": "torch.optim.sgd:SGD"}, "kwargs": ...}
@@ -6,7 +6,7 @@ ParameterAveraging(period=5)     {"new": {"import": ...}, "kwargs": {"period": 5
 nn.CrossEntropyLoss()            {"new": {"import": ...}, "kwargs": {"reduction": "mean", ...}}
 anything else                    {"pickle": "<file>"}, loaded only if the user trusts it
 
-What a spec may name without the user's trust is in ``trust``.
+``trust`` lists what a spec may name without the user's trust.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from sparkdl.checkpoint.trust import NotFoundError, Trust, TrustArgument, find, 
 from sparkdl.errors import ConfigError
 
 KEY = "recipe"
-"""Under which a spec stands in files: the name that it had when the first were written."""
+"""The key of a spec in files: what it was called when the first were written."""
 DEEPEST = 64
-"""How deep a spec may be nested; what is deeper is pickled."""
+"""How deeply a spec may be nested; anything deeper is pickled."""
 
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = 200
@@ -40,17 +40,17 @@ _shortened.maxstring = _shortened.maxother = 200
 
 @dataclass(frozen=True)
 class Expected:
-    """What was saved under a name, and so what has to come back.
+    """What was saved under a name, and hence what loading has to return.
 
     Attributes:
-        what: in words, for messages.
-        base: the class of the object, or of what it makes.
+        what: a description for messages.
+        base: the class of the object, or of what it builds.
         instance: whether it may be an instance of ``base``.
-        maker: whether it may be a subclass of ``base``, or a function that the user trusts, that is
-            called for an instance.
-        function: whether it may be a function, called for something else.
-        several: whether it is a list of what the rest says.
-        harmless: what needs no trust there besides torch's own, by import path.
+        maker: whether it may be a subclass of ``base`` or a trusted function, to be called for an
+            instance.
+        function: whether it may be a function that is called for something else.
+        several: whether it is a list of such objects.
+        harmless: what needs no trust besides torch's own, by import path.
     """
 
     what: str
@@ -62,7 +62,7 @@ class Expected:
     harmless: Mapping[str, Any] = field(default_factory=dict)
 
     def takes(self, value: Any, trust: Trust) -> bool:
-        """Whether an object belongs there."""
+        """Whether an object is what is expected."""
         if self.several:
             one = replace(self, several=False)
             return isinstance(value, list) and all(one.takes(each, trust) for each in value)
@@ -85,12 +85,12 @@ LOSS = Expected("an nn.Module or a function", torch.nn.Module, instance=True, fu
 
 
 def save_object(value: Any, directory: Path, name: str) -> dict[str, Any]:
-    """Describe an object; write a pickle beside only if it cannot be described.
+    """Describe an object; write a pickle only if it cannot be described.
 
     Args:
         value: the object.
         directory: where a pickle may be written.
-        name: of the object, for the file and for messages.
+        name: the object's name, for the file and for messages.
 
     Returns:
         The spec, for JSON.
@@ -109,21 +109,20 @@ def save_object(value: Any, directory: Path, name: str) -> dict[str, Any]:
 def load_object(
     saved: Any, directory: Path, name: str, *, expected: Expected, trust: TrustArgument
 ) -> Any:
-    """Build an object again.
+    """Rebuild an object.
 
-    Nothing is imported or called before every name in the spec is known to be harmless or
-    trusted.
+    Nothing is imported or called until every name in the spec is known to be harmless or trusted.
 
     Args:
         saved: what ``save_object`` returned.
         directory: where it wrote.
-        name: of the object, for messages.
-        expected: what it has to be.
+        name: the object's name, for messages.
+        expected: what the object has to be.
         trust: True for everything, pickles included, or the modules that may be imported.
 
     Raises:
-        ConfigError: the spec is damaged, names what is not trusted, cannot be imported here, or
-            does not give what belongs in the expected.
+        ConfigError: the spec is damaged, names something untrusted, cannot be imported here, or
+            does not give what is expected.
     """
     trusted = Trust.of(trust)
     spec = saved.get(KEY) if isinstance(saved, dict) else None
@@ -174,10 +173,10 @@ def _present(path: str) -> str:
 
 
 def _require_trust(paths: list[str], trust: Trust, name: str) -> None:
-    """Check that only what the user trusts is named.
+    """Check that nothing is named that the user does not trust.
 
     Raises:
-        ConfigError: something else is.
+        ConfigError: something is.
     """
     modules = sorted({path.partition(":")[0] for path in paths})
     unknown = [module for module in modules if not trust.covers(module)]
@@ -223,7 +222,7 @@ def _load_pickle(file: Any, directory: Path, name: str, trust: Trust) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds what has moved since the file was written."""
+    """Finds classes that have moved since the file was written."""
 
     def find_class(self, module: str, name: str) -> Any:
         return super().find_class(present_name(module), name)
@@ -234,7 +233,7 @@ def _pickle_of(name: str) -> str:
 
 
 class _Indescribable(Exception):
-    """The object, or part of it, has no description."""
+    """The object, or part of it, cannot be described."""
 
 
 def _describe(value: Any, depth: int = 0) -> Any:
@@ -305,10 +304,10 @@ def _needs_main(spec: Any) -> bool:
 
 
 def _names(spec: Any, name: str, depth: int = 0) -> Iterator[str]:
-    """Every import path in a spec, which is checked to be one in all its parts.
+    """Every import path in a spec; checks that all parts of it are a spec.
 
     Raises:
-        ConfigError: it is none, or nested too deeply.
+        ConfigError: it is not a spec, or is nested too deeply.
     """
     if depth > DEEPEST:
         raise ConfigError(f"the object spec of {name} is nested more than {DEEPEST} deep")
@@ -334,7 +333,7 @@ def _names(spec: Any, name: str, depth: int = 0) -> Iterator[str]:
 
 
 def _build(spec: Any, found: dict[str, Any]) -> Any:
-    """Build what ``_names`` has checked, of what was found under those names."""
+    """Build what ``_names`` has checked, from what was found under those names."""
     if not isinstance(spec, dict):
         return spec
     if "import" in spec:

@@ -1,4 +1,4 @@
-"""Whether a training is checkpointed, and whether a checkpoint that is found belongs to it."""
+"""Whether a training is checkpointed, and whether an existing checkpoint belongs to it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sparkdl.checkpoint.storage import OpenElsewhere
 from sparkdl.errors import CheckpointError, ConfigError
 
 SHOWN = 20
-"""Differences that a message lists."""
+"""How many differences a message lists."""
 SHOWN_CHARACTERS = 300
-"""Of one value in it."""
+"""How many characters of one value it shows."""
 
 
 class OtherTrainingError(ConfigError):
-    """A checkpoint is of another training than the one that wants to go on from it."""
+    """A checkpoint belongs to another training than the one that would resume from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,12 @@ class CheckpointPolicy:
 
     Attributes:
         path: the directory; see ``storage.CheckpointStore``.
-        every_epochs: epochs between two.
+        every_epochs: epochs between two checkpoints.
         every_rounds: rounds between two, besides those at the ends of epochs; None for no others.
-        keep_last: how many are kept.
+        keep_last: how many to keep.
         resume: ``auto`` resumes from the newest checkpoint if there is one; ``never`` starts over.
         open_elsewhere: see ``storage.CheckpointStore``.
-        application: what the driver belongs to, for another that is refused the same directory.
+        application: what the driver belongs to, shown to whoever is refused the directory.
     """
 
     path: str
@@ -45,7 +45,7 @@ class CheckpointPolicy:
 
 
 def require_same(directory: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Check that a checkpoint is of the training that wants to go on from it.
+    """Check that a checkpoint belongs to the training that would resume from it.
 
     Args:
         directory: where the checkpoint is.
@@ -53,15 +53,15 @@ def require_same(directory: str, saved: Mapping[str, Any], present: Mapping[str,
         present: what it is now; JSON.
 
     Raises:
-        OtherTrainingError: they differ; the message says in what, a line each.
-        CheckpointError: the checkpoint does not say what it is of.
+        OtherTrainingError: they differ; the message has one line per difference.
+        CheckpointError: the checkpoint does not say which training it belongs to.
     """
     unknown = [key for key in present if key not in saved]
     if unknown:
         raise ConfigError(
             f"{directory} was written by an earlier version of sparkdl-torch, which did not record "
-            f"{', '.join(unknown)}: whether it is of this training cannot be told. Let that "
-            "version end it, give another checkpointPath, or start over with resume='never'"
+            f"{', '.join(unknown)}: whether it belongs to this training is unknown. Let that "
+            "version finish it, give another checkpointPath, or start over with resume='never'"
         )
     try:
         found = list(differences(saved, present))
@@ -73,12 +73,12 @@ def require_same(directory: str, saved: Mapping[str, Any], present: Mapping[str,
 
 
 def refuse(directory: str, found: Sequence[str], advice: str = "") -> None:
-    """Refuse a checkpoint if it is of another training.
+    """Refuse a checkpoint if it belongs to another training.
 
     Args:
-        directory: where it is.
-        found: in what it differs, a line each; nothing is refused if there is none.
-        advice: what else may be the reason, a sentence or more.
+        directory: where the checkpoint is.
+        found: the differences, one line each; without any the checkpoint is not refused.
+        advice: other possible reasons, in one or more sentences.
 
     Raises:
         OtherTrainingError: there is a difference.
@@ -89,18 +89,18 @@ def refuse(directory: str, found: Sequence[str], advice: str = "") -> None:
     if len(found) > SHOWN:
         lines += f"\n  and {len(found) - SHOWN} more"
     raise OtherTrainingError(
-        f"{directory} is a checkpoint of another training:{lines}\nTrain as then to go on from it "
-        "or to have its model again. For a training of its own give another checkpointPath, or "
+        f"{directory} is a checkpoint of another training:{lines}\nTrain as before to resume it "
+        "or to get its model back. For a separate training give another checkpointPath, or "
         f"start over in this one with resume='never'.{advice and f' {advice}'}"
     )
 
 
 def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[str]:
-    """In what two descriptions differ, a line each.
+    """How two descriptions differ, one line per difference.
 
     Args:
-        saved: by their names settings, as JSON, or objects as ``identity.describe`` tells them.
-        present: the same names.
+        saved: settings by name: JSON, or objects as described by ``identity.describe``.
+        present: the present settings, with the same names.
     """
     for key in present:
         before, now = saved[key], present[key]
@@ -114,14 +114,14 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterato
 
 
 def difference(name: str, before: Any, now: Any) -> Iterator[str]:
-    """Yield a line that says in what two values differ, unless they are the same.
+    """Yield a line that says how two values differ, unless they are the same.
 
     Args:
-        name: what they are of.
+        name: what the values are.
         before: JSON.
-        now: the same, or what JSON makes of it.
+        now: the present value, as JSON or something that becomes it.
     """
-    # As text, because NaN differs from itself and JSON makes lists of tuples.
+    # As text, because NaN differs from itself and JSON turns tuples into lists.
     if json.dumps(before) != json.dumps(now):
         yield f"{name}: was {_shown(before)}, is now {_shown(now)}"
 
@@ -145,7 +145,7 @@ def _object_difference(
 
 
 def _unlike(before: str, now: str) -> str:
-    """The first lines in which two texts differ."""
+    """The first lines where two texts differ."""
     pairs = itertools.zip_longest(before.splitlines(), now.splitlines(), fillvalue="nothing")
     first = next((pair for pair in pairs if pair[0] != pair[1]), (before, now))
     was, now = (_shown(line.strip().removesuffix("(")) for line in first)

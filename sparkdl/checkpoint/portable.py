@@ -1,7 +1,7 @@
-"""A module as a pickle for other processes: of itself, or of what builds it beside its state.
+"""A module as a pickle for other processes: of the module itself, or of its builder and its state.
 
-Modules with parametrizations (weight_norm, spectral_norm, orthogonal) and TorchScript's refuse to
-be pickled. What has built such a module once builds it again, and is given its values.
+Modules with parametrizations (weight_norm, spectral_norm, orthogonal) and TorchScript modules
+refuse to be pickled. Their builder rebuilds them, and then their values are put in.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sparkdl.user_code.references import ReferencePickler
 
 
 def pickled_module(module: nn.Module, builder: Any, names: set[str] | None = None) -> bytes:
-    """Pickle a module, such that it is there again when that is loaded.
+    """Pickle a module such that unpickling restores it.
 
     Args:
-        module: as it is now.
-        builder: the function that has built it, or the module of which it is a trained copy.
-        names: where to add the names that are looked for when it is loaded and called; see
+        module: the module in its present state.
+        builder: the function that built it, or the module that it is a trained copy of.
+        names: a set to add the names to that are looked up when it is loaded and called; see
             ``references``.
 
     Raises:
@@ -37,7 +37,7 @@ def pickled_module(module: nn.Module, builder: Any, names: set[str] | None = Non
 
 
 def require_portable(module: nn.Module, builder: Any) -> None:
-    """Check what ``pickled_module`` will do, without the time and memory that the values take.
+    """Check that ``pickled_module`` will work, without the time and memory for the values.
 
     Raises:
         ModelError: neither can be pickled.
@@ -46,7 +46,7 @@ def require_portable(module: nn.Module, builder: Any) -> None:
 
 
 class _WithoutValues(cloudpickle.Pickler):  # type: ignore[misc]
-    """Leaves out the tensors."""
+    """Leaves out tensors."""
 
     def persistent_id(self, value: Any) -> str | None:
         return "tensor" if isinstance(value, Tensor) else None
@@ -74,7 +74,7 @@ def _dump(
 
 
 class _Built:
-    """Unpickled, it is the module itself."""
+    """Unpickles as the module itself."""
 
     def __init__(self, module: nn.Module, builder: Any) -> None:
         state = module.state_dict()
@@ -88,7 +88,7 @@ class _Built:
 def _build_again(builder: Any, state: dict[str, Any], others: dict[str, Tensor]) -> nn.Module:
     with borrowed_random_numbers():
         module: nn.Module = builder if isinstance(builder, nn.Module) else builder()
-    module.load_state_dict(state, assign=True)  # in the dtypes that they have now
+    module.load_state_dict(state, assign=True)  # keeps the state's dtypes
     for name, values in others.items():
         module.get_buffer(name).data = values
     return module

@@ -1,6 +1,6 @@
 """Checkpoints of a user's own training loop: a dict of state dicts, numbers and tensors.
 
-They are files of ``torch.save`` that ``torch.load(weights_only=True)`` reads: no code in them.
+They are files of ``torch.save`` that ``torch.load(weights_only=True)`` reads: they hold no code.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ def save_state(store: CheckpointStore, state: Mapping[str, Any]) -> None:
 
     Args:
         store: where.
-        state: by name: modules, optimizers and whatever else has a ``state_dict``, tensors,
-            numbers, texts, and lists and dicts of those.
+        state: values by name: modules, optimizers and anything else with a ``state_dict``, tensors,
+            numbers, strings, and lists and dicts of these.
 
     Raises:
-        ConfigError: a value could only be read back by running
-            code that the file says.
+        ConfigError: a value could only be read back by running code that the file names.
         CheckpointError: the file system refuses.
     """
     octets = io.BytesIO()
@@ -53,32 +52,33 @@ def save_state(store: CheckpointStore, state: Mapping[str, Any]) -> None:
 
 
 def load_state(path: str, *, open_elsewhere: OpenElsewhere | None = None) -> dict[str, Any] | None:
-    """The newest state that ``save_state`` has written there, tensors on the CPU.
+    """The newest state that ``save_state`` wrote there, with its tensors on the CPU.
 
     Args:
-        path: the directory that was given to it.
-        open_elsewhere: tried for a URI of which pyarrow cannot open the file system.
+        path: the directory that was given to ``save_state``.
+        open_elsewhere: tried for a URI whose file system pyarrow cannot open.
 
     Returns:
-        What was saved, of modules and optimizers the ``state_dict``; None if there is nothing.
+        What was saved, with modules and optimizers as their ``state_dict``; None if there is
+        nothing.
 
     Raises:
         ConfigError: the directory cannot be used, or holds checkpoints of another kind.
-        CheckpointError: it cannot be read.
+        CheckpointError: the newest checkpoint cannot be read.
     """
     saved = CheckpointStore(path, keep_last=1, open_elsewhere=open_elsewhere).newest()
     if saved is None:
         return None
     if not saved.has(STATE_FILE):
         raise ConfigError(
-            f"{saved.directory} is no checkpoint of a training function: it says it is of "
+            f"{saved.directory} is not a checkpoint of a training function, but of: "
             f"{saved.description}"
         )
     with saved.open(STATE_FILE) as file:
         octets = io.BytesIO(file.read())
     try:
         state = torch.load(octets, map_location="cpu", weights_only=True)
-    except Exception as error:  # what is no such file ends in errors of any kind
+    except Exception as error:  # other files may cause errors of any kind
         raise CheckpointError(f"{saved.directory} cannot be read: {error}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{saved.directory} holds {type(state)}, not a dict by name")
@@ -87,5 +87,5 @@ def load_state(path: str, *, open_elsewhere: OpenElsewhere | None = None) -> dic
 
 def _state_of(value: Any) -> Any:
     if isinstance(value, DistributedDataParallel):
-        value = value.module  # so that its names are those of the user's own module
+        value = value.module  # so that the names are those of the user's own module
     return value.state_dict() if hasattr(value, "state_dict") else value

@@ -1,15 +1,15 @@
-"""Where checkpoints live, on any file system that pyarrow knows, and how they are published whole.
+"""Where checkpoints live, on any file system pyarrow knows, and how they are published atomically.
 
     <path>/checkpoint-000041/center.safetensors
                              rank-00000.safetensors, rank-00001.safetensors, ...
                              manifest.json   every file's size and checksum, and a description
-    <path>/checkpoint-000042/...             without a manifest: was never finished
+    <path>/checkpoint-000042/...             no manifest: was never finished
 
-A checkpoint exists when its manifest does. That is written last, aside, and then renamed: one small
-file can be renamed, or put, at once on every file system, which is not true of a directory. On this
-machine's own file systems a checkpoint is safe from a loss of power before ``publish`` returns, and
-so before an older one is deleted; others keep what their streams were given once these are closed.
-A reader takes the newest checkpoint of which every byte is as the manifest says.
+A checkpoint exists once its manifest does. The manifest is written last, under another name, and
+then renamed: every file system can rename, or put, one small file atomically, which is not true of
+a directory. On local file systems a checkpoint is safe from a loss of power before ``publish``
+returns, and so before an older one is deleted; others keep what was written to a stream once it is
+closed. A reader takes the newest checkpoint whose every byte is as its manifest says.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 """Version of the files' format; a reader refuses a newer one."""
 BLOCK_BYTES = 4 << 20
-"""How much is read at once to be checked."""
+"""How much is read at once for checking."""
 MAX_MANIFEST_BYTES = 256 << 20
 """Enough for the reports of a million windows in an epoch; more is neither written nor read."""
 
@@ -50,8 +50,8 @@ _STORAGE_ERRORS = (OSError, pa.ArrowException)
 
 
 OpenElsewhere = Callable[[str], tuple[fs.FileSystem, str]]
-"""Opens a URI that pyarrow cannot: a file system and the path in it. Raises OSError if it cannot
-either."""
+"""Opens a URI that pyarrow cannot; returns a file system and the path in it. Raises OSError if it
+cannot either."""
 
 
 class CheckpointStore:
@@ -61,7 +61,7 @@ class CheckpointStore:
         path: a directory: a path on this machine, or a URI that pyarrow.fs takes (``file:``,
             ``s3:``, ``gs:``, ``hdfs:``, ``abfss:``).
         keep_last: how many checkpoints to keep, >= 1.
-        open_elsewhere: tried for a URI of which pyarrow cannot open the file system.
+        open_elsewhere: tried for a URI whose file system pyarrow cannot open.
 
     Raises:
         ConfigError: the directory cannot be reached or made.
@@ -84,13 +84,14 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def held(self, application: str | None = None) -> Iterator[None]:
-        """Be the only one that writes checkpoints there, inside a ``with`` block.
+        """Be the only writer of checkpoints there, inside a ``with`` block.
 
         Args:
-            application: what this process belongs to, for whoever is refused meanwhile.
+            application: what this process belongs to, shown to whoever is refused meanwhile.
 
         Raises:
-            ConfigError: another process does; the message says which, on what host, since when.
+            ConfigError: another process is writing there; the message says which, where and since
+                when.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -104,10 +105,10 @@ class CheckpointStore:
                 self._lease = None
 
     def begin(self) -> PendingCheckpoint:
-        """Start to write a checkpoint, newer than all there are.
+        """Start writing a checkpoint, newer than all existing ones.
 
         Raises:
-            CheckpointError: its directory cannot be made, or another process writes there now.
+            CheckpointError: its directory cannot be made, or another process is writing there now.
         """
         lease = self._lease
         with self._lock:
@@ -143,16 +144,16 @@ class CheckpointStore:
         return None
 
     def prune(self) -> None:
-        """Delete all but the last ``keep_last`` checkpoints, and what nobody will finish.
+        """Delete all but the last ``keep_last`` checkpoints, and those that nobody will finish.
 
-        What this store has begun and neither published nor abandoned stays.
+        Checkpoints that this store has begun and neither published nor abandoned stay.
         """
         finished = 0
         try:
             _check(self._lease)
             directories = self._directories()
         except (CheckpointError, *_STORAGE_ERRORS) as error:
-            logger.warning("what is old in %s stays there: %s", self.path, error)
+            logger.warning("old checkpoints in %s were not deleted: %s", self.path, error)
             return
         for directory in directories:
             if directory in self._pending:
@@ -174,12 +175,12 @@ class CheckpointStore:
         return max((number for number, _ in self._named()), default=0)
 
     def _directories(self) -> list[str]:
-        """Those of checkpoints, the newest first."""
+        """The directories of checkpoints, newest first."""
         found = [(n, info) for n, info in self._named() if info.type == fs.FileType.Directory]
         return [info.path for _, info in sorted(found, key=lambda one: one[0], reverse=True)]
 
     def _named(self) -> list[tuple[int, fs.FileInfo]]:
-        """All that is named like a checkpoint, whatever it is, with its number."""
+        """Everything that is named like a checkpoint, whatever it is, with its number."""
         found = self._files.get_file_info(fs.FileSelector(self._root, allow_not_found=True))
         matches = ((_NAME.fullmatch(info.base_name), info) for info in found)
         return [(int(match[1]), info) for match, info in matches if match]
@@ -194,9 +195,9 @@ class PendingCheckpoint:
 
     Args:
         files: the file system.
-        directory: where its files go; empty.
-        lease: under which it is written, if there is one.
-        on_end: called with the directory when nothing more is written there.
+        directory: where its files go, empty.
+        lease: the lease that it is written under, if there is one.
+        on_end: called with the directory once nothing more is written there.
     """
 
     def __init__(
@@ -215,13 +216,13 @@ class PendingCheckpoint:
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
-        """Write one file; several may be written at a time, from different threads.
+        """Write one file; several may be written at once, from different threads.
 
         Args:
             name: the file's name in the checkpoint.
 
         Yields:
-            The file, to be written from its beginning to its end.
+            The file, to be written from beginning to end.
 
         Raises:
             CheckpointError: the file system refuses; the disk may be full.
@@ -236,13 +237,13 @@ class PendingCheckpoint:
         self._entries[name] = {"bytes": file.bytes, "sha256": file.sha256.hexdigest()}
 
     def publish(self, description: dict[str, Any]) -> None:
-        """Make the checkpoint exist, so that it lasts.
+        """Make the checkpoint exist, durably.
 
         Args:
-            description: what it is of; JSON.
+            description: what the checkpoint is; JSON.
 
         Raises:
-            CheckpointError: the file system refuses, or another process writes there now.
+            CheckpointError: the file system refuses, or another process is writing there now.
         """
         manifest = {"format": FORMAT, "files": self._entries, "description": description}
         text = json.dumps({"sha256": _digest(manifest), "manifest": manifest}, indent=1).encode()
@@ -250,13 +251,13 @@ class PendingCheckpoint:
         if len(text) > MAX_MANIFEST_BYTES:
             raise CheckpointError(
                 f"{path} would have {len(text)} bytes, more than the {MAX_MANIFEST_BYTES} that are "
-                "read: it says of each window of the epoch what it was. Make windows longer"
+                "read: it describes each window of the epoch. Make windows longer"
             )
         try:
             _check(self._lease)
             with self._files.open_output_stream(f"{path}.partial") as stream:
                 stream.write(text)
-            # Here rather than as each file is closed: workers wait for those.
+            # Here rather than when each file is closed, because workers wait for that.
             self._synchronize(*self._entries, f"{MANIFEST}.partial")
             _check(self._lease)
             self._files.move(f"{path}.partial", path)
@@ -267,7 +268,7 @@ class PendingCheckpoint:
         self._on_end(self.directory)
 
     def abandon(self) -> None:
-        """Delete what was written so far, if there is any; a checkpoint that exists stays."""
+        """Delete what was written so far, if anything; a published checkpoint stays."""
         if self._published:
             return
         try:
@@ -288,7 +289,7 @@ class SavedCheckpoint:
 
     Attributes:
         directory: where it is, for messages.
-        description: what it is of, as given to ``publish``.
+        description: what the checkpoint is, as given to ``publish``.
     """
 
     def __init__(self, files: fs.FileSystem, directory: str, manifest: dict[str, Any]) -> None:
@@ -298,14 +299,14 @@ class SavedCheckpoint:
         self._entries: dict[str, dict[str, Any]] = manifest["files"]
 
     def has(self, name: str) -> bool:
-        """Whether there is a file of that name."""
+        """Whether it has a file of that name."""
         return name in self._entries
 
     def size(self, name: str) -> int:
-        """Bytes of a file.
+        """Size of a file in bytes.
 
         Raises:
-            CheckpointError: there is no such file in it.
+            CheckpointError: it has no such file.
         """
         if name not in self._entries:
             raise CheckpointError(f"{self.directory} has no {name}")
@@ -316,7 +317,7 @@ class SavedCheckpoint:
         """Read one file.
 
         Raises:
-            CheckpointError: there is none, or it cannot be read.
+            CheckpointError: there is no such file, or it cannot be read.
         """
         self.size(name)
         try:
@@ -331,11 +332,11 @@ class _Unfinished(Exception):
 
 
 class _Damaged(Exception):
-    """Some byte is not as it was written."""
+    """Some byte differs from what was written."""
 
 
 class _Checksummed:
-    """Passes on what is written, and counts it."""
+    """Passes on what is written, and computes its size and checksum."""
 
     def __init__(self, stream: pa.NativeFile) -> None:
         self._stream = stream
@@ -358,7 +359,7 @@ def _resolve(path: str, open_elsewhere: OpenElsewhere | None) -> tuple[fs.FileSy
     if not _URI.match(path):
         return LocalFiles(), str(Path(path).expanduser().absolute())
     try:
-        # Hadoop's names of the same store.
+        # Hadoop's names for the same store.
         files, root = fs.FileSystem.from_uri(re.sub(r"^s3[an]://", "s3://", path))
         if isinstance(files, fs.LocalFileSystem):
             files = LocalFiles()
@@ -412,7 +413,7 @@ def _read_manifest(files: fs.FileSystem, path: str) -> dict[str, Any]:
 
 
 def _is_manifest(manifest: Any) -> bool:
-    """Whether everything that is read of it is there and of its type."""
+    """Whether everything that is read from it is there and has the right type."""
     match manifest:
         case {"format": int(newest), "files": dict(files), "description": dict()}:
             return newest > FORMAT or all(map(_is_entry, files.items()))
@@ -420,7 +421,7 @@ def _is_manifest(manifest: Any) -> bool:
 
 
 def _is_entry(item: tuple[str, Any]) -> bool:
-    """Whether a file's entry is of one beside the manifest, and complete."""
+    """Whether a file's entry is complete, and its file is beside the manifest."""
     match item:
         case (str(name), {"bytes": int(count), "sha256": str(sha256)}):
             named = _FILE_NAME.fullmatch(name) and not name.startswith(MANIFEST)
@@ -433,7 +434,7 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def _delete(files: fs.FileSystem, directory: str) -> None:
-    """Delete a checkpoint, its manifest first: what is left of it then does not exist any more."""
+    """Delete a checkpoint, its manifest first, after which it no longer counts as one."""
     manifest = posixpath.join(directory, MANIFEST)
     if files.get_file_info(manifest).type != fs.FileType.NotFound:
         files.delete_file(manifest)

@@ -1,8 +1,8 @@
 """Tensors in a safetensors file that is written and read as a stream.
 
 The safetensors library wants a whole file as one block of bytes, or a path on a local disk; a
-center would take its own size in memory a second time. The format itself is plain: the length of
-the header (8 bytes, little-endian), the header (JSON), and the tensors one after the other.
+center would take up its size in memory a second time. The format itself is plain: the length of the
+header (8 bytes, little-endian), the header (JSON), and the tensors one after another.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
     torch.complex64: "C64",
-    torch.complex128: "C128",  # ours: the library has no name for it, and reads no file with it
+    torch.complex128: "C128",  # our own: the library has no name for it, and reads no such file
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
@@ -47,9 +47,9 @@ def write_tensors(
     """Write tensors as a safetensors file.
 
     Args:
-        file: where to; only written to, from its present position.
-        tensors: by name, of any shape, on any device.
-        metadata: text by name, kept in the header.
+        file: where to write; only written to, from its present position.
+        tensors: the tensors by name, of any shape, on any device.
+        metadata: strings by name, kept in the header.
 
     Raises:
         CheckpointError: a tensor has a dtype that the format does not know.
@@ -79,10 +79,10 @@ def read_tensors(file: BinaryIO) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read a safetensors file.
 
     Args:
-        file: from its present position to its end.
+        file: the file, read from its present position to its end.
 
     Returns:
-        The tensors by name, on the CPU in memory of their own; and the metadata.
+        The tensors by name, on the CPU in their own memory, and the metadata.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -95,7 +95,7 @@ def read_tensors(file: BinaryIO) -> tuple[dict[str, Tensor], dict[str, str]]:
         start, end = entry["data_offsets"]
         shape, dtype = entry["shape"], _DTYPES[entry["dtype"]]
         if start != offset or end - start != math.prod(shape) * dtype.itemsize:
-            raise CheckpointError(f"tensor '{name}' has other bytes than its shape says")
+            raise CheckpointError(f"tensor '{name}' has bytes that do not match its shape")
         tensor = _empty(name, shape, dtype)
         _read_into(file, _octets(tensor))
         tensors[name], offset = tensor, end
@@ -109,7 +109,7 @@ def _read_header(file: BinaryIO) -> dict[str, Any]:
     _read_into(file, memoryview(length))
     size = struct.unpack("<Q", length)[0]
     if size > MAX_HEADER_BYTES:
-        raise CheckpointError(f"a header of {size} bytes is none")
+        raise CheckpointError(f"a header cannot have {size} bytes")
     text = bytearray(size)
     _read_into(file, memoryview(text))
     try:
@@ -131,8 +131,8 @@ def _read_header(file: BinaryIO) -> dict[str, Any]:
 def _empty(name: str, shape: list[int], dtype: torch.dtype) -> Tensor:
     try:
         return torch.empty(shape, dtype=dtype)
-    except (RuntimeError, TypeError) as error:  # too many dimensions, or too large ones
-        raise CheckpointError(f"tensor '{name}' has a shape that none can have: {error}") from error
+    except (RuntimeError, TypeError) as error:  # too many dimensions, or too large
+        raise CheckpointError(f"tensor '{name}' has an impossible shape: {error}") from error
 
 
 def _read_into(file: BinaryIO, target: memoryview) -> None:
@@ -146,5 +146,5 @@ def _read_into(file: BinaryIO, target: memoryview) -> None:
 
 
 def _octets(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, a view."""
+    """The bytes of a contiguous tensor on the CPU, as a view."""
     return tensor.view(-1).view(torch.uint8).numpy().data

@@ -1,7 +1,7 @@
-"""Whose code loading may run: torch's, which does no harm by being called, and what the user names.
+"""Whose code loading may run: torch's, which is harmless to call, and what the user names.
 
-A saved model says by name what it is made of. The names of torch's own classes are looked up in a
-table, never imported. Any other is imported only from modules that the user trusts.
+A saved model says by name what it is made of. Names of torch's own classes are looked up in a
+table, never imported. Anything else is imported only from modules that the user trusts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Trust:
 
     @staticmethod
     def of(given: TrustArgument) -> Trust:
-        """What a call says, and the ``with`` blocks around it.
+        """Combine what a call says with the ``with`` blocks around it.
 
         Raises:
             ConfigError: it is neither a bool nor names of modules.
@@ -58,7 +58,7 @@ class Trust:
         if self.everything or module in self.modules:
             return True
         *packages, last = module.split(".")
-        # A package's __main__ is a program: to import it is to run it.
+        # A package's __main__ is a program: importing it would run it.
         return last != "__main__" and any(
             ".".join(packages[:depth]) in self.modules for depth in range(1, len(packages) + 1)
         )
@@ -81,14 +81,14 @@ def trusted_pickles() -> Iterator[None]:
 def trusted_modules(*modules: str) -> Iterator[None]:
     """Trust modules inside a ``with`` block, for example for ``PipelineModel.load``.
 
-    What is loaded there may import them and call what they define with arguments that the files
-    say; pickles are refused as ever.
+    Loading there may import them and call what they define with arguments from the files; pickles
+    are refused as usual.
 
     Args:
         modules: names such as ``mypackage.models``; a package stands for all modules in it.
 
     Raises:
-        ConfigError: a name is not one of a module.
+        ConfigError: a name is not a module's name.
     """
     with _trusted(modules):
         yield
@@ -104,11 +104,11 @@ def _trusted(given: TrustArgument) -> Iterator[None]:
 
 
 class NotFoundError(Exception):
-    """A trusted module cannot be imported, or does not have what it is said to have."""
+    """A trusted module cannot be imported, or lacks what it is said to have."""
 
 
 def find(path: str, trust: Trust, harmless: dict[str, Any]) -> Any:
-    """What a name stands for; imports nothing but trusted modules.
+    """What a name stands for; imports only trusted modules.
 
     Args:
         path: ``module:qualified name``.
@@ -116,7 +116,7 @@ def find(path: str, trust: Trust, harmless: dict[str, Any]) -> Any:
         harmless: what needs no trust, by path.
 
     Raises:
-        NotFoundError: it is not there.
+        NotFoundError: there is no such thing.
     """
     if path in harmless:
         return harmless[path]
@@ -128,7 +128,7 @@ def find(path: str, trust: Trust, harmless: dict[str, Any]) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
             home = getattr(found, "__module__", None)
-            # By way of what a module has imported, one would get to any other.
+            # Through what a module has imported, one could reach any other.
             if not isinstance(home, str) or not trust.covers(home):
                 raise AttributeError(f"{part} is of {home}, which trust does not name")
     except Exception as error:  # importing runs the module, which may raise anything
@@ -137,7 +137,7 @@ def find(path: str, trust: Trust, harmless: dict[str, Any]) -> Any:
 
 
 def classes_of(namespace: types.ModuleType, base: type) -> dict[str, Any]:
-    """The public subclasses of ``base`` that a package has defined itself, by import path."""
+    """The public subclasses of ``base`` that a package itself defines, by import path."""
     return {
         f"{value.__module__}:{value.__qualname__}": value
         for name, value in vars(namespace).items()
@@ -152,13 +152,13 @@ def classes_of(namespace: types.ModuleType, base: type) -> dict[str, Any]:
 def torchs_own() -> dict[str, Any]:
     """Torch's modules, losses, optimizers and schedulers, by import path.
 
-    Called with data, or with each other, they compute, keep what they were given and allocate
-    memory. Of ``torch.nn.functional`` only what is written in Python has a path.
+    Called with data, or with each other, they compute, keep what they are given and allocate
+    memory. Of ``torch.nn.functional``, only what is written in Python has a path.
     """
     functional = torch.nn.functional
     modules = classes_of(torch.nn.modules, torch.nn.Module)
     return {
-        # A ParameterDict sets attributes of itself under the names that it is given, any names.
+        # A ParameterDict sets attributes on itself under whatever names it is given.
         **{path: kind for path, kind in modules.items() if kind is not torch.nn.ParameterDict},
         **classes_of(torch.optim, torch.optim.Optimizer),
         **classes_of(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler),

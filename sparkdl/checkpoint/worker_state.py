@@ -1,9 +1,9 @@
-"""What only one worker knows, as tensors and JSON: with the center it makes the worker again.
+"""What only one worker knows, as tensors and JSON; with the center it restores the worker.
 
-The center holds what the replicas agree on. Beside it a replica has random number generators, the
-optimizer's hyperparameters, the place of the schedule that has set them, what of the optimizer's
-state is no floating-point number, real or complex, all of that state where the strategy does not
-exchange it, and what the strategy itself remembers.
+The center holds what the replicas agree on. In addition a replica has random number generators, the
+optimizer's hyperparameters, the position of the schedule that has set them, the part of the
+optimizer's state that is not floating-point, real or complex (all of that state if the strategy
+does not exchange it), and what the strategy itself remembers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparkdl.errors import CheckpointError
 from sparkdl.process.randomness import random_state, set_random_state
 
 _MISFITS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)
-"""What torch, numpy and Python raise for a state that is not of their making."""
+"""What torch, numpy and Python raise for a state that is not their own."""
 _STATE = re.compile(r"state\.(\d+)\.(.*)", re.DOTALL)
 _STRATEGY = "strategy."
 _GROUP = re.compile(r"group\.(\d+)\.(.*)", re.DOTALL)
@@ -39,10 +39,10 @@ def pack_worker_state(
     """Take one worker's state.
 
     Args:
-        optimizer: the replica's; None for the random numbers alone.
-        device: the replica's; its random number generator is the worker's too.
+        optimizer: the replica's optimizer; None for the random numbers alone.
+        device: the replica's device, whose random number generator is also saved.
         center_has_optimizer: whether the center holds the optimizer's floating-point state.
-        schedule_steps: how many steps the schedule of the learning rate has taken.
+        schedule_steps: how many steps the learning rate schedule has taken.
         of_strategy: what the strategy remembers on this worker, by name.
 
     Returns:
@@ -60,7 +60,7 @@ def pack_worker_state(
     tensors = _tensors(values)
     description = {
         "values": {name: value for name, value in values.items() if name not in tensors},
-        # Optimizers keep their step counters on the CPU, whatever the device.
+        # Optimizers keep their step counters on the CPU whatever the device.
         "on_device": [name for name, value in tensors.items() if value.device.type != "cpu"],
         "schedule_steps": schedule_steps,
     }
@@ -90,19 +90,19 @@ def unpack_worker_state(
     device: torch.device,
     set_schedule: Callable[[int], None] = lambda steps: None,
 ) -> dict[str, Any]:
-    """Give a worker back what ``pack_worker_state`` took.
+    """Restore on a worker what ``pack_worker_state`` took.
 
     Args:
-        octets: what it returned.
-        optimizer: the replica's; its state and hyperparameters are overwritten.
+        octets: what ``pack_worker_state`` returned.
+        optimizer: the replica's optimizer; its state and hyperparameters are overwritten.
         device: the replica's.
-        set_schedule: takes the schedule to where it stood, before the hyperparameters are put back.
+        set_schedule: takes the schedule to its position, before the hyperparameters are restored.
 
     Returns:
         What the strategy remembered, by name.
 
     Raises:
-        CheckpointError: the state is damaged, or that of another optimizer.
+        CheckpointError: the state is damaged, or belongs to another optimizer.
     """
     tensors, metadata = read_tensors(io.BytesIO(octets))
     try:
@@ -126,7 +126,7 @@ def unpack_worker_state(
 
 
 def _optimizer_values(optimizer: torch.optim.Optimizer, *, with_floats: bool) -> dict[str, Any]:
-    """Hyperparameters and state by name; parameters count through all groups."""
+    """Hyperparameters and state by name; parameters are numbered across all groups."""
     values: dict[str, Any] = {}
     parameters: list[Tensor] = []
     for index, group in enumerate(optimizer.param_groups):
@@ -145,7 +145,7 @@ def _optimizer_values(optimizer: torch.optim.Optimizer, *, with_floats: bool) ->
 def _put(optimizer: torch.optim.Optimizer, name: str, value: Any) -> None:
     if match := _GROUP.fullmatch(name):
         group = optimizer.param_groups[int(match[1])]
-        # JSON has lists where optimizers have tuples.
+        # JSON turned the optimizer's tuples into lists.
         group[match[2]] = tuple(value) if isinstance(group[match[2]], tuple) else value
     elif match := _STATE.fullmatch(name):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,4 +1,4 @@
-"""torch.distributed groups across workers: rendezvous, choice of backend, complete clean-up."""
+"""torch.distributed groups across workers: rendezvous, backend choice, complete cleanup."""
 
 from sparkdl.collective.group import Collective, join_collective, release_model
 from sparkdl.collective.network import Network

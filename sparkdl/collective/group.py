@@ -1,4 +1,4 @@
-"""A torch.distributed process group of all workers of a run, and nothing of it left afterwards."""
+"""A torch.distributed process group of all workers of a run that leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from sparkdl.phases import EXCHANGE, PhaseClock
 logger = logging.getLogger(__name__)
 
 PATIENCE = 0.75
-"""Part of the run's deadline for which an operation waits: a rank knows who is missing, the driver
-only that all are silent, so the rank should speak first."""
+"""The share of the run's deadline for which an operation waits. A rank knows who is missing, the
+driver only that all are silent, so the rank should speak first."""
 ROLL_CALL_S = 1.0
-"""Seconds after a failure in which the other ranks, if alive, notice it as well."""
+"""Seconds after a failure within which the other ranks, if alive, notice it too."""
 _MISSING_S = 0.2
-"""Seconds to ask for a rank's sign after that."""
+"""Seconds to wait for each rank's sign after that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,11 @@ class Collective:
     """The group that a worker has joined; the process's default group of torch.distributed.
 
     Attributes:
-        meeting: who and where the workers of the run are.
+        meeting: who the run's workers are, and where.
         members: the ranks of this group: all of them, or those of one host.
-        device: where tensors must be to be reduced.
-        deadline_s: the longest that one operation waits, in seconds.
-        clock: counts the time that operations take, waiting for the others included.
+        device: the device that tensors must be on to be reduced.
+        deadline_s: the longest for which one operation waits, in seconds.
+        clock: counts the time that operations take, including waiting for the others.
     """
 
     meeting: Meeting
@@ -54,7 +54,7 @@ class Collective:
 
     @property
     def rank(self) -> int:
-        """This worker's in the run."""
+        """This worker's rank in the run."""
         return self.meeting.rank
 
     @property
@@ -68,7 +68,7 @@ class Collective:
         return len(self.members)
 
     def within_host(self) -> Collective:
-        """The group of the workers on this worker's host; all workers of the run have to ask."""
+        """The group of the workers on this host; every worker of the run has to call it."""
         hosts = self.meeting.hosts
         return self.within(
             [
@@ -78,10 +78,10 @@ class Collective:
         )
 
     def within(self, parts: Sequence[tuple[int, ...]]) -> Collective:
-        """The group of the part that this worker is in; all workers of the run have to ask.
+        """The group of this worker's part; every worker of the run has to call it.
 
         Args:
-            parts: the ranks of each, of which every member is in one.
+            parts: the ranks of each part; every member is in exactly one.
         """
         own = self
         with self.guarded("the forming of groups of workers"):
@@ -92,13 +92,13 @@ class Collective:
         return own
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Overwrite a tensor with the sum of all ranks' and return it."""
+        """Overwrite a tensor with the sum of all ranks' tensors and return it."""
         with self.guarded("a sum over all workers"), self.clock.phase(EXCHANGE):
             dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        """Begin to overwrite a tensor with the sum of all ranks'; returns what waits for the end.
+        """Start an ``all_reduce``; returns a function that waits for its end.
 
         Every rank has to begin, and to wait, in the same order.
         """
@@ -113,13 +113,13 @@ class Collective:
         return arrive
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Overwrite a tensor with that of rank ``source`` and return it."""
+        """Overwrite a tensor with rank ``source``'s and return it."""
         with self.guarded(f"a broadcast from rank {source}"), self.clock.phase(EXCHANGE):
             dist.broadcast(tensor, source, group=self._group)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every member's tensor, by index; all have to be of one size and dtype."""
+        """Every member's tensor, by index; all must have the same size and dtype."""
         gathered = [torch.empty_like(tensor) for _ in self.members]
         with self.guarded("an exchange of all workers with all"), self.clock.phase(EXCHANGE):
             dist.all_gather(gathered, tensor, group=self._group)
@@ -129,7 +129,7 @@ class Collective:
         """What each member has for this one, by index.
 
         Args:
-            tensor: what this one has for each, shape (members, ...), the same on all.
+            tensor: what this one has for each, shape (members, ...), the same shape on all.
         """
         received = torch.empty_like(tensor)
         with self.guarded("an exchange of all workers with all"), self.clock.phase(EXCHANGE):
@@ -162,11 +162,11 @@ class Collective:
             ) from error
 
     def _call_the_roll(self) -> list[int]:
-        """Ranks that give no sign of having seen the failure: they hang, or are dead."""
+        """The ranks that give no sign of having seen the failure: they hang, or are dead."""
         here = f"failed/{self.rank}"
         try:
             self._store.set(here, "yes")
-        except dist.DistError:  # rank 0 keeps the store
+        except dist.DistError:  # rank 0 hosts the store
             time.sleep(ROLL_CALL_S)
             return [0]
         time.sleep(ROLL_CALL_S)
@@ -193,18 +193,18 @@ def join_collective(
     """Form a group with all other workers; leaving the ``with`` block dissolves it.
 
     It is the process's default group, NCCL for GPUs and gloo for CPUs, so everything in torch that
-    speaks to other processes finds it.
+    communicates between processes finds it.
 
     Args:
         rank: this worker's rank.
         gather: how the workers find each other.
         device: where the tensors to exchange are.
-        deadline_s: the longest that anything is waited for in the run, in seconds.
-        network: interface and ports; the route to this host itself by default.
-        clock: counts the time that exchanges take; nobody's by default.
+        deadline_s: the longest for which anything in the run waits, in seconds.
+        network: interface and ports; by default the route to this host itself.
+        clock: counts the time that exchanges take; by default a clock that nobody reads.
 
     Raises:
-        ConfigError: the interface or the ports are not there, or two ranks use one GPU.
+        ConfigError: the interface or ports are not available, or two ranks use one GPU.
         CollectiveError: the workers cannot reach each other.
     """
     network = network or Network()
@@ -244,10 +244,10 @@ def join_collective(
 
 
 def release_model(model: DistributedDataParallel) -> None:
-    """Take away a model's hold on the process group before that ends; the model is then useless.
+    """Release a model's hold on the process group before the group ends; leaves the model useless.
 
-    Its C++ part would otherwise be the last to hold the group and end it with Python's lock held;
-    gloo's thread, which the end waits for, may want that lock to drop the last tensor.
+    Otherwise its C++ part would be the last to hold the group and end it with the GIL held, while
+    gloo's thread, which that waits for, may need the GIL to drop the last tensor.
     """
     model.reducer = None  # type: ignore[assignment]
     model.logger = None
@@ -255,7 +255,7 @@ def release_model(model: DistributedDataParallel) -> None:
 
 @contextmanager
 def environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for a while; Spark reuses this process for other tasks."""
+    """Set environment variables temporarily, because Spark reuses this process for other tasks."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
@@ -269,7 +269,7 @@ def environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 def leave_group() -> None:
-    """End the process's group, if it has one."""
+    """End this process's group, if it has one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""The end of a process's connections before the end of the process."""
+"""Ending a process's connections before the process ends."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _DESCRIPTORS = "/dev/fd"
 
 
 def hang_up(keep: Collection[int]) -> None:
-    """Send nothing more over any TCP connection of this process, so that its peers learn that.
+    """Shut down sending on all of this process's TCP connections, so that its peers notice.
 
-    A process group ends its connections when nothing holds it any more, and that may be never: a
-    module of the user's may, or a cycle of objects. Those who still exchange would wait for torch's
-    30 minutes. What was sent before still arrives, also where a peer goes on sending, which a
-    connection that is closed answers by a reset.
+    A process group ends its connections once nothing holds it, and that may be never: a module of
+    the user's or a reference cycle may hold it. The ranks still exchanging would wait for torch's
+    30 minutes. What was already sent still arrives, even if a peer goes on sending, to which a
+    closed connection would respond with a reset.
 
     Args:
-        keep: ports, at either end, of the connections that are still needed.
+        keep: the ports, at either end, of connections that are still needed.
     """
     for descriptor in map(int, os.listdir(_DESCRIPTORS)):
-        # What is no socket, only listens, or is closed by now.
+        # Not a socket, only listening, or closed by now.
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as found:

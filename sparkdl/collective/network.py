@@ -1,4 +1,4 @@
-"""Which of this host's addresses other workers use, and a port that is ours once it is named."""
+"""Which of this host's addresses other workers use, and a port that is ours once published."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Network:
     """How the workers of a collective reach each other.
 
     Attributes:
-        driver: a host that every worker reaches; without ``interface``, the interface that routes
+        driver: a host that every worker can reach; without ``interface``, the interface that routes
             to it is used.
         interface: the name of a network interface (``eth1``), or a subnet (``10.1.0.0/16``) in
             which each host has an address; None for the route to the driver.
         ports: first and last port on which rank 0 may accept the others; None for any free one.
             The backends' own data connections use ports that the system chooses.
-        host: the name of this worker's host, which tells workers of one host from others; None for
+        host: the name of this worker's host, which tells workers on one host from others; None for
             the system's.
     """
 
@@ -72,14 +72,14 @@ def interface_addresses() -> dict[str, str]:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
             except OSError as error:
                 if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-                    continue  # it has no IPv4 address, or is gone since it was listed
+                    continue  # it has no IPv4 address, or has gone since it was listed
                 raise
             addresses[name] = socket.inet_ntoa(answer[20:24])
     return addresses
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface with an address, which is how backends want it named.
+    """The name of the interface that has an address, as the backends expect it.
 
     Raises:
         ConfigError: no interface has it as its first address.
@@ -96,7 +96,7 @@ def interface_of(address: str) -> str:
 
 
 def listen(address: str, ports: tuple[int, int] | None) -> socket.socket:
-    """Listen on an address; the port stays ours, so nobody can take it before it is used.
+    """Listen on an address; the port stays bound, so nobody can take it before it is used.
 
     Args:
         address: one of this host's.
@@ -122,7 +122,7 @@ def listen(address: str, ports: tuple[int, int] | None) -> socket.socket:
 def _address_towards(host: str) -> str:
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-        # IPv4 where there is both: interfaces are chosen by that.
+        # IPv4 where there are both, because interfaces are chosen by their IPv4 addresses.
         family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing: it only looks up the route

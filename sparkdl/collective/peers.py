@@ -1,8 +1,8 @@
-"""Workers that visit each other, one at a time, while all train; nobody is waited for.
+"""Workers that visit each other, one at a time, while all train; nobody waits for anybody.
 
-Each worker has a port at which the others call on it, in threads beside its training; a connection
-stays open between two visits. Who does not answer is left alone for a while: it may have been lost,
-and be back later at another address.
+Each worker has a port at which the others call on it, served by threads beside its training; a
+connection stays open between visits. A worker that does not answer is left alone for a while: it
+may have been lost, and may be back later at another address.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from sparkdl.transport.connection import Connection, ConnectionLostError, Silenc
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-"""The longest that a visit may make no progress, in seconds."""
+"""The longest for which a visit may make no progress, in seconds."""
 AWAY_S = 1.0
-"""Seconds for which nobody calls on a worker that was not there, at least."""
+"""A worker that was not there is left alone for at least this many seconds."""
 AWAY_TIMES = 20
-"""How many times as long as finding out took: no more than a twentieth of the time is lost so."""
+"""The same as a multiple of the time that finding out took: at most a twentieth is lost."""
 
 T = TypeVar("T")
 Host = Callable[[Connection, dict[str, Any]], None]
-"""Serves one visit, given the connection and the header with which it has begun."""
+"""Serves one visit, given the connection and the header with which it began."""
 
 
 class PeerAwayError(Exception):
-    """Another worker cannot be reached now."""
+    """Another worker cannot be reached at the moment."""
 
 
 class Visitors:
     """Those who call on this worker.
 
     Attributes:
-        host: receives them; None while this worker is not to be visited.
+        host: serves their visits; None while this worker is not to be visited.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class Visitors:
 
         Args:
             connection: from another worker.
-            asked: the first header that came.
+            asked: the first header received.
 
         Raises:
-            TrainingError: the other end sends what no worker sends.
-            ConnectionLostError: it has left.
+            TrainingError: the other end sends something that no worker sends.
+            ConnectionLostError: the other end has left.
         """
         while True:
             host = self.host
@@ -63,12 +63,12 @@ class Visitors:
 
 
 class Peers:
-    """The other workers, as one of them calls on them.
+    """The other workers, as this one calls on them.
 
     Args:
-        rank: this worker's.
-        reach: connects to a rank, where it is now, with a limit to its silence in seconds; raises
-            ``PeerAwayError`` if it is not there.
+        rank: this worker's rank.
+        reach: connects to a rank at its current address, with a limit on its silence in seconds;
+            raises ``PeerAwayError`` if it is not there.
         visitors: those who call on this worker.
 
     Attributes:
@@ -89,11 +89,12 @@ class Peers:
         """Talk to another worker.
 
         Args:
-            rank: whom.
-            talk: what is said; left in the middle if the connection breaks.
+            rank: the worker to visit.
+            talk: holds the conversation; abandoned midway if the connection breaks.
 
         Returns:
-            What ``talk`` has returned; None if the other worker is not there, or was not lately.
+            What ``talk`` returned; None if the other worker is not there, or was not there
+            recently.
         """
         began = time.monotonic()
         if began < self._away_until.get(rank, began):
@@ -115,7 +116,7 @@ class Peers:
             return None
 
     def close(self) -> None:
-        """Leave the others, and be visited no more."""
+        """Hang up on the others, and accept no more visits."""
         self.visitors.host = None
         while self._open:
             self._open.popitem()[1].close()

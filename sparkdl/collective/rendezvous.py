@@ -1,6 +1,6 @@
-"""How ranks that can gather small objects meet: where each runs, and a store of rank 0's.
+"""How ranks that can gather small objects meet: where each runs, and rank 0's store.
 
-Rank 0 listens on a port that the system gives it and publishes the address. Spark's own way,
+Rank 0 listens on a port assigned by the system and publishes the address. Spark's own way,
 ``BarrierTaskContext.allGather``, polls once a second.
 """
 
@@ -20,7 +20,7 @@ from sparkdl.collective.network import Network, interface_of, listen, local_addr
 from sparkdl.errors import ConfigError
 
 Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
-"""Hands every rank what all ranks gave, in the order of the ranks; has a deadline of its own."""
+"""Hands every rank what all ranks gave, in rank order; has its own deadline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Meeting:
     Attributes:
         rank: this one.
         hosts: where each rank runs, by rank.
-        address: this rank's own, on the chosen interface.
+        address: this rank's own address on the chosen interface.
         master: address and port at which rank 0 accepts the others.
         store: rank 0's store; None on other ranks, which connect to ``master``.
     """
@@ -65,17 +65,17 @@ def meet(
     network: Network,
     timeout: timedelta,
 ) -> Meeting:
-    """Tell all other ranks where this one runs, and learn where they do.
+    """Tell all other ranks where this one runs, and learn where they run.
 
     Args:
         rank: this one.
-        gather: how they find each other.
+        gather: how the ranks find each other.
         device: what this rank computes on.
         network: interface and ports.
-        timeout: how long an operation of rank 0's store may take.
+        timeout: how long an operation on rank 0's store may take.
 
     Raises:
-        ConfigError: the interface or the ports are not there, or two ranks use one GPU.
+        ConfigError: the interface or ports are not available, or two ranks use one GPU.
     """
     address = local_address(network)
     mine: dict[str, Any] = {
@@ -99,18 +99,18 @@ def meet(
 
 
 def _gpu_of(device: torch.device) -> str | None:
-    """What makes a GPU known whatever number it has in a process; None for a CPU."""
+    """Identifies a GPU whatever its index in a process; None for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def require_distinct_gpus(places: Sequence[tuple[str, str, str | None]]) -> None:
-    """Check that every rank has a GPU of its own, without which NCCL fails in words of its own.
+    """Check that every rank has its own GPU; otherwise NCCL would fail with an obscure message.
 
     Args:
         places: host and device of each rank, and the UUID of its GPU if it has one.
 
     Raises:
-        ConfigError: two ranks use the same.
+        ConfigError: two ranks use the same GPU.
     """
     taken: dict[str, int] = {}
     for rank, (host, device, gpu) in enumerate(places):
@@ -143,6 +143,6 @@ def _open_store(
 
 
 def interface_settings(device: torch.device, address: str) -> Mapping[str, str]:
-    """What makes the backend bind to one interface; what the user has set wins."""
+    """Settings that make the backend bind to one interface; the user's own settings win."""
     name = "NCCL_SOCKET_IFNAME" if device.type == "cuda" else "GLOO_SOCKET_IFNAME"
     return {} if name in os.environ else {name: interface_of(address)}

@@ -1,4 +1,4 @@
-"""The driver's half of a run: an initial center in, rounds in between, a trained module out.
+"""The driver's half of a run: an initial center goes in, a trained module comes out.
 
 Knows nothing of Spark: whoever starts the workers is passed in as ``launch``.
 """

@@ -1,4 +1,4 @@
-"""The replica with whose values a training starts, and the first center."""
+"""The replica whose values a training starts from, and the first center."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparkdl.worker import Job
 
 
 def as_builder(model: nn.Module | ModelBuilder) -> ModelBuilder:
-    """A function that builds a module of one's own: a copy of an instance, or the function given.
+    """A function that builds a fresh module: a copy of an instance, or the given function itself.
 
     Args:
         model: a module, or a function or class that takes no arguments and returns one.
@@ -41,7 +41,7 @@ def build_replica(
     clip_norm: float | None = None,
     features_as_kwargs: bool = False,
 ) -> Replica:
-    """Build a replica as every worker does, leaving the caller's random state as it was."""
+    """Build a replica as every worker does, leaving the caller's random state unchanged."""
     with borrowed_random_numbers(seed):
         return Replica(
             model(),
@@ -54,13 +54,13 @@ def build_replica(
 
 
 def first_replica(job: Job) -> Replica:
-    """Build the replica with whose values a training starts: the same for the same seed.
+    """Build the replica whose values a training starts from: the same for the same seed.
 
     Raises:
-        ModelError: the model can be built here, but not in a process of its own.
+        ModelError: the model can be built here, but not in a separate process.
     """
     with drawn_apart(job.model, job.seed, job.deadline_s) as overwrite:
-        # A schedule may switch momentum on, for which the optimizer then keeps state.
+        # With the schedule, which may turn on momentum, for which the optimizer keeps state.
         replica = build_replica(job.model, job.optimizer, job.loss, job.seed, job.scheduler)
         overwrite(replica)
     return replica
@@ -70,9 +70,9 @@ def initial_center(replica: Replica, *, with_optimizer: bool) -> tuple[Layout, l
     """Take a replica's state as the first center, sharing its memory where dtypes allow.
 
     Args:
-        replica: freshly built.
-        with_optimizer: whether optimizer state is part of the center. It starts at zero and is
-            not sent to anyone before the first round.
+        replica: the freshly built replica.
+        with_optimizer: whether optimizer state is part of the center. It starts at zero and is sent
+            to nobody before the first round.
     """
     layout = replica.layout(with_optimizer=with_optimizer)
     segments = replica.segments(with_optimizer=with_optimizer)

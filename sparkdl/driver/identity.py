@@ -1,9 +1,9 @@
-"""What defines a training, and whether a checkpoint is of the one that wants to go on from it.
+"""What defines a training, and whether a checkpoint belongs to the one that would resume from it.
 
-Part of it are the model and its initial values, the loss, the optimizer with its hyperparameters
+It is defined by the model and its initial values, the loss, the optimizer with its hyperparameters
 and schedule, the strategy, the columns, the batch transform, batch size, clipping, precision, seed
-and number of workers, and the rows themselves. Not part of it is what changes no step: the number
-of epochs, paths, deadlines, what losses are survived, devices.
+and number of workers, and the rows themselves; but not by what changes no step: the number of
+epochs, paths, deadlines, which losses of workers are survived, devices.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def identity(
     layout: Layout,
     warm_start: WarmStart | None = None,
 ) -> dict[str, Any]:
-    """What defines a training, but for its rows and the number of its epochs.
+    """What defines a training, except for its rows and its number of epochs.
 
     Args:
         job: what the workers train.
         world_size: how many there are.
-        replica: freshly built.
-        layout: of its state, as much as replicas exchange.
-        warm_start: with what values it begins, if not with those it was built with.
+        replica: the freshly built replica.
+        layout: of the part of its state that replicas exchange.
+        warm_start: the values that it begins with, if not those it was built with.
 
     Returns:
         JSON, for ``checkpoint.policy.require_same``.
     """
-    # Not the replica's, into which a schedule has put functions and settings of its own.
+    # Not the replica's optimizer, where a schedule has added its own functions and settings.
     fresh = build_optimizer(job.optimizer, replica.named_trainable())
     optimizer = describe_optimizer(fresh)
     hyperparameters = {
@@ -61,7 +61,7 @@ def identity(
         "warm start": None if warm_start is None else warm_start.describe(),
         "state": [[segment.kind, str(segment.dtype), segment.numel] for segment in layout],
         "frozen parameters": _frozen(replica),
-        # Values are saved in the order in which they lie in memory.
+        # Values are saved in memory order.
         "strides": {
             f"strides of {name}": list(parameter.stride())
             for name, parameter in replica.module.named_parameters()
@@ -75,9 +75,9 @@ def identity(
             text="none" if schedule is None else " ".join(map(str, schedule)),
             parts={"state": schedule},
         ),
-        # Others change no step.
+        # Other metrics change no step.
         "scheduler metric": _followed_metric(job),
-        # Its repr says what it was made with; what it has become since, each worker knows.
+        # Its repr says what it was made with; each worker keeps what it has become since.
         "strategy": describe(
             kind, text=text_of(job.strategy), parts={"settings": text_of(job.strategy)}
         ),
@@ -110,7 +110,7 @@ def _batch_size(job: Job) -> int | str:
 
 
 def _membership(optimizer: torch.optim.Optimizer, replica: Replica) -> dict[str, str]:
-    """Which parameters are in which group, unless all are in one."""
+    """Which parameters are in which group, unless there is only one group."""
     names = {parameter: name for name, parameter in replica.named_trainable()}
     groups = [[names.get(p, "?") for p in group["params"]] for group in optimizer.param_groups]
     if groups == [list(names.values())]:
@@ -130,7 +130,7 @@ def _frozen(replica: Replica) -> str | None:
 
 
 def _columns(schema: FeedSchema) -> dict[str, Any]:
-    """What is fed, by its use; how it arrives is no part of it."""
+    """The columns by their use; how they arrive does not matter."""
 
     def text(*columns: ColumnSpec | None) -> str | None:
         texts = [
@@ -150,7 +150,7 @@ def _columns(schema: FeedSchema) -> dict[str, Any]:
 
 
 def _padding(column: ColumnSpec) -> str:
-    """How its rows are padded; how those are that are not, checkpoints have never said."""
+    """How a column's rows are padded; checkpoints have never mentioned unpadded ones."""
     if column.padding is None:
         return ""
     item = f" {list(column.item_shape)}" if column.item_shape else ""
@@ -160,17 +160,17 @@ def _padding(column: ColumnSpec) -> str:
 def require_same_rows(
     resumed: Resumed, present: dict[str, Any], columns: Sequence[ColumnSpec]
 ) -> None:
-    """Check that a checkpoint is of the rows that the workers have read.
+    """Check that a checkpoint belongs to the rows that the workers have read.
 
     Args:
-        resumed: the checkpoint; of one that was written before the last row was there only the
-            first rows are known.
-        present: what lasts of the statistics of all rows.
-        columns: what was read.
+        resumed: the checkpoint; if it was written before all rows had arrived, only the first rows
+            are known.
+        present: the lasting part of the statistics of all rows.
+        columns: the columns that were read.
 
     Raises:
-        ConfigError: they are others; the message says in what.
-        CheckpointError: it says nothing of rows.
+        ConfigError: the rows differ; the message says in what.
+        CheckpointError: the checkpoint says nothing about rows.
     """
     saved = resumed.saved
     try:
@@ -188,16 +188,16 @@ def require_same_rows(
 
 
 def has_ended(resumed: Resumed, epochs: int) -> bool:
-    """Whether a training of so many epochs has nothing left to do."""
+    """Whether a training of this many epochs has nothing left to do."""
     return resumed.progress.epoch > epochs
 
 
 def require_progress(resumed: Resumed, epochs: int, world_size: int) -> None:
-    """Check that a training has not come further than it is wanted now.
+    """Check that a training has not gone further than is wanted now.
 
     Raises:
         ConfigError: it has.
-        CheckpointError: it was of another number of workers than it says.
+        CheckpointError: the checkpoint contradicts itself about the number of workers.
     """
     progress = resumed.progress
     if len(progress.positions) != world_size:
@@ -214,7 +214,7 @@ def require_progress(resumed: Resumed, epochs: int, world_size: int) -> None:
 def _other_rows(
     saved: dict[str, Any], present: dict[str, Any], columns: Sequence[ColumnSpec]
 ) -> Iterator[str]:
-    """In what rows differ, a line each."""
+    """How the rows differ, one line per difference."""
     if "fingerprint" not in saved:
         for rank, (before, now) in enumerate(
             zip(saved["openings"], present["openings"], strict=True)

@@ -36,7 +36,7 @@ from sparkdl.worker import Job
 logger = logging.getLogger(__name__)
 
 Launch = Callable[[Averager], AbstractContextManager[object]]
-"""Starts the workers and, on leaving, sees that none is left; failures go to ``Averager.fail``."""
+"""Starts the workers, and on exit ensures that none is left; failures go to ``Averager.fail``."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Outcome:
 
     Attributes:
         module: the model with the last center's parameters and buffers, on the CPU.
-        history: one summary an epoch.
-        recording: what the workers' time went into, and more to look at.
-        stopped: why a callback has stopped the training, if one has.
+        history: one summary per epoch.
+        recording: what the workers' time went into, and other observations.
+        stopped: why a callback stopped the training, if one did.
     """
 
     module: nn.Module
@@ -76,29 +76,29 @@ def run(
         job: what the workers train.
         world_size: number of workers.
         launch: starts them, given the averager.
-        host: interface to bind the averager to.
+        host: the interface to bind the averager to.
         advertised_host: the name under which workers reach it.
-        checkpoints: where to write checkpoints and whether to go on from one; none by default.
-        check: called with what the workers found in their rows, before any of them trains on
-            those; what it raises ends the run.
-        on_event: called in this thread for the data's statistics and each window and epoch
+        checkpoints: where to write checkpoints and whether to resume from one; none by default.
+        check: called with what the workers found in their rows, before any of them trains on the
+            rows; an exception ends the run.
+        on_event: called in this thread with the data's statistics and with each window and epoch
             reported.
-        callbacks: called in this thread too, and may end the training.
-        warm_start: values to begin with, which fit the model; of those that are frozen ``job`` has
-            to see. By default those that the model is built with.
-        settings: what else defines the training, by name, for those who look at it.
+        callbacks: also called in this thread; they may end the training.
+        warm_start: values to begin with, which fit the model; by default those that the model is
+            built with. ``job`` has to take care of the frozen ones.
+        settings: other settings of the training, by name, to be shown to callbacks and in reports.
 
     Raises:
-        ConfigError: the newest checkpoint is of another training or of other rows, another process
-            writes checkpoints there, the strategy has state that no checkpoint holds, or metrics
-            have no rows to be measured on.
+        ConfigError: the newest checkpoint belongs to another training or other rows, another
+            process writes checkpoints there, the strategy has state that no checkpoint can hold, or
+            there are no held-out rows for the metrics.
         CheckpointError: the checkpoints cannot be read.
-        ModelError: the optimizer cannot take a step, a worker has built other frozen parameters
-            than the driver, or as ``first_replica`` does.
+        ModelError: the optimizer cannot take a step, a worker built different frozen parameters
+            than the driver, or as in ``first_replica``.
         DataError: the rows cannot be trained on.
         CallbackError: a callback failed.
         TrainingError: the run could not be finished; see ``errors``.
-        SystemExit: the process was told to end by SIGTERM, and a checkpoint has been written.
+        SystemExit: the process received SIGTERM, and a checkpoint has been written.
     """
     replica = first_replica(job)
     if warm_start is not None:
@@ -223,9 +223,9 @@ def _finished(
     losses: list[str],
     resubmissions: int,
 ) -> bool:
-    """Serve the workers to the end; returns False if one was lost and all are to start again.
+    """Serve the workers to the end; returns False if one was lost and all have to restart.
 
-    Callbacks are told of the loss first, and may have the training end there.
+    Callbacks are told of the loss first, and may end the training there.
     """
     try:
         with saved_on_sigterm(averager, plan), averager, launch(averager):

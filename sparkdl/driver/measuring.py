@@ -1,4 +1,4 @@
-"""The driver's part of metrics: what all workers have counted becomes numbers, epoch by epoch."""
+"""The driver's part of metrics: turning all workers' counts into numbers, epoch by epoch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparkdl.metrics import Metrics
 from sparkdl.worker import Job
 
 MAX_NUMBERS = 10_000
-"""In one epoch's metrics: they are in the history, and so in every checkpoint."""
+"""The most per epoch: they are in the history, and so in every checkpoint."""
 HOLD_OUT = (
     "metrics are measured on held-out rows, and there are none: set validationFraction, or name a "
     "column that marks them (validationIndicatorCol)"
@@ -25,11 +25,11 @@ class Measuring:
     """Computes the metrics of each epoch of one run.
 
     Args:
-        metrics: which.
+        metrics: the metrics to compute.
         followed: the one that the learning rate follows; None if it follows none.
 
     Attributes:
-        higher_is_better: of each metric whether a larger value is better; None if it does not say.
+        higher_is_better: for each metric, whether larger is better; None if it does not say.
     """
 
     def __init__(self, metrics: Metrics, followed: str | None) -> None:
@@ -39,15 +39,14 @@ class Measuring:
 
     @classmethod
     def of(cls, job: Job, mode: str | None) -> Measuring | None:
-        """What measures the metrics of a job; None if it has none.
+        """The ``Measuring`` of a job; None if it has no metrics.
 
         Args:
             job: what the workers train.
-            mode: of its schedule, what is better, if it follows what epochs come to.
+            mode: the schedule's ``mode``, if it follows a metric or the loss.
 
         Raises:
-            ConfigError: the metrics have no rows, or the schedule cannot follow the one that it
-                is to follow.
+            ConfigError: the metrics have no rows, or the schedule cannot follow its metric.
         """
         followed = job.scheduler_metric
         if job.metrics is None:
@@ -66,8 +65,9 @@ class Measuring:
 
         Raises:
             ModelError: a metric cannot be computed.
-            ConfigError: one is too much to keep, or no number and followed by the learning rate.
-            TrainingError: a worker has not sent what it counted.
+            ConfigError: one has too many numbers to keep, or is followed by the learning rate but
+                not one number.
+            TrainingError: a worker did not send its counts.
         """
         epoch = counted.epoch
         states = [_octets(rank, kept) for rank, kept in enumerate(counted.states)]
@@ -88,15 +88,15 @@ class Measuring:
 
 
 def _require_followed(name: str, known: Mapping[str, bool | None], mode: str | None) -> None:
-    """Check that the metric which the learning rate is to follow is measured, and followed.
+    """Check that the metric for the learning rate to follow is measured, and really followed.
 
     Args:
-        name: of the metric.
-        known: of each metric whether a larger value is better; None if it does not say.
-        mode: what is better, to the schedule; None if it follows nothing.
+        name: the metric's name.
+        known: for each metric, whether a larger value is better; None if it does not say.
+        mode: what the schedule takes to be better; None if it follows nothing.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not measured, not followed, or better in the other direction.
     """
     if name not in known:
         raise ConfigError(

@@ -18,7 +18,7 @@ from sparkdl.worker import Job
 
 
 def setup_of(job: Job, replica: Replica, layout: Layout, settings: Mapping[str, object]) -> Setup:
-    """What is trained, and how, for those who look at it."""
+    """What is trained, and how, for callbacks and reports."""
     strategy = job.strategy
     parameters = list(replica.module.parameters())
     return Setup(
@@ -49,9 +49,9 @@ def training_of(
     plan: CheckpointPlan | None,
     measuring: Measuring | None,
 ) -> Training:
-    """What callbacks see when a training begins or goes on."""
+    """What callbacks see when a training begins or resumes."""
     history = () if progress is None else progress.history
-    # Of an epoch behind which nothing was committed the workers validate once more.
+    # If nothing was committed after an epoch, the workers validate that epoch again.
     known = len(history) if progress is None or progress.rounds else len(history) - 1
     kept_epoch = None if kept_model is None else kept_model.epoch
     metrics = {} if measuring is None else measuring.higher_is_better
@@ -71,6 +71,6 @@ def training_of(
 
 
 def _name_of(plan: CheckpointPlan) -> str:
-    """The same for all fits that go on from each other's checkpoints."""
+    """A name shared by all fits that resume from each other's checkpoints."""
     told = json.dumps([plan.store.path, plan.config], sort_keys=True, default=repr)
     return hashlib.sha256(told.encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""The checkpoint that a training goes on from, and the one that is written on SIGTERM."""
+"""The checkpoint that a training resumes from, and the one that is written on SIGTERM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIGTERM_S = 4.0
 
 
 def plan_of(policy: CheckpointPolicy, epochs: int, config: Mapping[str, Any]) -> CheckpointPlan:
-    """When and where checkpoints are written, and what the training is that they are of."""
+    """When and where checkpoints are written, and which training they belong to."""
     return CheckpointPlan(
         store=CheckpointStore(
             policy.path, keep_last=policy.keep_last, open_elsewhere=policy.open_elsewhere
@@ -39,7 +39,7 @@ def plan_of(policy: CheckpointPolicy, epochs: int, config: Mapping[str, Any]) ->
 def newest_checkpoint(
     policy: CheckpointPolicy, plan: CheckpointPlan, epochs: int, world_size: int
 ) -> Resumed | None:
-    """The newest checkpoint, if it is to be used and fits, but for its rows."""
+    """The newest checkpoint, if it is to be used and fits; its rows are not checked here."""
     saved = plan.store.newest() if policy.resume == "auto" else None
     if saved is None:
         return None
@@ -53,10 +53,10 @@ def newest_checkpoint(
 
 @contextmanager
 def saved_on_sigterm(averager: Averager, plan: CheckpointPlan | None) -> Iterator[None]:
-    """On SIGTERM write a checkpoint, then exit as a terminated process does.
+    """On SIGTERM, write a checkpoint, then exit as a terminated process does.
 
-    The next commit is waited for, because there the workers' states belong to the center; if it
-    does not come in time, the last one is written without them. A handler of the user's stays.
+    It waits for the next commit, because there the workers' states match the center; if none comes
+    in time, the last one is written without them. A handler set by the user stays in place.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if plan is None or not in_main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:

@@ -1,4 +1,4 @@
-"""What the driver does about the workers' reports: it checks their rows and tells who listens."""
+"""What the driver does with the workers' reports: it checks their rows and informs listeners."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ LOOK_S = 1.0
 
 
 class Serving:
-    """Looks at what the workers report, lets them train, and passes it on.
+    """Checks what the workers report, lets them train, and passes the reports on.
 
     Args:
-        examine: looks at their rows.
-        on_event: told of what is reported.
-        callbacks: told of what concerns them.
-        training: what they see.
+        examine: checks their rows.
+        on_event: called with each report.
+        callbacks: called with what concerns them.
+        training: what the callbacks see.
         schema: the columns that are trained on.
-        measuring: computes the metrics; None without any.
+        measuring: computes the metrics; None if there are none.
 
     Attributes:
-        calls: to the callbacks.
+        calls: the calls to the callbacks.
     """
 
     def __init__(
@@ -66,28 +66,28 @@ class Serving:
         self.calls = Calls(callbacks, training)
 
     def __call__(self, averager: Averager) -> None:
-        """Serve the workers of an averager to the end."""
+        """Serve an averager's workers to the end."""
         for event in averager.events(look_s=self._look_s):
             try:
                 self._note(averager, event)
             except SparkDLError as error:
-                # Workers wait for the answer; the launch waits for them to leave.
+                # Workers wait for an answer, and the launch waits for them to leave.
                 averager.fail(error)
                 raise
 
     def tell(self, event: Event) -> None:
-        """Pass on what has happened to whoever is told."""
+        """Pass an event on to callbacks and ``on_event``."""
         training = self.calls.training
         training.recording.note(event)
         if isinstance(event, DataStatistics):
             lengths = [column.longest for column in event.columns]
             training.schema = self._schema.of_lengths(lengths)
-        if training.schema is not None:  # times come while nobody knows what the rows are
+        if training.schema is not None:  # times may arrive before the rows are known
             self._on_event(event)
         self.calls(event)
 
     def settle(self, averager: Averager) -> Sequence[Tensor]:
-        """After the end, see that all is in a checkpoint; returns the model's segments."""
+        """After the end, make sure that all is in a checkpoint; returns the model's segments."""
         training = self.calls.training
         if training.stopped is not None:
             logger.info("the training was stopped: %s", training.stopped)
@@ -111,7 +111,7 @@ class Serving:
         if isinstance(event, TimePassed):
             self.calls(event)
             if training.stopped is not None:
-                # What has been trained since the last round is to count.
+                # What has been trained since the last round should count.
                 averager.want_commit()
             return
         awaits_commit = training.stopped is not None
@@ -120,7 +120,7 @@ class Serving:
             self.tell(event)
         if isinstance(event, EpochValidated) and training.kept_epoch == event.summary.epoch:
             kept = averager.kept_model
-            if kept is None or kept.epoch != event.summary.epoch:  # one of a checkpoint is the same
+            if kept is None or kept.epoch != event.summary.epoch:  # a checkpoint's is the same
                 averager.keep_model(event.summary.epoch)
         is_commit = isinstance(event, RoundCommitted | EpochValidated)
         if training.stopped is not None and (is_commit or not awaits_commit):
@@ -132,12 +132,12 @@ class Serving:
 
 
 class RowExaminer:
-    """Looks at what the workers found in their rows, before they train on them.
+    """Checks what the workers found in their rows, before they train on them.
 
     Args:
         job: what is trained.
         check: the caller's own checks.
-        resumed: the checkpoint with which this process began, if there was one.
+        resumed: the checkpoint that this process started from, if there was one.
     """
 
     def __init__(
@@ -151,14 +151,14 @@ class RowExaminer:
         self._begun = False
 
     def __call__(self, statistics: DataStatistics) -> bool:
-        """Raise what is wrong with the rows; returns whether it is the first look at them.
+        """Raise if anything is wrong with the rows; returns whether this is the first check.
 
         Args:
-            statistics: what was found, perhaps only in some rows, or by one worker.
+            statistics: what was found, possibly in only some of the rows, or by one worker.
         """
         if not statistics.complete:
             if self._first is not None:
-                return False  # all rows were seen before the workers were started again
+                return False  # all rows were checked before the workers were restarted
             check_statistics(statistics, self._columns)
             self._check(statistics)
             is_news, self._begun = not self._begun, True

@@ -1,4 +1,4 @@
-"""One replica: model + optimizer + device, its state laid out in a few flat buffers."""
+"""One replica: model + optimizer + device, with its state in a few flat buffers."""
 
 from sparkdl.replica.calling import align_targets, forward
 from sparkdl.replica.flat import flatten

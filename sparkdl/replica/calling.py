@@ -1,4 +1,4 @@
-"""How a model is called and targets are shaped for its loss, in training as in prediction."""
+"""How a model is called and its loss's targets are shaped, in training and in prediction alike."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def forward(
     as_kwargs: bool = False,
     labels: Mapping[str, Tensor] | None = None,
 ) -> Any:
-    """What a module returns for features as separate arguments, or as one dict.
+    """Call a module with its features as separate arguments, or as one dict.
 
     Args:
         module: the model.
         features: its inputs.
-        as_kwargs: whether features by name are arguments by those names.
-        labels: further arguments by name.
+        as_kwargs: whether features with names are passed as keyword arguments.
+        labels: further keyword arguments.
     """
     named = labels or {}
     if not isinstance(features, dict):

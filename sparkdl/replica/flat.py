@@ -1,6 +1,6 @@
 """A module's trained parameters and its buffers as views into one flat tensor per dtype.
 
-So a contribution to a round is the flat tensor itself and an update is one write in place; nothing
+So a contribution to a round is the flat tensor itself, and an update is one in-place write; nothing
 is gathered or scattered per round.
 """
 
@@ -17,9 +17,9 @@ from sparkdl.protocols import Segment
 class FlatGroup:
     """Tensors of one kind and dtype, all views into one flat tensor.
 
-    A tensor's values lie in the order in which they lay before, so that a model in channels_last
-    stays so; every replica has to be built the same way. Complex numbers, but for those of buffers,
-    are two real ones each, which can be averaged as all others are.
+    A tensor's values keep their memory order, so a channels_last model stays one; every replica has
+    to be built the same way. Complex numbers, except in buffers, become two real ones each, which
+    can be averaged like all others.
 
     Args:
         kind: ``parameters``, ``buffers`` or ``optimizer``.
@@ -34,7 +34,7 @@ class FlatGroup:
         self.views: list[Tensor] = []
         start = 0
         for tensor in tensors:
-            # Of a tensor without gaps or overlaps these are its own strides.
+            # These are the tensor's own strides, if it has no gaps or overlaps.
             strides = torch.empty_like(tensor, device="meta").stride()
             view = self.flat.as_strided(tensor.shape, strides, start)
             view.copy_(tensor.detach())
@@ -45,12 +45,12 @@ class FlatGroup:
 
     @property
     def segment(self) -> Segment:
-        """What this group is called on the wire."""
+        """This group as it is described on the wire."""
         return Segment(self.kind, self.flat.dtype, self.flat.numel())
 
 
 def flatten(module: nn.Module) -> list[FlatGroup]:
-    """Give a module's trained parameters and its buffers flat homes."""
+    """Move a module's trained parameters and its buffers into flat tensors."""
     trained = [each for each in module.parameters() if each.requires_grad]
     return [*_flatten_parameters(trained), *_flatten_buffers(module)]
 
@@ -97,5 +97,5 @@ def reclaim_buffers(module: nn.Module, group: FlatGroup) -> None:
 
 
 def _in_order(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
-    """Distinct dtypes, first seen first."""
+    """Distinct dtypes, in order of first appearance."""
     return list(dict.fromkeys(dtypes))

@@ -1,9 +1,9 @@
-"""What of a model is never trained: neither sent nor averaged nor saved, but the same everywhere.
+"""The part of a model that is never trained, sent, averaged or saved, but is the same everywhere.
 
 Parameters that require no gradient when a replica is built (a pretrained backbone below a new head
-or low-rank adapters) are built by every worker and by the driver, and stay as they are. A
-fingerprint of their values tells whether all have built the same. A look at every exchange tells
-whether one has begun to change, of which the other replicas would never learn.
+or low-rank adapters) are built by every worker and by the driver, and stay unchanged. A fingerprint
+of their values tells whether all have built the same ones. A check at every exchange tells whether
+one has begun to change, which the other replicas would never learn.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from sparkdl.errors import ModelError, TrainingError
 from sparkdl.feed.statistics.fingerprint import odd_factors, weighted_sums
 
 BLOCK_BYTES = 1 << 18
-"""How much is added up to one word of what is hashed; a third of the time of hashing it all."""
+"""How much is summed into each word that is hashed; takes a third of the time of hashing it all."""
 AT_A_GLANCE = 32
-"""So many tensors take some 20 us, a hundredth of a small round."""
+"""Checking this many tensors takes some 20 us, a hundredth of a small round."""
 
 
 class FrozenParameters:
-    """The parameters of a module that require no gradient now.
+    """The parameters of a module that currently require no gradient.
 
     Args:
-        module: just built, and on the device on which it will stay.
+        module: the module, just built and on the device where it will stay.
 
     Raises:
         ModelError: one of them shares memory with one that requires a gradient.
 
     Attributes:
-        numel: how many values they have together.
-        fingerprint: tells them from others by name, dtype, shape and every bit of their values, on
-            whatever device they are; empty if there are none.
+        numel: how many values they have in total.
+        fingerprint: identifies them by name, dtype, shape and every bit of their values,
+            independent of the device; empty if there are none.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -49,10 +49,10 @@ class FrozenParameters:
         self.fingerprint = together and hashlib.sha256(together.encode()).hexdigest()[:16]
 
     def glance(self) -> None:
-        """Check some of them, others each time, for what torch notes of them by itself.
+        """Check some of them, different ones each time, by what torch itself records of them.
 
         Raises:
-            TrainingError: one requires a gradient now, or was written to and has other values.
+            TrainingError: one now requires a gradient, or was written to and has other values.
         """
         some = self._members[self._next : self._next + AT_A_GLANCE]
         self._next = (self._next + AT_A_GLANCE) if len(some) == AT_A_GLANCE else 0
@@ -63,7 +63,7 @@ class FrozenParameters:
         """Check all of them, value by value: writing to ``parameter.data`` leaves no trace.
 
         Raises:
-            TrainingError: one requires a gradient now, or has other values.
+            TrainingError: one now requires a gradient, or has other values.
         """
         for each in self._members:
             each.glance()
@@ -90,13 +90,13 @@ class _Frozen:
         self._writes = _writes_to(parameter)
 
     def glance(self) -> None:
-        """Look at its values only if torch knows that they were written to."""
+        """Check its values only if torch knows that they were written to."""
         if self._parameter.requires_grad:
             raise TrainingError(
                 f"the parameter '{self.name}' required no gradient when the model was built, and "
-                "does now. Only what required one then is given to the optimizer and averaged. "
+                "does now. Only parameters that required one then are optimized and averaged. "
                 "Build the model with requires_grad=True for all that is ever to be trained, and "
-                "run the part that is not yet under torch.no_grad()"
+                "run the part not trained yet under torch.no_grad()"
             )
         writes = _writes_to(self._parameter)
         if writes != self._writes:
@@ -104,7 +104,7 @@ class _Frozen:
             self._writes = writes
 
     def look(self) -> None:
-        """Look at every value."""
+        """Check every value."""
         if _digest(self._parameter) != self.digest:
             raise TrainingError(
                 f"the parameter '{self.name}' required no gradient when the model was built, and "
@@ -115,13 +115,13 @@ class _Frozen:
 
 
 def _writes_to(parameter: nn.Parameter) -> int:
-    """How often its values were written to, as far as torch counts."""
-    # Not if it was made under torch.inference_mode.
+    """How often a parameter's values were written to, as far as torch counts."""
+    # Torch does not count for a tensor made under torch.inference_mode.
     return 0 if parameter.is_inference() else parameter._version
 
 
 def _digest(values: Tensor) -> str:
-    """What tells a tensor from others by dtype, shape and every bit."""
+    """A digest of a tensor's dtype, shape and every bit."""
     found = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}".encode())
     for plain in _plain(values.detach()):
         octets = plain.cpu().contiguous().view(-1).view(torch.uint8).numpy()
@@ -133,7 +133,7 @@ def _digest(values: Tensor) -> str:
 
 
 def _plain(values: Tensor) -> Iterator[Tensor]:
-    """The tensors that have memory: of a quantized one its codes, scales and so on."""
+    """The tensors that own memory: for a quantized tensor its codes, scales and so on."""
     if not _is_wrapper(values):
         yield values
         return
@@ -142,15 +142,15 @@ def _plain(values: Tensor) -> Iterator[Tensor]:
 
 
 def _is_wrapper(values: Tensor) -> bool:
-    """Whether it is of a class that keeps its values in other tensors."""
+    """Whether a tensor's class keeps its values in other tensors."""
     return hasattr(values, "__tensor_flatten__")
 
 
 def _require_apart(frozen: dict[str, nn.Parameter], trained: dict[str, nn.Parameter]) -> None:
-    """Check that no frozen parameter has the memory of a trained one.
+    """Check that no frozen parameter shares memory with a trained one.
 
     Raises:
-        ModelError: one has.
+        ModelError: one does.
     """
     owners = {each.data_ptr(): name for name, each in trained.items() if each.numel()}
     for name, parameter in frozen.items():

@@ -1,9 +1,9 @@
 """The initial values of a model, the same for the same seed whatever else this process does.
 
-All threads of a process draw from the same streams of random numbers, and one of the user's may
-draw, or seed them, just while a model is built. So what a function draws that builds a model is
-drawn apart, in a process where nothing else runs. It is forked from one that has imported torch,
-which takes a second, and waits for the next model.
+All threads of a process draw from the same random number generators, and one of the user's may draw
+from them, or seed them, while a model is being built. So a function that draws random numbers as it
+builds a model runs in a separate process, where nothing else does. It is forked from a process that
+has imported torch, which takes a second, and waits for the next model.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ serve(int(sys.argv[1]))
 def drawn_apart(
     model: ModelBuilder, seed: int, deadline_s: float
 ) -> Iterator[Callable[[Replica], None]]:
-    """Build a model in a process of its own, beside what is done meanwhile.
+    """Build a model in a separate process while the ``with`` block runs.
 
     Args:
-        model: the builder; nothing is drawn for the copy of an instance.
-        seed: of torch's, numpy's and Python's random numbers there.
-        deadline_s: the longest that it may take, in seconds.
+        model: the builder; copying an instance needs no process, as it draws nothing.
+        seed: seeds torch's, numpy's and Python's random numbers there.
+        deadline_s: the longest that building may take, in seconds.
 
     Yields:
-        Waits for the model, and overwrites with its parameters and buffers those of a replica that
-        was built here; also what is never trained.
+        A function that waits for the model, and overwrites the parameters and buffers of a replica
+        built here with the model's, including those that are never trained.
 
     Raises:
         ModelError: the model cannot be built there, or has another layout there.
@@ -86,7 +86,7 @@ def drawn_apart(
 
 
 def has_lazy_parameters(module: nn.Module) -> bool:
-    """Whether a module waits for its first batch to learn the shapes of its parameters."""
+    """Whether a module needs its first batch to learn its parameters' shapes."""
     return any(map(is_lazy, [*module.parameters(), *module.buffers()]))
 
 
@@ -95,10 +95,10 @@ class Initialized:
     """Builds a model with lazy layers, and shows it a batch of zeros.
 
     Attributes:
-        model: builds it.
-        schema: the tensors of the batch, all of known shapes but for those that are padded.
-        features_as_kwargs: as ``Replica`` takes it.
-        items: of each row that is padded.
+        model: the builder.
+        schema: the batch's tensors, all of known shapes except for padded ones.
+        features_as_kwargs: as for ``Replica``.
+        items: number of items in each padded row.
     """
 
     model: ModelBuilder
@@ -107,7 +107,7 @@ class Initialized:
     items: int = 1
 
     def __call__(self) -> nn.Module:
-        """Build it; whoever calls seeds the random numbers."""
+        """Build the model; the caller seeds the random numbers."""
         module = self.model()
         rows = [equal_rows(each, torch.zeros(2), self.items) for each in self.schema.stored]
         training = module.training
@@ -118,24 +118,24 @@ class Initialized:
 
 
 def prepare(model: ModelBuilder) -> None:
-    """Start what ``drawn_apart`` needs for a model, which then need not wait for it."""
+    """Start what ``drawn_apart`` needs for a model, so that it need not wait later."""
     if _draws(model):
         with _LOCK:
             _running_server()
 
 
 def _draws(model: ModelBuilder) -> bool:
-    """Whether a builder may draw; the copy of an instance does not."""
+    """Whether a builder may draw random numbers; copying an instance does not."""
     if isinstance(model, WithFrozenValues):
         return _draws(model.model)
     return not (isinstance(model, functools.partial) and model.func is copy.deepcopy)
 
 
 def serve(control: int) -> None:
-    """Fork a process for each model; what the first one runs, until this end is closed.
+    """Fork a process for each model, until this end is closed; the server process runs this.
 
     Args:
-        control: the file descriptor over which come those of the connections.
+        control: file descriptor of the socket that delivers those of the connections.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     with socket.socket(fileno=control) as connections:
@@ -162,9 +162,9 @@ def _pickled(model: ModelBuilder) -> bytes:
 
 
 def _leave_with(connected: socket.socket) -> None:
-    """End this process when nobody wants its model any more."""
+    """End this process once nobody wants its model any more."""
     poll = select.poll()
-    poll.register(connected, 0)  # to be told of the other end's leaving, and of nothing else
+    poll.register(connected, 0)  # reports only that the other end has left
     poll.poll()
     os._exit(1)
 
@@ -208,7 +208,7 @@ def _receive(file: BinaryIO, replica: Replica) -> None:
         )
     if header["layout"] != layout:
         raise ModelError(
-            "the model becomes another one in a process of its own, as it is built on each worker: "
+            "the model turns out different in a separate process, as it is built on each worker: "
             f"{header['layout']} there, {layout} here. It must not depend on what only this "
             "process knows, for example a variable that was set after the import"
         )
@@ -216,7 +216,7 @@ def _receive(file: BinaryIO, replica: Replica) -> None:
         received = torch.empty(values.numel(), dtype=values.dtype)
         if file.readinto(octets_of(received)) != received.nbytes:  # type: ignore[attr-defined]
             raise EOFError("the process ended in the middle of the values")
-        with torch.inference_mode():  # so may be what is overwritten
+        with torch.inference_mode():  # the target may be an inference tensor
             values.copy_(received.view(values.shape))
     replica.take_as_frozen()
 
@@ -233,7 +233,7 @@ def _explained(deadline_s: float) -> Iterator[None]:
 
 
 class _Server:
-    """The process from which others are forked."""
+    """The process that the others are forked from."""
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair()
@@ -241,16 +241,16 @@ class _Server:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _START, str(theirs.fileno())],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,  # what the model prints, it prints here too
+                stdout=subprocess.DEVNULL,  # what the model prints is printed here too
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # control-C is for this process
+                start_new_session=True,  # Ctrl-C is meant for this process
             )
         assert self.process.stdin is not None
         with self.process.stdin as stdin:
             pickle.dump(sys.path, stdin)
 
     def connect(self) -> socket.socket:
-        """Have a process forked; returns the connection to it."""
+        """Fork a process; returns the connection to it."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [b"\0"], [theirs.fileno()])

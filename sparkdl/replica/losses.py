@@ -1,4 +1,4 @@
-"""Losses of weighted rows, made of those that give a mean, and losses that the model computes."""
+"""Losses of weighted rows, derived from losses that return a mean, and models' own losses."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from sparkdl.protocols import LossFunction, Targets
 
 @dataclass(frozen=True)
 class ModelLoss:
-    """The loss that a model computes itself when it is given the labels by keyword.
+    """The loss that a model computes itself when given the labels by keyword.
 
     Attributes:
-        keywords: one a label.
+        keywords: one per label.
     """
 
     keywords: tuple[str, ...] = ("labels",)
@@ -31,10 +31,10 @@ class ModelLoss:
         return dict(zip(self.keywords, several, strict=True))
 
     def __call__(self, outputs: Any, targets: Targets) -> Tensor:
-        """Take the loss out of the outputs: the one named so, the first of a tuple, or all of it.
+        """Take the loss from the outputs: the one named loss, a tuple's first, or the whole output.
 
         Raises:
-            ModelError: there is none.
+            ModelError: there is no loss.
         """
         parts = parts_of(outputs)
         loss = outputs if isinstance(outputs, Tensor) else parts.get("loss", parts.get(0))
@@ -51,7 +51,7 @@ def loss_of_rows(loss: LossFunction) -> LossFunction:
     """The same loss, row by row: torch's own with ``reduction="none"``.
 
     Args:
-        loss: any other loss is returned as it is, and must give one value a row by itself.
+        loss: the loss; any but torch's own is returned as is, and must give one value per row.
     """
     if isinstance(loss, nn.Module):
         if not hasattr(loss, "reduction"):
@@ -62,7 +62,7 @@ def loss_of_rows(loss: LossFunction) -> LossFunction:
         return rows
     try:
         takes_reduction = "reduction" in inspect.signature(loss).parameters
-    except (TypeError, ValueError):  # a callable written in C may not say what it takes
+    except (TypeError, ValueError):  # a callable written in C may have no signature
         return loss
     return functools.partial(loss, reduction="none") if takes_reduction else loss
 
@@ -71,20 +71,20 @@ def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
     """The loss of a minibatch of weighted rows: sum_i w_i l_i / n.
 
     Args:
-        values: the rows' losses l_i, shape (n,), or (n, ...) of which each row's mean is taken.
+        values: the rows' losses l_i, shape (n,), or (n, ...), of which each row's mean is taken.
         weights: w_i, shape (n,), 1 on average over all rows of all workers.
 
     Returns:
         A scalar.
 
     Raises:
-        ModelError: there is not one value a row.
+        ModelError: there is not one value per row.
     """
     if not isinstance(values, Tensor) or values.dim() == 0 or len(values) != len(weights):
         shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise ModelError(
             f"with weightCol the loss must give one value a row, shape ({len(weights)},) here, but "
-            f"it gives {shape}. torch's own losses do; in a function of yours leave the mean out"
+            f"it gives {shape}. torch's own losses do; in your own function leave out the mean"
         )
     rows = values.reshape(len(values), -1).mean(dim=1)
     return (rows * weights.to(rows.dtype)).mean()

@@ -1,4 +1,4 @@
-"""What a module holds, so that a forward pass which changes it can be undone."""
+"""A module's state, kept so that a forward pass that changes it can be undone."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
-"""Types, exactly, whose contents are put back; of subclasses nobody knows what else they hold."""
+"""The exact types whose contents are restored; subclasses may hold anything else besides."""
 
 
 class ModuleState:
-    """The attributes of a module and of all modules in it, as they are now.
+    """The current attributes of a module and all its submodules.
 
-    It refers to them instead of copying: what a buffer held before it was written to in place is
-    asked for when it has to be put back. What lies deeper than in a list, dict, set or deque that
-    is an attribute itself is not looked at, nor is what is written through ``tensor.data``.
+    It holds references, not copies: what a buffer held before it was written to in place is asked
+    for when it has to be restored. It looks no deeper than into a list, dict, set or deque that is
+    itself an attribute, and does not see writes through ``tensor.data``.
 
     Args:
-        module: whose state it is.
+        module: the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -30,7 +30,7 @@ class ModuleState:
         self._versions = [_version(tensor) for tensor in self.tensors]
 
     def put_back(self, contents: Callable[[], Sequence[Tensor]]) -> None:
-        """Have the module as it was.
+        """Restore the module.
 
         Args:
             contents: called if a tensor was written to; gives what each of ``tensors`` held.
@@ -44,14 +44,14 @@ class ModuleState:
             return
         with torch.no_grad():
             for tensor, version, held in zip(self.tensors, self._versions, contents(), strict=True):
-                # Batch normalization writes to running means without telling the version.
+                # Batch normalization writes to running means without raising the version.
                 if _version(tensor) != version or not torch.equal(tensor, held.to(tensor)):
                     tensor.copy_(held)
         self._versions = [_version(tensor) for tensor in self.tensors]
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
-    """Parameters, buffers and other tensors of a module; of two equal modules in one order."""
+    """Parameters, buffers and other tensors of a module; equal modules give the same order."""
     return [
         value
         for container in _containers(module)
@@ -61,14 +61,14 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def _containers(module: nn.Module) -> Iterator[Any]:
-    """The attributes of all modules, each module's as one dict, and those that hold several."""
+    """The attributes of all modules, one dict per module, and the containers among them."""
     for each in module.modules():
         yield each.__dict__
         yield from (held for held in each.__dict__.values() if type(held) in _CONTAINERS)
 
 
 def _same(container: Any, copied: Any) -> bool:
-    """Whether one holds the very objects of the other; tensors cannot be asked for equality."""
+    """Whether both hold the very same objects; tensors cannot be compared for equality."""
     if len(container) != len(copied):
         return False
     if isinstance(container, set):
@@ -80,5 +80,5 @@ def _same(container: Any, copied: Any) -> bool:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Rises when a tensor is written to; None for one that only inference mode can write to."""
+    """Rises when a tensor is written to; None for a tensor made in inference mode."""
     return None if tensor.is_inference() else tensor._version

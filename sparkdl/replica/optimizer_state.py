@@ -12,35 +12,35 @@ from sparkdl.errors import TrainingError
 from sparkdl.replica.flat import FlatGroup
 
 StateEntry = tuple[dict[str, Tensor], str]
-"""Where an optimizer keeps one tensor: (the state of a parameter, the key in it)."""
+"""Where an optimizer keeps one tensor: (a parameter's state, the key in it)."""
 
 
 class OptimizerState:
-    """Gives the state of one optimizer a flat home, of parameters that it has not stepped too.
+    """Keeps one optimizer's state in flat tensors, even for parameters it has not stepped yet.
 
     Args:
-        optimizer: that has not taken a step.
+        optimizer: an optimizer that has not taken a step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._groups: list[FlatGroup] = []
         self._reserved: dict[Tensor, dict[str, Any]] = {}
-        """The state that parameters without a gradient until now will have, all zero."""
+        """The state that parameters without a gradient so far will have, all zero."""
         self._stateless: set[Tensor] = set()
         self._lent = False
-        """Whether others may have written to that since the last step."""
+        """Whether others may have written to the reserved state since the last step."""
         self._counted: dict[str, int] | None = None
-        """How many values of each kind of state there are; None until someone has asked."""
+        """How many values of each kind of state there are; None until someone asks."""
 
     def expect_as(self, counted: OptimizerState) -> None:
-        """Expect as much state as there was of another optimizer that was built alike."""
+        """Expect as much state as another optimizer had that was built in the same way."""
         self._counted, self._stateless = counted._counted, counted._stateless
 
     def flatten(self) -> list[FlatGroup]:
-        """Give the optimizer's floating-point state a flat home.
+        """Move the optimizer's floating-point state into flat tensors.
 
-        Optimizers create their state in the first step and some replace a tensor instead of
+        Optimizers create their state in their first step, and some replace a tensor instead of
         writing to it, so the entries are compared each time.
         """
         self.take_over()
@@ -67,21 +67,21 @@ class OptimizerState:
         return self._groups
 
     def take_over(self) -> None:
-        """Give the optimizer state that the segments hold of parameters which it has not stepped.
+        """Give the optimizer the segments' state of parameters that it has not stepped.
 
-        Other replicas, or the training of which this one is continued, may have had gradients for
-        them. Where nobody had, the segments hold zeros, and the optimizer begins as it would have
-        begun without us: with a step counter of 0, or a momentum that it takes from the gradient.
+        Other replicas, or the training that this one resumes, may have had gradients for them.
+        Where nobody had any, the segments hold zeros, and the optimizer begins as it would by
+        itself: with a step counter of 0, or with momentum initialized from the gradient.
         """
         lent, self._lent = self._lent, False
         for parameter, state in list(self._reserved.items()):
-            # Of its own, or what of a checkpoint is not in the segments.
+            # The optimizer's own, or the part of a checkpoint that is not in the segments.
             known = self._optimizer.state.get(parameter, {})
             if known or (lent and any(bool(values.any()) for values in _floats(state).values())):
                 self._optimizer.state[parameter] = {**self._reserved.pop(parameter), **known}
 
     def _require_as_counted(self, entries: Sequence[StateEntry]) -> None:
-        """Check that there is neither more nor less state than when it was counted first."""
+        """Check that there is exactly as much state as when it was first counted."""
         now: dict[str, int] = {}
         for state, key in entries:
             now[key] = now.get(key, 0) + state[key].numel()
@@ -102,11 +102,11 @@ class OptimizerState:
             )
 
     def _reserve_missing(self) -> None:
-        """Find out what the state of parameters will look like that the optimizer has not stepped.
+        """Find out what the state of parameters not yet stepped will look like.
 
-        Every replica must have the same layout, also one without rows and one whose model leaves
-        a parameter unused, and only the optimizer knows what its state looks like: it steps those
-        parameters once on zero gradients, and they and their state are put back.
+        Every replica must have the same layout, even one without rows or one whose model leaves a
+        parameter unused, and only the optimizer knows what its state looks like. So it steps those
+        parameters once on zero gradients, after which they and their state are restored.
         """
         optimizer = self._optimizer
         trainable = [p for group in optimizer.param_groups for p in group["params"]]
@@ -135,7 +135,7 @@ class OptimizerState:
                     self._stateless.add(parameter)
 
     def _tensors(self) -> list[StateEntry]:
-        """Where floating-point state of the optimizer is or will be, in a fixed order."""
+        """Where the optimizer's floating-point state is or will be, in a fixed order."""
         return [
             (state, key)
             for group in self._optimizer.param_groups
@@ -146,7 +146,7 @@ class OptimizerState:
 
 
 def _floats(state: dict[str, Any]) -> dict[str, Tensor]:
-    """What of a parameter's optimizer state is floating-point, real or complex."""
+    """The floating-point part of a parameter's optimizer state, real or complex."""
     return {
         key: value
         for key, value in state.items()

@@ -11,17 +11,17 @@ from torch import nn
 from sparkdl.protocols import OptimizerBuilder
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
-"""(name in the module, parameter), as ``nn.Module.named_parameters`` gives them."""
+"""(name in the module, parameter), as ``nn.Module.named_parameters`` yields them."""
 
 NAMED = "named_parameters"
-"""What a builder's first argument is called if it wants the names."""
+"""The name of a builder's first argument if it wants the parameters' names."""
 
 
 def takes_names(build: OptimizerBuilder) -> bool:
     """Whether a builder takes parameters with their names: its first argument says so."""
     try:
         arguments = inspect.signature(build).parameters.values()
-    except (TypeError, ValueError):  # what is built in has none
+    except (TypeError, ValueError):  # a built-in has no signature
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     first = next(iter(arguments), None)
@@ -29,10 +29,10 @@ def takes_names(build: OptimizerBuilder) -> bool:
 
 
 def build_optimizer(build: OptimizerBuilder, named: NamedParameters) -> torch.optim.Optimizer:
-    """Build the optimizer of a module's parameters.
+    """Build the optimizer for a module's parameters.
 
     Args:
-        build: the user's function, or class of optimizers.
+        build: the user's function, or optimizer class.
         named: the parameters to train, in the module's order.
     """
     pairs = list(named)

@@ -1,7 +1,7 @@
-"""One replica: model + optimizer + device, its state laid out in a few flat buffers.
+"""One replica: model + optimizer + device, with its state in a few flat buffers.
 
-What trains, and the buffers, are views into one flat tensor per dtype; see ``flat``. So is the
-optimizer's state where replicas exchange it; see ``optimizer_state``. Parameters that require no
+Trained parameters and buffers are views into one flat tensor per dtype; see ``flat``. So is the
+optimizer's state, if replicas exchange it; see ``optimizer_state``. Parameters that require no
 gradient stay where they are; see ``frozen``.
 """
 
@@ -33,31 +33,32 @@ from sparkdl.replica.optimizers import NamedParameters, build_optimizer
 from sparkdl.replica.schedule import Schedule, Unit
 
 Precision = Literal["float32", "bf16"]
-"""In which forward and loss are computed."""
+"""The precision in which forward pass and loss are computed."""
 
 
 class Replica:
     """A model with its optimizer on one device.
 
     Args:
-        module: the model; moved to the device, its buffers and the parameters that require a
-            gradient become flat views.
+        module: the model; it is moved to the device, and its buffers and the parameters that
+            require a gradient become flat views.
         optimizer: builds the optimizer from the module's trainable parameters.
         loss: (outputs, targets) -> mean over the minibatch, or the model's own.
         device: where the replica lives.
-        clip_norm: the largest norm of all gradients together, to which a larger one is scaled
-            down before each optimizer step; None for no limit.
-        precision: ``bf16`` runs forward and loss under torch's autocast to bfloat16, parameters
-            and gradients staying what they are.
-        scheduler: builds the schedule of the optimizer's learning rate; None for none.
-        scheduler_every: after what the schedule takes a step, an optimizer step or an epoch.
-        features_as_kwargs: whether features by name are arguments by those names, not one dict.
+        clip_norm: the largest norm of all gradients together; before each optimizer step, larger
+            gradients are scaled down to it. None for no limit.
+        precision: ``bf16`` runs forward pass and loss under torch's autocast to bfloat16;
+            parameters and gradients keep their dtypes.
+        scheduler: builds the learning rate schedule; None for none.
+        scheduler_every: what the schedule takes a step after, an optimizer step or an epoch.
+        features_as_kwargs: whether features with names are passed as keyword arguments, not one
+            dict.
 
     Raises:
         ModelError: no parameter requires a gradient.
 
     Attributes:
-        frozen: the parameters that require none, of which the segments hold nothing.
+        frozen: the parameters that require no gradient; they are not in the segments.
     """
 
     def __init__(
@@ -97,11 +98,11 @@ class Replica:
         self._optimizer_state = OptimizerState(self.optimizer)
 
     def take_as_frozen(self) -> None:
-        """Have what requires no gradient stay as it is now; for whoever has overwritten it."""
+        """Take the present values of what requires no gradient as fixed, after overwriting them."""
         self.frozen = FrozenParameters(self.module)
 
     def trainable(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer works on: what required a gradient when built."""
+        """The parameters that the optimizer updates: those that required a gradient when built."""
         return self._trainable
 
     def named_trainable(self) -> NamedParameters:
@@ -114,22 +115,22 @@ class Replica:
             [OptimizerBuilder, NamedParameters], torch.optim.Optimizer
         ] = build_optimizer,
     ) -> None:
-        """Replace the optimizer by one that has not taken a step.
+        """Replace the optimizer with one that has not taken a step.
 
         Args:
-            build: given the builder of the first one, and the parameters with their names; by
-                default it is built as that was.
+            build: called with the first optimizer's builder and the named parameters; by default
+                builds it the way the first one was.
         """
         self.optimizer = build(self._build_optimizer, self._named)
         self.schedule = self._build_schedule(self.optimizer)
         self._optimizer_state = OptimizerState(self.optimizer)
 
     def reset_optimizer_state(self) -> None:
-        """Have the optimizer go on as if it had taken no step, at the learning rate that it has.
+        """Make the optimizer go on as if it had taken no step, at its present learning rate.
 
-        What it keeps elsewhere than in its ``state`` stays.
+        What it keeps outside its ``state`` stays.
         """
-        # Some have state before their first step, which only they know how to make.
+        # Some optimizers have state before their first step that only they can create.
         self.optimizer.state = build_optimizer(self._build_optimizer, self._named).state
         self._optimizer_state = OptimizerState(self.optimizer)
 
@@ -152,10 +153,10 @@ class Replica:
         return loss
 
     def update(self, gain: float = 1.0) -> None:
-        """Take an optimizer step on the gradients that are there.
+        """Take an optimizer step on the present gradients.
 
         Args:
-            gain: by what the learning rates are multiplied for this step.
+            gain: factor on the learning rates for this step.
         """
         if self._clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.trainable(), self._clip_norm)
@@ -193,7 +194,7 @@ class Replica:
 
         Args:
             batch: the minibatch.
-            with_labels: whether a model that computes its own loss is given them.
+            with_labels: whether to pass the labels to a model that computes its own loss.
         """
         labels = {}
         if with_labels and isinstance(self.loss, ModelLoss):
@@ -219,16 +220,16 @@ class Replica:
         batches: Iterable[Batch],
         watch: Callable[[Any, Targets, Tensor | None], None] | None = None,
     ) -> tuple[float, float]:
-        """Sum up the loss without training, the module in evaluation mode meanwhile.
+        """Sum the loss without training, with the module in evaluation mode.
 
         Args:
-            batches: minibatches.
-            watch: given the outputs, the targets and the weights of each, on the replica's device:
-                what the model returns when it predicts, without labels.
+            batches: the minibatches.
+            watch: called with each minibatch's outputs, targets and weights, on the replica's
+                device; the outputs are those of prediction, without labels.
 
         Returns:
-            The sum of the (weighted) loss over the rows, and that of the weights: 1 a row if there
-            are none.
+            The sum of the (weighted) loss over the rows, and the sum of the weights, which are 1
+            per row if there are none.
         """
         total = weight = torch.zeros((), dtype=torch.float64, device=self.device)
         training = self.module.training
@@ -256,7 +257,7 @@ class Replica:
             with_optimizer: whether the optimizer's state is part of it.
 
         Raises:
-            TrainingError: something that is no part of it has changed, or is about to.
+            TrainingError: something that is not part of it has changed, or is about to.
         """
         self.frozen.glance()
         self._reclaim_parameters()
@@ -276,17 +277,17 @@ class Replica:
         return tuple(group.segment for group in groups)
 
     def count_optimizer_state(self) -> None:
-        """Find out what ``segments`` will hold of the optimizer, for one that has taken no step."""
+        """Find out what ``segments`` will hold of an optimizer that has taken no step yet."""
         self._optimizer_state.flatten()
         counted = self._optimizer_state
-        # Anew, for some count the steps themselves, also one on zero gradients.
+        # Rebuilt, because some optimizers count their steps, even one on zero gradients.
         self.rebuild_optimizer()
         self._optimizer_state.expect_as(counted)
 
     def release(self) -> nn.Module:
-        """Give the module away: on the CPU, in evaluation mode, each tensor in memory of its own.
+        """Give up the module: on the CPU, in evaluation mode, each tensor in its own memory.
 
-        A view would be pickled together with its whole flat buffer, once for each parameter.
+        Otherwise every parameter, as a view, would be pickled along with its whole flat buffer.
         """
         for group in self._module_groups:
             if group.kind == "buffers":
@@ -298,11 +299,11 @@ class Replica:
         return self.module.cpu().eval()
 
     def take_over_state(self) -> None:
-        """Give the optimizer the state that the segments hold of parameters it has not stepped."""
+        """Give the optimizer the segments' state of parameters that it has not stepped."""
         self._optimizer_state.take_over()
 
     def _reclaim_parameters(self) -> None:
-        """Copy back parameters that were given other memory (``parameter.data = ...``)."""
+        """Copy back parameters that were reassigned to other memory (``parameter.data = ...``)."""
         for parameter, home in zip(self._trainable, self._homes, strict=True):
             if parameter.data_ptr() != home.data_ptr():
                 home.copy_(parameter.data)

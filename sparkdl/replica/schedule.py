@@ -1,9 +1,9 @@
-"""Learning rates that change while training goes on, by torch's own schedulers.
+"""Learning rates that change during training, by torch's own schedulers.
 
-Where a schedule stands follows from where the training stands, and from nothing else: so a worker
-that comes back, or resumes from a checkpoint, takes it to that place step by step, and every worker
-has the same learning rate at the start of an epoch, whatever the number of its rows. To a schedule
-that follows the losses of the epochs before, those of all workers together are part of the place.
+A schedule's position follows from the training's position, and from nothing else: a worker that
+comes back, or resumes from a checkpoint, takes the schedule there step by step, and all workers
+have the same learning rate at the start of an epoch, however many rows they have. For a schedule
+that follows the losses of previous epochs, the losses over all workers are part of the position.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Unit = Literal["step", "epoch"]
 
 
 class Schedule:
-    """The schedule of one optimizer, which can be taken to any place of the training.
+    """The schedule of one optimizer, which can be taken to any position in the training.
 
     Args:
-        optimizer: whose hyperparameters it changes.
-        build: makes torch's scheduler; None for hyperparameters that stay.
-        unit: after what it takes a step of its own.
+        optimizer: the optimizer whose hyperparameters it changes.
+        build: builds torch's scheduler; None for constant hyperparameters.
+        unit: what it takes a step after.
 
     Raises:
-        ConfigError: what ``build`` makes is no scheduler, or is to follow the losses of epochs by
-            the step.
+        ConfigError: ``build`` does not return a scheduler, or it returns one that follows epochs'
+            losses although ``unit`` is a step.
     """
 
     def __init__(
@@ -48,53 +48,53 @@ class Schedule:
 
     @property
     def follows_epoch_losses(self) -> bool:
-        """Whether its steps depend on what the epochs before came to."""
+        """Whether its steps depend on the results of previous epochs."""
         return isinstance(self._scheduler, ReduceLROnPlateau)
 
     @property
     def mode(self) -> str | None:
-        """Of one that follows losses or a metric, whether smaller ones (``min``) are better."""
+        """For one that follows losses or a metric: ``min`` if smaller is better, else ``max``."""
         followed = self._scheduler if isinstance(self._scheduler, ReduceLROnPlateau) else None
         return None if followed is None else followed.mode
 
     @property
     def steps(self) -> int:
-        """How many it has taken."""
+        """How many steps it has taken."""
         return self._steps
 
     def lead_to(self, steps: int) -> None:
-        """Go further than the optimizer, and stay ahead: for a strategy whose steps are worth more.
+        """Get ahead of the optimizer, and stay ahead, for strategies whose steps are worth more.
 
         Args:
-            steps: how many it shall have taken. One by the epoch stays where it is.
+            steps: how many it is to have taken; a schedule by the epoch stays where it is.
         """
         if self._scheduler is not None and self._unit == "step":
             self._lead += steps - self._steps
             self._go_to(steps)
 
     def start_at(self, epoch: int, steps: int, losses: Sequence[float] = ()) -> None:
-        """Set the hyperparameters that belong to a place of the training.
+        """Set the hyperparameters that belong to a position in the training.
 
         Args:
             epoch: counted from 1.
-            steps: optimizer steps since the start of the training: in the epochs before, those of
-                the worker with the most rows.
-            losses: of each epoch before, if it follows those.
+            steps: optimizer steps since the start of the training; in previous epochs, those of the
+                worker with the most rows.
+            losses: the loss of each previous epoch, if the schedule follows them.
         """
         self._losses = losses
         self._go_to(steps + self._lead if self._unit == "step" else epoch - 1)
 
     def stand_at(self, steps: int, *, ahead: int = 0, pace: int = 1) -> None:
-        """Set the hyperparameters that belong to the step where it stands, or to one before that.
+        """Set the hyperparameters that belong to its present step, or to an earlier one.
 
         Args:
-            steps: how many it had taken.
-            ahead: by how many these may be more than it has taken.
-            pace: with more than 1 they may be so many times as many, and it stays that far ahead of
-                the optimizer.
+            steps: how many steps it had taken.
+            ahead: by how much ``steps`` may exceed what it has taken.
+            pace: if above 1, ``steps`` may be this many times as large, and the schedule stays that
+                far ahead of the optimizer.
 
         Raises:
-            ValueError: it was not there.
+            ValueError: it cannot have been there.
         """
         if not isinstance(steps, int) or not 0 <= steps <= self._steps * pace + ahead:
             raise ValueError(f"a schedule that has taken {self._steps} steps stood at {steps!r}")
@@ -109,10 +109,10 @@ class Schedule:
             self._step()
 
     def describe(self) -> list[Any] | None:
-        """What tells it from another one, as JSON; None if there is none."""
+        """What distinguishes it from another schedule, as JSON; None if there is no schedule."""
         if self._scheduler is None:
             return None
-        # Other state may be objects, whose text is not the same in every process.
+        # Other state may be objects, whose text differs between processes.
         numbers = {
             key: value
             for key, value in self._scheduler.state_dict().items()
@@ -131,7 +131,7 @@ class Schedule:
             self._scheduler = self._build(self._optimizer)
             self._steps = 0
         with warnings.catch_warnings():
-            # A worker that has no rows, or has just started, may not have stepped its optimizer.
+            # A worker without rows, or just started, may not have stepped its optimizer.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             while self._steps < steps:
                 self._step()

@@ -1,8 +1,8 @@
-"""A training that begins with the values of a model that was trained before.
+"""A training that begins with the values of a previously trained model.
 
-The initial center is that model: what is trained, and the buffers, travel from there as ever.
-Parameters that require no gradient are never sent, so those go with the function that builds the
-model on each worker.
+The initial center is that model: its trained parameters and buffers are sent to the workers as
+usual. Parameters that require no gradient are never sent, so they travel with the function that
+builds the model on each worker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class WarmStart:
     """The values of a trained model.
 
     Args:
-        module: the model; what changes in it later has no effect.
+        module: the model; later changes to it have no effect.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -32,7 +32,7 @@ class WarmStart:
         """Check that a model has tensors of the same names, shapes and dtypes.
 
         Args:
-            module: as it is built for the training.
+            module: the model as built for the training.
 
         Raises:
             ModelError: it does not; the message names the first tensor that differs.
@@ -45,16 +45,16 @@ class WarmStart:
             raise ModelError(
                 f"warm_start is of another model: '{first}' is {wanted.get(first, 'not there')} in "
                 f"the model to train, and {given.get(first, 'not there')} in warm_start "
-                f"({len(other)} tensors differ). Train the same model; to go on with parts of one, "
-                "give as model a function that loads those into what it builds"
+                f"({len(other)} tensors differ). Train the same model; to reuse parts of one, give "
+                "as model a function that loads them into what it builds"
             )
 
     def builder(self, build: ModelBuilder, module: nn.Module) -> ModelBuilder:
-        """What builds the model on workers: as before, but for parameters that are never sent.
+        """The builder for workers: ``build``, plus the values of parameters that are never sent.
 
         Args:
             build: builds the model.
-            module: what it has built.
+            module: what it built.
         """
         frozen = {
             name: self._values[name]
@@ -64,14 +64,14 @@ class WarmStart:
         return WithFrozenValues(build, frozen) if frozen else build
 
     def apply(self, module: nn.Module) -> None:
-        """Overwrite what is sent of a model: what is trained, and the buffers."""
+        """Overwrite the part of a model that is sent: trained parameters and buffers."""
         with torch.no_grad():
             for name, each in _tensors(module):
                 if each.requires_grad or not isinstance(each, nn.Parameter):
                     each.copy_(self._values[name])
 
     def describe(self) -> str:
-        """What it is, for whoever resumes from a checkpoint."""
+        """A description, to compare with a checkpoint's."""
         found = hashlib.sha256()
         for name, values in self._values.items():
             found.update(f"{name} {_kind(values)}\n".encode())
@@ -85,15 +85,15 @@ class WithFrozenValues:
     """Builds a model and overwrites some parameters that require no gradient.
 
     Attributes:
-        model: builds it.
-        values: by the parameter's name.
+        model: the builder.
+        values: the values by parameter name.
     """
 
     model: ModelBuilder
     values: Mapping[str, Tensor]
 
     def __call__(self) -> nn.Module:
-        """Build it; whoever calls seeds the random numbers."""
+        """Build the model; the caller seeds the random numbers."""
         module = self.model()
         with torch.no_grad():
             for name, values in self.values.items():

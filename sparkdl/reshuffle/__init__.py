@@ -1,4 +1,4 @@
-"""Rows from worker to worker: random, equal shards, through no driver and no Spark job."""
+"""Rows from worker to worker: random, equal shards, without the driver or a Spark job."""
 
 from sparkdl.reshuffle.exchange import RowExchange
 from sparkdl.reshuffle.server import RowServer

@@ -1,11 +1,11 @@
-"""Exchange rows among the workers: every worker gets a random part of every other's rows.
+"""Exchange rows among the workers: each gets a random part of every other's rows.
 
-The rows go from worker to worker, through no driver and no Spark job. Every worker computes the
-same plan from everybody's number of rows, so that afterwards all have the same number, give or take
-one, and every assignment of rows to workers was equally likely. Each fetches what it gets
-(``server.py``) and writes it to the place that the plan gives it: the order of the rows is the same
-in every run. Because rows are fetched, a worker that was lost fetches its rows again when it is
-back, without anybody else's help but that the others still have what they gave away.
+The rows go from worker to worker, without the driver and without a Spark job. All workers compute
+the same plan from everyone's row counts: afterwards all have the same number, give or take one, and
+every assignment of rows to workers was equally likely. Each fetches what it gets (``server.py``)
+and writes it where the plan says, so the order of the rows is the same in every run. Because rows
+are fetched, a worker that was lost fetches them again once it is back; all it needs is that the
+others still have what they gave away.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from sparkdl.transport.connection import Connection, ConnectionLostError, Silenc
 logger = logging.getLogger(__name__)
 
 REACH_S = 10.0
-"""Seconds for which to try one address, while what stands in the way may pass."""
+"""Seconds to keep trying one address, as long as what prevents it may pass."""
 RETRY_S = 0.5
 """Seconds between two attempts to fetch rows from a worker that may come back."""
 MAX_ROWS = 1 << 48
 """More than anybody has."""
 MAX_ROW_BYTES = (1 << 31) - 1
-"""Of one column; neither Spark nor numpy has more."""
+"""The most bytes per row of one column; neither Spark nor numpy has more."""
 
 
 @dataclass(frozen=True)
 class Everyone:
-    """What a worker has to know of all to exchange rows with them.
+    """What a worker has to know about all workers to exchange rows with them.
 
     Attributes:
-        rows: how many rows each rank has read of those that are exchanged, by rank.
+        rows: how many of the rows to exchange each rank has read, by rank.
         row_servers: where each rank serves its rows, as ``RowServer.address``, by rank.
     """
 
@@ -60,20 +60,20 @@ class Everyone:
 
 
 class RowExchange:
-    """One worker's part in the exchanges of rows; call it as ``feed.RowExchange``.
+    """One worker's part in the exchanges of rows; called as ``feed.RowExchange``.
 
     Args:
-        rank: of this worker.
-        server: of this worker.
-        token: the job's secret, which both ends of each connection prove to know.
-        everyone: asks what is known of all workers now; once an exchange, and again for each
-            attempt to find one that was lost.
+        rank: this worker's rank.
+        server: this worker's row server.
+        token: the job's secret, which both ends of each connection prove that they know.
+        everyone: asks what is now known about all workers; called once per exchange, and again for
+            each attempt to find one that was lost.
         specs: the columns; lengths that only the data tell may be missing.
         seed: the job's seed.
-        deadline_s: the longest that no rows may come, in seconds.
+        deadline_s: the longest for which no rows may come, in seconds.
         survives: whether workers may be lost and come back, so that rows are kept for them.
-        on_rows: called now and then while others' rows arrive, with how many have.
-        tls: whether the rows are encrypted on their way.
+        on_rows: called now and then while others' rows arrive, with the number so far.
+        tls: whether the rows are encrypted in transit.
     """
 
     def __init__(
@@ -106,20 +106,20 @@ class RowExchange:
     def __call__(
         self, store: PartitionStore, order: Tensor | None, received: PartitionStore, epoch: int
     ) -> None:
-        """Get this worker's rows from all workers; returns when they are there.
+        """Get this worker's rows from all workers; returns once they have arrived.
 
         Args:
-            store: the rows that it had, owned by the server from here on.
-            order: the order that they have in every run, shape (rows,), int64; None for as they
-                lie.
-            received: an empty store for its new rows.
+            store: the rows that this worker had, owned by the server from here on.
+            order: the order that they have in every run, shape (rows,), int64; None for the stored
+                order.
+            received: an empty store for this worker's new rows.
             epoch: the epoch that follows, or ``HELD_OUT``.
 
         Raises:
             CollectiveError: another worker was lost, or sent nothing for too long.
-            StoppedError: the run has ended while this worker waited for another, or the averager
-                cannot be reached.
-            TrainingError: another worker tells or sends what does not belong here.
+            StoppedError: the run ended while this worker waited for another, or the averager cannot
+                be reached.
+            TrainingError: another worker reports or sends something that does not fit.
         """
         everyone = self._everyone()
         rows = self._rows or list(everyone.rows)
@@ -141,14 +141,14 @@ class RowExchange:
             arrivals.expect(self._rank, offer.shapes)
             arrivals.put(self._rank, offer.chunks(self._rank))
         offer.taken(self._rank)
-        # Each starts with its neighbour, so that not all fetch from the same one.
+        # Each worker starts with its neighbour, so that they do not all fetch from the same one.
         for peer in [*range(self._rank + 1, len(rows)), *range(self._rank)]:
             if plan[peer, self._rank]:
                 self._fetch(peer, epoch, arrivals, everyone)
         self._rows = plan.sum(axis=0).tolist()
 
     def _fetch(self, peer: int, epoch: int, arrivals: _Arrivals, everyone: Everyone) -> None:
-        """Fetch one worker's rows, again and again if it may come back."""
+        """Fetch one worker's rows, retrying if it may come back."""
         self._heard, told = time.monotonic(), False
         while True:
             try:
@@ -166,7 +166,7 @@ class RowExchange:
                     logger.warning("rank %d waits for rows of rank %d: %s", self._rank, peer, error)
                     told = True
                 time.sleep(RETRY_S)
-                everyone = self._everyone()  # it may be back, somewhere else
+                everyone = self._everyone()  # it may be back at another address
             except SilenceError as error:
                 raise CollectiveError(
                     f"no rows came from rank {peer} for {self._deadline_s:g} s in an exchange of "
@@ -192,7 +192,7 @@ class RowExchange:
                 min(REACH_S, self._deadline_s),
             )
         except DisconnectedError as error:
-            # Of that worker; an error of the same name says that the averager is gone.
+            # Renamed, because a DisconnectedError says that the averager is gone, not this peer.
             raise ConnectionLostError(str(error)) from error
         except StoppedError as error:
             raise TrainingError(f"rank {peer} does not know the job's token") from error
@@ -211,7 +211,7 @@ class RowExchange:
             connection.close()
 
     def _answer(self, connection: Connection) -> dict[str, Any]:
-        """What comes when the other worker has come to this exchange too."""
+        """The answer, which comes once the other worker has reached this exchange too."""
         until = time.monotonic() + self._deadline_s
         while "waiting" in (answer := connection.receive_header()):
             if time.monotonic() >= until:
@@ -241,11 +241,11 @@ class RowExchange:
 
 
 class _Arrivals:
-    """Where the rows of each worker belong in the store of one that gets them.
+    """Where each worker's rows belong in the receiving worker's store.
 
     Args:
         specs: the columns; lengths that only the data tell may be missing.
-        store: empty.
+        store: the receiving store, empty.
         counts: how many rows come from each rank, by rank.
     """
 
@@ -259,14 +259,14 @@ class _Arrivals:
         self._known: tuple[int, Any] | None = None
 
     def count(self, rank: int) -> int:
-        """Rows that come from a rank."""
+        """The number of rows that come from a rank."""
         return int(self._counts[rank])
 
     def expect(self, rank: int, shapes: Any) -> None:
-        """Take note of which shapes the rows of a rank have, and make room with the first.
+        """Take note of the shapes of a rank's rows; the first call makes room.
 
         Raises:
-            TrainingError: those are no shapes of the columns, or not those of others' rows.
+            TrainingError: the columns cannot have those shapes, or other ranks' rows have others.
         """
         if not isinstance(shapes, list) or not _fit(shapes, self._specs):
             raise TrainingError(
@@ -288,7 +288,7 @@ class _Arrivals:
             )
 
     def empty_lengths(self, rank: int) -> list[Tensor]:
-        """Tensors for the lengths of the rows of a rank, for each column of unequal ones."""
+        """Tensors for the lengths of a rank's rows, one for each column of unequal lengths."""
         return [
             torch.empty(self.count(rank), dtype=torch.int64)
             for spec in self._specs
@@ -296,14 +296,14 @@ class _Arrivals:
         ]
 
     def empty_chunks(self, rank: int, lengths: Sequence[Tensor]) -> Iterator[list[Column]]:
-        """Room for the rows of a rank, chunk by chunk.
+        """Room for a rank's rows, chunk by chunk.
 
         Args:
             rank: whose rows come.
-            lengths: what it has told as those of ``empty_lengths``.
+            lengths: the tensors of ``empty_lengths``, filled with what the rank sent.
 
         Raises:
-            TrainingError: no row has such a length.
+            TrainingError: no row can have such a length.
         """
         padded = [spec for spec in self._specs if spec.padding is not None]
         for spec, each in zip(padded, lengths, strict=True):
@@ -320,7 +320,7 @@ class _Arrivals:
             yield self._store.empty_packed(size, known)
 
     def put(self, rank: int, chunks: Iterable[list[Column]]) -> None:
-        """Write the rows of a rank."""
+        """Write a rank's rows."""
         first = int(self._ends[rank] - self._counts[rank])
         for chunk in chunks:
             self._store.write(chunk, first)
@@ -337,15 +337,15 @@ class Peer:
 
     @classmethod
     def of(cls, rank: int, addresses: Sequence[Any], *, encrypted: bool) -> Peer:
-        """Read what a worker has told.
+        """Read the address that a worker reported.
 
         Args:
             rank: whose address is wanted.
-            addresses: what all workers have told, by rank.
-            encrypted: whether the rows have to be.
+            addresses: what all workers reported, by rank.
+            encrypted: whether the rows have to be encrypted.
 
         Raises:
-            TrainingError: no worker of this job tells that.
+            TrainingError: no worker of this job reports such an address.
         """
         told = addresses[rank] if rank < len(addresses) else None
         kinds = (str, int, str if encrypted else type(None))
@@ -357,14 +357,14 @@ class Peer:
             or (encrypted and not told[2].isascii())
         ):
             raise TrainingError(
-                f"rank {rank} tells {reprlib.repr(told)} of where its rows are, and no worker of "
+                f"rank {rank} reports {reprlib.repr(told)} as its rows' address, and no worker of "
                 "this job does"
             )
         return cls(*told)
 
 
 def _is_address(host: str) -> bool:
-    """Whether it is the number of a host, and no name that something else would have to look up."""
+    """Whether a host is a numeric address, and not a name that would have to be looked up."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -373,7 +373,7 @@ def _is_address(host: str) -> bool:
 
 
 def _fit(shapes: list[Any], specs: Sequence[ColumnSpec]) -> bool:
-    """Whether a row can have these shapes, of which the specs may leave lengths open."""
+    """Whether a row can have these shapes; the specs may leave lengths open."""
     return len(shapes) == len(specs) and all(
         isinstance(shape, list)
         and len(shape) == len(spec.row_shape)

@@ -1,6 +1,6 @@
-"""A worker's rows for the other workers, which fetch what the plan gives them.
+"""Serves a worker's rows to the other workers, which fetch what the plan gives them.
 
-One connection for each fetch; the rows of an exchange are those that the worker had before it:
+Each fetch has its own connection; an exchange serves the rows that the worker had before it:
 
     worker that fetches                       worker that serves
     {"rows_for": rank, "epoch": epoch} ---->  wait until this worker has come to that exchange
@@ -35,10 +35,10 @@ from sparkdl.transport.connection import Connection, ConnectionLostError, Silenc
 from sparkdl.transport.port import Port
 
 CHUNK_BYTES = 1 << 20
-"""What is sent at once: still in a core's cache when it is sent, after it was gathered, and when it
-is written, after it was received."""
+"""How much is sent at once: small enough to be in a core's cache still when it is sent after being
+gathered, and when it is written after being received."""
 LENGTHS_AT_ONCE = CHUNK_BYTES // 8
-"""Lengths of rows that are sent at once."""
+"""How many lengths of rows are sent at once."""
 WAITING_S = 1.0
 """Seconds between two heartbeats to a worker that waits for rows."""
 
@@ -48,10 +48,11 @@ class Offer:
 
     Args:
         store: the rows; owned from here on.
-        order: the order that they have in every run, shape (rows,), int64; None for as they lie.
+        order: the order that they have in every run, shape (rows,), int64; None for the stored
+            order.
         counts: how many rows each rank gets, by rank.
-        key: (seed, epoch, rank), from which follows who gets which; the rank is that of the owner.
-        keep: whether they may be asked for again when everybody has them.
+        key: (seed, epoch, rank of the owner), which determines who gets which rows.
+        keep: whether rows may be asked for again after everyone has them.
     """
 
     def __init__(
@@ -74,12 +75,12 @@ class Offer:
 
     @property
     def world_size(self) -> int:
-        """Ranks that could get rows."""
+        """Number of ranks that can get rows."""
         return len(self._counts)
 
     @property
     def shapes(self) -> list[list[int]] | None:
-        """Of a row of each column; None if this worker has seen no rows."""
+        """Shape of one row in each column; None if this worker has seen no rows."""
         return [list(spec.row_shape) for spec in self.store.specs] or None
 
     def count(self, rank: int) -> int:
@@ -87,7 +88,7 @@ class Offer:
         return self._counts[rank]
 
     def chunks(self, rank: int) -> Iterator[list[Column]]:
-        """What a rank gets, as ``PartitionStore.take_packed`` gives it, ``CHUNK_BYTES`` at once."""
+        """A rank's rows, as from ``PartitionStore.take_packed``, ``CHUNK_BYTES`` at a time."""
         if not self._counts[rank]:
             return
         rows = self._rows_of(rank)
@@ -96,16 +97,16 @@ class Offer:
             yield self.store.take_packed(chosen)
 
     def lengths(self, rank: int) -> list[Tensor]:
-        """Of the rows that a rank gets in each column of unequal lengths, shape (rows,), int64."""
+        """Lengths of a rank's rows in each column of unequal lengths, shape (rows,), int64."""
         return self.store.lengths(self._rows_of(rank)) if self._counts[rank] else []
 
     def taken(self, rank: int) -> None:
-        """Take note that a rank has what it gets."""
+        """Take note that a rank has received its rows."""
         with self._lock:
             self._missing.discard(rank)
             if self._missing:
                 return
-            # 8 bytes a row, which are computed again for one who comes back.
+            # Frees 8 bytes per row; computed again for a worker that comes back.
             self._shares = None
             if not self._keep:
                 self.store.close()
@@ -122,12 +123,12 @@ class RowServer:
     """Serve one worker's rows to the others until closed; a context manager.
 
     Args:
-        host: the address of this worker that the others reach.
-        token: the job's secret, which both ends of each connection prove to know.
-        deadline_s: the longest that others wait here for rows, in seconds.
-        tls: whether the rows are encrypted on their way.
-        visit: serves a connection on which something else than rows is asked for, given that and
-            what was asked; without it nothing is.
+        host: the address at which the others reach this worker.
+        token: the job's secret, which both ends of each connection prove that they know.
+        deadline_s: the longest for which others wait here for rows, in seconds.
+        tls: whether the rows are encrypted in transit.
+        visit: serves a connection on which something other than rows is asked for, given the
+            connection and the request; without it, such requests are refused.
 
     Attributes:
         address: where it listens, as ``exchange.Peer.of`` reads it: JSON for the other workers.
@@ -157,10 +158,10 @@ class RowServer:
         self.close()
 
     def offer(self, epoch: int, offer: Offer) -> None:
-        """Let others have the rows from before an exchange.
+        """Let others fetch the rows from before an exchange.
 
         Args:
-            epoch: the one that follows the exchange, or ``HELD_OUT``.
+            epoch: the epoch that follows the exchange, or ``HELD_OUT``.
             offer: the rows.
         """
         with self._condition:
@@ -168,11 +169,11 @@ class RowServer:
             self._condition.notify_all()
 
     def offered(self, epoch: int) -> Offer | None:
-        """What was offered before, by a worker that goes through the same exchange again."""
+        """What was offered before, for a worker that goes through the same exchange again."""
         return self._offers.get(epoch)
 
     def close(self) -> None:
-        """Serve nobody any more, and give up the rows."""
+        """Stop serving, and give up the rows."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -181,7 +182,7 @@ class RowServer:
             offer.store.close()
 
     def _serve(self, connection: Connection) -> None:
-        """Serve one fetch; called in a thread of the port, which takes a lost one for granted."""
+        """Serve one fetch; called in a thread of the port, which expects lost connections."""
         with contextlib.suppress(ConnectionLostError, SilenceError):
             try:
                 self._answer(connection)
@@ -213,7 +214,7 @@ class RowServer:
             offer.taken(rank)
 
     def _wait_for(self, epoch: int, connection: Connection) -> Offer | None:
-        """The rows from before an exchange, when this worker has come to it; None if not."""
+        """The rows from before an exchange, once this worker has reached it; None if it has not."""
         until = time.monotonic() + self._deadline_s
         while (left := until - time.monotonic()) > 0:
             with self._condition:
@@ -222,24 +223,24 @@ class RowServer:
                 )
                 if self._closed or epoch in self._offers:
                     return self._offers.get(epoch)
-            # Fails as soon as nobody waits there any more.
+            # Fails as soon as nobody is waiting at the other end.
             connection.send_header({"waiting": True})
         return None
 
 
 def chunk_sizes(rows: int, specs: Sequence[ColumnSpec], lengths: Sequence[Tensor]) -> list[int]:
-    """How many rows are sent at once, the same at both ends.
+    """How many rows are sent in each chunk; both ends compute the same.
 
     Args:
-        rows: all that are sent.
-        specs: what their columns are.
-        lengths: of the rows in each column of unequal lengths, shape (rows,).
+        rows: how many rows are sent in all.
+        specs: their columns.
+        lengths: the rows' lengths in each column of unequal lengths, shape (rows,).
     """
     row_bytes = bytes_of_rows(specs, lengths)
     if not isinstance(row_bytes, Tensor):
         size = max(1, CHUNK_BYTES // max(1, row_bytes))
         return [min(size, rows - first) for first in range(0, rows, size)]
-    # The rows that begin within the same ``CHUNK_BYTES``.
+    # A chunk holds the rows that begin within the same ``CHUNK_BYTES``.
     begins = (row_bytes.cumsum(0) - row_bytes) // CHUNK_BYTES
     sizes: list[int] = torch.unique_consecutive(begins, return_counts=True)[1].tolist()
     return sizes

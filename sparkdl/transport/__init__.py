@@ -1,1 +1,1 @@
-"""Connections between workers and driver: reached, proved, encrypted, framed, with deadlines."""
+"""Connections between workers and driver: dialing, proof, encryption, framing and deadlines."""

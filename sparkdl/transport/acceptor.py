@@ -1,9 +1,9 @@
-"""The way in: whoever connects has to prove itself first, and one thread sees to all of them.
+"""The way in: whoever connects has to prove itself first; one thread handles all of them.
 
-It knows nothing of what comes after: who has proved to know the job's token is handed over. It
-neither waits for anyone nor ends before it is closed. However many strangers there are, and however
-they behave, they cost little: a listener lets in no more than ``STRANGERS_PER_S`` that prove
-nothing; the others wait in the kernel, behind as few as that.
+It knows nothing of what follows: a connection whose other end has proved that it knows the job's
+token is handed over. The thread never waits for any one of them, and runs until it is closed.
+However many strangers there are, and however they behave, they cost little: a listener lets in at
+most ``STRANGERS_PER_S`` that prove nothing; the rest wait in the kernel's queue.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from sparkdl.transport.tls import Certificate, Encrypted
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
-"""Seconds that a stranger has in all, from being accepted to having proved itself."""
+"""Seconds that a stranger has in total, from being accepted to having proved itself."""
 MAX_STRANGERS = 512
-"""Connections at once whose other end has not yet proved that it knows the token."""
+"""The most connections at once whose other ends have not yet proved that they know the token."""
 STRANGERS_PER_S = 400.0
-"""Of those that prove nothing, the most that a listener accepts when ever more come. That takes a
-twenty-fifth of a core, and a thousand of them keep nobody waiting for 1.3 s."""
+"""The most strangers that a listener accepts per second when they keep coming and prove nothing.
+That takes a twenty-fifth of a core, and with a thousand of them nobody waits as long as 1.3 s."""
 BACKLOG = 4_096
 """Connections that may wait to be accepted, if the kernel's own limit is not lower."""
 _BATCH = 16
@@ -47,7 +47,7 @@ Admit = Callable[[socket.socket | Encrypted, bytes], None]
 
 @dataclass(frozen=True)
 class _Door:
-    """A listener, how many more it lets in, and what all who come by it have in common."""
+    """A listener, how many more it lets in, and what all who come through it have in common."""
 
     listener: socket.socket
     allowance: Allowance
@@ -59,12 +59,12 @@ class Acceptor:
     """Accept connections, and hand over those whose other end knows the token, until closed.
 
     Args:
-        listeners: listen already; owned from here on.
+        listeners: sockets that already listen; owned from here on.
         token: the job's secret.
-        admit: called with each connection that has proved itself, owned from there on, and with
-            the proof that has to be sent on it before anything else. It must not block. If it
-            raises, the connection is closed, and the other end may try again.
-        certificate: with which connections are encrypted; None without encryption.
+        admit: called with each connection that has proved itself, which it then owns, and with the
+            proof that has to be sent on it before anything else. It must not block. If it raises,
+            the connection is closed, and the other end may try again.
+        certificate: encrypts the connections; None for no encryption.
     """
 
     def __init__(
@@ -110,21 +110,21 @@ class Acceptor:
     def _run(self) -> None:
         while not self._closed:
             try:
-                if self._pass():  # each pass has its price: let more come together
+                if self._pass():  # each pass has a cost: let more of them gather first
                     time.sleep(_REST_S)
-            except Exception:  # a mistake of ours, or no memory: nobody else would let others in
+            except Exception:  # a bug of ours, or no memory: nobody else would let others in
                 logger.exception("a port goes on after an error")
                 time.sleep(_TROUBLE_S)
         while (stranger := self._strangers.oldest) is not None:
             self._dismiss(stranger)
 
     def _pass(self) -> bool:
-        """Do what can be done now; returns whether more come than are let in."""
+        """Do what can be done now; returns whether more are coming than are let in."""
         oldest = self._strangers.oldest
         left = None if oldest is None else max(0.0, oldest.until - time.monotonic())
         ready = [key for key, _ in self._selector.select(left)]
         try:
-            # Who has answered goes before who comes, and leaves room for them.
+            # Those that have answered go before newcomers, for which they make room.
             for key in ready:
                 if isinstance(key.data, Stranger):
                     self._go_on(key.data)
@@ -142,7 +142,7 @@ class Acceptor:
             self._dismiss(oldest)
 
     def _accept(self, door: _Door) -> bool:
-        """Let in some of those who wait; returns whether they come faster than they may."""
+        """Let in some of those waiting; returns whether they come faster than is allowed."""
         for _ in range(_BATCH):
             if not door.allowance.take():
                 return True
@@ -204,7 +204,7 @@ class Acceptor:
         end = stranger.socket
         try:
             self._admit(Encrypted(end) if isinstance(end, ssl.SSLSocket) else end, proof)
-        except Exception as error:  # no memory for a thread, say: the next may have it
+        except Exception as error:  # no memory for a thread, say, which the next one may find
             logger.warning("a connection that was let in could not be served: %s", error)
             end.close()
 

@@ -14,7 +14,7 @@ class ServiceAddress:
     """``tcp://host:port``"""
     token: str = field(repr=False)
     fingerprint: str | None = None
-    """Of the certificate that it has to show; None if connections are not encrypted."""
+    """Fingerprint of the certificate that it has to show; None if connections are not encrypted."""
 
     @property
     def host_and_port(self) -> tuple[str, int]:

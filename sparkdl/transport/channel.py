@@ -1,8 +1,8 @@
 """One connection of a service: messages in, messages out, and never a wait.
 
-The conversation on it is a generator: it yields what it needs next, the service goes on with others
-until that is there, and sends it in. So it reads like a thread's program, and costs
-neither a thread nor a lock.
+The conversation on it is a generator: it yields what it needs next, and the service serves others
+until that has arrived and can be sent in. So it reads like a thread's code, but costs neither a
+thread nor a lock.
 
     HEADER              the next message, a header
     values of a tensor  the next message, its bytes received in place
@@ -30,14 +30,14 @@ from sparkdl.transport.framing import (
 from sparkdl.transport.streams import RECORD_BYTES, Stream
 
 IN_PLACE_BYTES = RECORD_BYTES
-"""Values of so many bytes are received where they belong, with the prefix before them."""
+"""Values of at least this many bytes are received straight into place, along with their prefix."""
 BUDGET_BYTES = 4 << 20
-"""How much of one worker's messages is received before the others' are."""
+"""How much is received from one worker before the others get their turn."""
 FRAMES_AT_ONCE = 64
 UNREAD_HEADERS = 64
-"""Headers that may wait for the other end to take them; with more, it is not listened to."""
+"""Headers that may wait for the other end to take them; beyond that, it is not listened to."""
 UNREAD_BYTES = 1 << 20
-"""The same of their bytes."""
+"""The same limit in bytes."""
 
 
 class _Need(Enum):
@@ -51,10 +51,10 @@ PAUSE: Final = _Need.PAUSE
 
 @dataclass(frozen=True, slots=True)
 class UpTo:
-    """Values, for which there is room for at least as many as come.
+    """Values of which fewer may come than there is room for.
 
     Attributes:
-        room: where to.
+        room: where to receive them.
     """
 
     room: memoryview
@@ -63,7 +63,7 @@ class UpTo:
 Need = _Need | memoryview | UpTo
 Conversation = Generator[Need, Any, None]
 Frames = list[memoryview]
-"""Bytes of messages, to be sent in this order."""
+"""The bytes of messages, in the order in which they are to be sent."""
 
 
 class LeftError(Exception):
@@ -74,12 +74,12 @@ class Channel:
     """Messages over a stream.
 
     Args:
-        stream: owned from here on.
-        staging: where what has arrived is received into, shared by all channels of a service.
-        touched: called when there is something to send, or the conversation goes on.
+        stream: the stream, owned from here on.
+        staging: the receive buffer, shared by all channels of a service.
+        touched: called when there is something to send, or the conversation can go on.
 
     Attributes:
-        check: called with each header that arrives, also in the middle of values; may raise.
+        check: called with each header that arrives, even in the middle of values; may raise.
     """
 
     def __init__(
@@ -91,29 +91,29 @@ class Channel:
         self.check: Callable[[dict[str, Any]], None] | None = None
         self._conversation: Conversation | None = None
         self._need: _Need | memoryview = PAUSE
-        # Whether values have to fill their room, and how long the message is if not.
+        # Whether values have to fill their room; if not, how long the message is.
         self._exact = True
         self._length = 0
         self._running = False
         self._wakes: deque[Any] = deque()
-        # What has arrived and was not asked for yet.
+        # What has arrived but has not been asked for yet.
         self._left = b""
         self._prefix = bytearray(PREFIX_BYTES)
         self._prefixed = 0
         self._header: bytearray | None = None
-        # What of the message's body has yet to come.
+        # The part of the message's body that has yet to come.
         self._rest = memoryview(b"")
         self._outgoing: deque[_Outgoing] = deque()
-        # Of headers among those; values are not copied for anyone.
+        # Headers among those, and their bytes; values are not counted, because they are not copied.
         self._unread = self._unread_bytes = 0
 
     def begin(self, conversation: Conversation) -> None:
-        """Run a conversation; it is the channel's only one."""
+        """Start the channel's only conversation."""
         self._conversation = conversation
         self._advance(None)
 
     def wake(self, value: Any = None) -> None:
-        """Let the conversation go on that has paused, or is about to."""
+        """Resume the conversation, which has paused or is about to."""
         if self._conversation is None:
             return
         self._wakes.append(value)
@@ -122,15 +122,15 @@ class Channel:
         self._touched(self)
 
     def end_conversation(self) -> None:
-        """Listen to the other end no longer; what it still sends is thrown away."""
+        """Stop listening to the other end; what it still sends is discarded."""
         if self._conversation is not None and not self._running:
             self._conversation.close()
         self._conversation = None
-        # A message of which some has arrived belongs to nobody, nor does its memory belong to it.
+        # A message that has arrived in part now has no receiver, and must not write to its memory.
         self._rest, self._header, self._left = memoryview(b""), None, b""
 
     def redirect(self, into: memoryview) -> None:
-        """Receive the values that are on their way elsewhere: their place is needed."""
+        """Receive the values now on their way somewhere else, because their place is needed."""
         if isinstance(self._need, memoryview):
             into = into[: len(self._need)]
             if self._rest and self._header is None:
@@ -141,7 +141,8 @@ class Channel:
     def listens(self) -> bool:
         """Whether what arrives is wanted now.
 
-        One that asks without taking the answers waits: they would fill the driver's memory.
+        A peer that asks without taking the answers has to wait: they would fill the driver's
+        memory.
         """
         if self._conversation is None:
             return True
@@ -150,7 +151,7 @@ class Channel:
 
     @property
     def has_left(self) -> bool:
-        """Whether something wanted has arrived already, of which a selector knows nothing."""
+        """Whether something wanted has already arrived that a selector does not know of."""
         return self.listens and bool(self._left)
 
     def receive(self) -> bool:
@@ -158,8 +159,8 @@ class Channel:
 
         Raises:
             LeftError: the other end is gone.
-            TrainingError: it has sent what no worker sends.
-            SparkDLError: as the conversation does.
+            TrainingError: it sent something that no worker sends.
+            SparkDLError: whatever the conversation raises.
         """
         received = 0
         while self.listens and received < BUDGET_BYTES:
@@ -188,11 +189,11 @@ class Channel:
         self.send([memoryview(header_message(fields))])
 
     def send(self, frames: Frames, then: Callable[[], None] | None = None) -> None:
-        """Send messages, as they are.
+        """Send messages as they are.
 
         Args:
-            frames: their bytes; they must not change before they are sent.
-            then: called when they are.
+            frames: the messages' bytes; they must not change until they are sent.
+            then: called once they are sent.
         """
         outgoing = _Outgoing(frames, then)
         self._outgoing.append(outgoing)
@@ -203,8 +204,8 @@ class Channel:
         """Send what can be sent now.
 
         Returns:
-            Whether some of it were values. Of headers that says nothing: the system has room for
-            them, whether the other end takes them or not.
+            Whether some of it was values. Sent headers prove nothing: the system has room for them
+                whether the other end takes them or not.
 
         Raises:
             LeftError: the other end is gone.
@@ -232,7 +233,7 @@ class Channel:
         return moved
 
     def end_sending(self) -> None:
-        """Let the other end see that nothing follows; it may be gone already."""
+        """Signal to the other end that nothing follows; it may be gone already."""
         with contextlib.suppress(OSError):
             self.stream.end_sending()
 
@@ -245,7 +246,7 @@ class Channel:
         """Close at once."""
         try:
             self.end_conversation()
-        finally:  # whatever it does at its end
+        finally:  # whatever the conversation does as it ends
             self._outgoing.clear()
             self.stream.close()
 
@@ -254,7 +255,7 @@ class Channel:
         self._unread_bytes += sign * outgoing.header_bytes
 
     def _room(self) -> list[memoryview]:
-        """Where to receive what comes next: values where they belong, all else into the staging."""
+        """Where to receive what comes next: values in place, all else in the staging buffer."""
         if self._conversation is None:
             return [self._staging]
         if len(self._rest) >= IN_PLACE_BYTES:
@@ -266,7 +267,7 @@ class Channel:
         return [self._staging]
 
     def _place(self, count: int) -> None:
-        """Take note of so many bytes that were received into that room."""
+        """Process ``count`` bytes that were received into that room."""
         if self._conversation is None:
             return
         if self._rest:
@@ -282,7 +283,7 @@ class Channel:
                 return
             came = at_once[: count - in_prefix]
             self._begin_message()
-            if self._header is not None:  # it is no values, so what came is not where it belongs
+            if self._header is not None:  # not values, so what came is in the wrong place
                 self._take(memoryview(bytes(came)))
                 return
             self._rest = self._rest[len(came) :]
@@ -293,13 +294,13 @@ class Channel:
 
     @property
     def _at_once(self) -> memoryview | None:
-        """Where values are received together with their prefix, if nothing else can follow them."""
+        """Where to receive values together with their prefix, if nothing else can follow them."""
         need = self._need
         at_once = self._exact and isinstance(need, memoryview) and len(need) >= IN_PLACE_BYTES
         return need if at_once and isinstance(need, memoryview) else None
 
     def _take(self, octets: memoryview) -> None:
-        """Go through what has arrived; what is not wanted yet is kept."""
+        """Process what has arrived; what is not wanted yet is kept."""
         while octets:
             if self._conversation is None:
                 return
@@ -384,12 +385,12 @@ class _Outgoing:
 
     @property
     def has_values(self) -> bool:
-        """Whether these are not the one frame of a header."""
+        """Whether these frames hold values: a header is a single frame."""
         return len(self._frames) > 1
 
     @property
     def header_bytes(self) -> int:
-        """Bytes of the header that these are; 0 of values."""
+        """Size of the header, in bytes; 0 for values."""
         return len(self._frames[0]) if len(self._frames) == 1 else 0
 
     def next(self) -> Frames:

@@ -1,4 +1,4 @@
-"""Reaching a port of the driver's although the network is away for a while."""
+"""Reaching one of the driver's ports even if the network is down for a while."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONNECT_S = 10.0
-"""Seconds that one attempt may take: the kernel's would still wait when the network is back."""
+"""Seconds that one attempt may take: the kernel would go on waiting after the network is back."""
 RETRY_S = 0.25
 _AWAY = {
     errno.EHOSTDOWN,
@@ -47,14 +47,14 @@ def introduced(
     fingerprint: str | None,
     silence_s: float | None,
 ) -> Connection:
-    """Connect a worker to a port of the driver's, once, and let both prove who they are.
+    """Connect a worker to one of the driver's ports, once, and let both ends prove who they are.
 
     Args:
-        rank: the worker's, for messages.
-        name: of who listens there, for messages.
+        rank: the worker's rank, for messages.
+        name: who listens there, for messages.
         address: the port's host and number.
         token: the job's secret.
-        fingerprint: of the certificate that the port has to show; None without encryption.
+        fingerprint: of the certificate that the port has to show; None for no encryption.
         silence_s: the longest that one message may make no progress, in seconds; None for no limit.
 
     Returns:
@@ -62,7 +62,7 @@ def introduced(
 
     Raises:
         DisconnectedError: the port cannot be reached.
-        StoppedError: it is another job's.
+        StoppedError: it belongs to another job.
     """
     timeout_s = CONNECT_S if silence_s is None else min(CONNECT_S, silence_s)
     try:
@@ -82,19 +82,20 @@ def dial(
     timeout_s: float,
     silence_s: float | None,
 ) -> Connection:
-    """Connect to a port of ours, by the shorter way if it is on this machine and that is open.
+    """Connect to a port of ours, over a local socket if it is on this machine and has one.
 
     Args:
-        address: the host as the port's owner has advertised it, and the port's number.
-        token: the job's secret, which both ends prove to know.
+        address: the host as advertised by the port's owner, and the port's number.
+        token: the job's secret, which both ends prove that they know.
         fingerprint: of the certificate that it has to show; None for a port without encryption.
-        timeout_s: seconds to wait until it is reached.
+        timeout_s: seconds in which the port has to be reached.
         silence_s: the longest that one message may make no progress, in seconds; None for no limit.
 
     Raises:
-        OSError: nobody can be reached there, or it has another certificate.
-        ConnectionLostError: it broke; UnprovedError if that end does not have the token.
-        SilenceError: that end did not prove itself in time.
+        OSError: nobody can be reached there, or the certificate is another one.
+        ConnectionLostError: the connection broke; UnprovedError if the other end does not have the
+            token.
+        SilenceError: the other end did not prove itself in time.
     """
     if fingerprint is None and (found := local.connect(address, token, timeout_s)) is not None:
         try:
@@ -118,20 +119,20 @@ def _proved(
 
 
 def reach(attempt: Callable[[], T], patience_s: float) -> T:
-    """Connect, again and again as long as what stands in the way may pass.
+    """Connect, retrying as long as whatever prevents it may pass.
 
-    A port that refuses will not: the driver opens it before it starts a worker, so it is closed
-    for good. Neither will one that is somebody else's.
+    A refused connection will not pass: the driver opens its port before it starts a worker, so the
+    port is closed for good. Nor will a port that belongs to somebody else.
 
     Args:
-        attempt: to connect once; its errors have what went wrong as their cause.
-        patience_s: seconds for which to go on trying.
+        attempt: connects once; what went wrong is the cause of the errors it raises.
+        patience_s: seconds to keep trying.
 
     Returns:
         What ``attempt`` returned.
 
     Raises:
-        DisconnectedError: from the last attempt.
+        DisconnectedError: the last attempt's.
     """
     until = time.monotonic() + patience_s
     told = False

@@ -1,8 +1,8 @@
-"""One connection between a worker and the averager: proved, framed, and with deadlines.
+"""One connection between a worker and the averager: proof, framing and deadlines.
 
-``framing.py`` has what a message looks like. Values go from the sender's flat tensor into the
-receiver's through the kernel and nothing else. Before the first message both ends prove that they
-know the job's token (``handshake.py``).
+``framing.py`` describes what a message looks like. Values go from the sender's flat tensor into the
+receiver's through nothing but the kernel. Before the first message both ends prove that they know
+the job's token (``handshake.py``).
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ from sparkdl.transport.handshake import (
 from sparkdl.transport.tls import Encrypted
 
 INTRODUCE_S = 20.0
-"""Seconds that an averager has to let a worker in; others may wait at its port before that one."""
+"""Seconds that an averager has to let a worker in; others may be ahead of it in the queue."""
 LOCAL_BUFFER_BYTES = 256 << 10
-"""For what one end of a local connection has sent and the other has not taken; the kernel doubles
-it. Less costs more steps, more no longer fits into a processor's cache."""
+"""The buffer for what one end of a local connection has sent and the other has not taken; the
+kernel doubles it. A smaller one costs more steps, a larger one no longer fits a processor's cache.
+"""
 _SECONDS = struct.Struct("ll")
 _SHORTEST_S = 1e-3
-"""What is less may be 0 for the kernel, and that is no limit."""
+"""The kernel may round anything shorter to 0, which means no limit."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
-"""A host that was cut off or lost its power says no farewell; the kernel asks after it."""
+"""A host that is cut off or loses power sends no goodbye, so the kernel probes it."""
 
 
 class ConnectionLostError(Exception):
-    """The other end is gone, or has sent what no end of ours sends."""
+    """The other end is gone, or has sent something that no end of ours sends."""
 
 
 class StrangerError(ConnectionLostError):
@@ -62,22 +63,21 @@ class StrangerError(ConnectionLostError):
 
 
 class UnprovedError(StrangerError):
-    """The other end does not know the job's token, or says so of this one."""
+    """The other end does not know the job's token, or says that this one does not."""
 
 
 class SilenceError(Exception):
-    """Nothing moved on a connection for its deadline."""
+    """Nothing moved on a connection until its deadline passed."""
 
 
 class Connection:
     """Messages over a connected socket.
 
-    Used by one thread at a time; but headers may be sent by any thread while another receives.
+    Used by one thread at a time, except that any thread may send headers while another receives.
 
     Args:
         connected: the socket, owned from here on.
-        silence_s: the longest that one message may make no progress, in seconds; None for as
-            long as the connection lives.
+        silence_s: the longest that one message may make no progress, in seconds; None for no limit.
     """
 
     def __init__(self, connected: socket.socket | Encrypted, silence_s: float | None) -> None:
@@ -88,10 +88,10 @@ class Connection:
         self._limit_silence(silence_s)
 
     def welcome(self, proof: bytes) -> None:
-        """Averager: let the worker in, which has proved itself.
+        """Averager: let in the worker, which has proved itself.
 
         Args:
-            proof: the averager's own, for which the worker waits.
+            proof: the averager's own proof, for which the worker waits.
 
         Raises:
             ConnectionLostError: the other end is gone.
@@ -99,11 +99,11 @@ class Connection:
         self._send(proof)
 
     def introduce(self, token: str) -> bool:
-        """Worker: prove to know the token; returns whether the averager did the same.
+        """Worker: prove knowledge of the token; returns whether the averager did the same.
 
         Raises:
-            ConnectionLostError: the other end is gone; StrangerError if it is no averager.
-            SilenceError: it did not take part to the end in ``INTRODUCE_S``.
+            ConnectionLostError: the other end is gone; StrangerError if it is not an averager.
+            SilenceError: it did not complete the handshake within ``INTRODUCE_S``.
         """
         until = time.monotonic() + INTRODUCE_S
         channel = channel_of(self._socket)
@@ -121,7 +121,7 @@ class Connection:
 
         Raises:
             ConnectionLostError: the other end is gone.
-            SilenceError: it does not take what is sent.
+            SilenceError: it does not read what is sent.
         """
         message = header_message(fields)
         with self._sending:
@@ -132,7 +132,7 @@ class Connection:
 
         Raises:
             ConnectionLostError: the other end is gone.
-            SilenceError: it does not take what is sent.
+            SilenceError: it does not read what is sent.
         """
         octets = octets_of(values)
         prefix = values_prefix(octets.nbytes)
@@ -152,7 +152,7 @@ class Connection:
         Raises:
             ConnectionLostError: the other end is gone.
             SilenceError: nothing came.
-            TrainingError: it is no header.
+            TrainingError: it is not a header.
         """
         kind, length = read_prefix(self._receive(PREFIX_BYTES))
         if kind != HEADER_KIND:
@@ -160,10 +160,10 @@ class Connection:
         return read_header(self._receive(length))
 
     def receive_values(self, into: Tensor) -> dict[str, Any] | None:
-        """Fill a tensor with the next message, or return it if it is a header.
+        """Fill a tensor with the next message, or return the message if it is a header.
 
         Args:
-            into: contiguous, 1-D, on the CPU; has the length and dtype that must come.
+            into: contiguous, 1-D, on the CPU, of the length and dtype that must come.
 
         Raises:
             ConnectionLostError: the other end is gone.
@@ -174,7 +174,7 @@ class Connection:
         return came if isinstance(came, dict) else None
 
     def receive_up_to(self, into: Tensor) -> dict[str, Any] | Tensor:
-        """The next message: what it has filled of a tensor, from its beginning; or a header.
+        """The next message: the leading part of a tensor that it has filled, or a header.
 
         Args:
             into: as in ``receive_values``, with room for at least as many values as come.
@@ -200,17 +200,17 @@ class Connection:
         return into[: length // item]
 
     def end_sending(self) -> None:
-        """Let the other end see an end after what was sent; it may still be received from."""
+        """Signal to the other end that nothing more is sent; it can still be received from."""
         with contextlib.suppress(OSError):  # the other end was faster
             self._socket.shutdown(socket.SHUT_WR)
 
     def interrupt(self) -> None:
-        """End the connection from any thread; whoever waits on it at either end is woken."""
+        """End the connection from any thread, waking whoever waits on it at either end."""
         with contextlib.suppress(OSError):  # the other end was faster
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close_after(self, seconds: float) -> None:
-        """Close once the other end has; otherwise what was sent last could be lost.
+        """Close once the other end has, since what was sent last could otherwise be lost.
 
         Args:
             seconds: how long to wait for it.
@@ -233,7 +233,7 @@ class Connection:
         return bytes(octets)
 
     def _receive_until(self, until: float, size: int) -> bytes:
-        """As ``_receive``, but not beyond a time of the monotonic clock, whatever trickles in."""
+        """Like ``_receive``, but not beyond a time of the monotonic clock, whatever trickles in."""
         octets = bytearray(size)
         view = memoryview(octets)
         while view.nbytes:
@@ -267,8 +267,8 @@ class Connection:
         if isinstance(self._socket, Encrypted):
             self._socket.silence_s = seconds
             return
-        # The kernel's own limits: with Python's, a socket does not block, and one large receive
-        # becomes hundreds of small ones.
+        # The kernel's own timeouts: with Python's, the socket is non-blocking, and one large
+        # receive becomes hundreds of small ones.
         whole = int(seconds or 0)
         limit = _SECONDS.pack(whole, int(((seconds or 0) - whole) * 1e6))
         self._socket.settimeout(None)
@@ -282,7 +282,7 @@ class Connection:
 
 
 def set_up(connected: socket.socket | Encrypted) -> None:
-    """Have what is sent leave at once, in large pieces, and the kernel ask after the other end."""
+    """Have data leave at once and in large pieces, and the kernel probe the other end."""
     if connected.family == socket.AF_UNIX:
         # TCP's buffers grow by themselves; the kernel may grant less than is asked for.
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_BUFFER_BYTES)
@@ -290,5 +290,5 @@ def set_up(connected: socket.socket | Encrypted) -> None:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
-        if hasattr(socket, option):  # not all are known to every operating system
+        if hasattr(socket, option):  # not every operating system has all of them
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

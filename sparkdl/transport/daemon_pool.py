@@ -1,4 +1,4 @@
-"""A few threads for what may block, not joined at the interpreter's exit as executors' are."""
+"""A few threads for what may block, not joined at interpreter exit as an executor's are."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 EXIT_S = 5.0
-"""Seconds that a process which exits leaves to jobs that would end by themselves."""
+"""Seconds that an exiting process gives to jobs that would end by themselves."""
 
 T = TypeVar("T")
 _Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class DaemonPool:
-    """Run jobs, in the order in which they come, by at most ``size`` threads of a ``name``."""
+    """Run jobs, in the order in which they come, on at most ``size`` threads named ``name``."""
 
     def __init__(self, size: int, name: str) -> None:
         self._size, self._name = size, name
@@ -30,7 +30,7 @@ class DaemonPool:
         _pools.add(self)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Have a job done; it is cancelled if the pool was closed."""
+        """Submit a job; it is cancelled if the pool has been closed."""
         future: Future[T] = Future()
         with self._lock:
             if not self._closed:
@@ -45,14 +45,14 @@ class DaemonPool:
         return future
 
     def close(self, *, cancel: bool = False) -> None:
-        """Take no more jobs, and wait for none; ``cancel`` those that were not begun."""
+        """Take no more jobs, and wait for none; ``cancel`` those that have not begun."""
         with self._lock:
             self._closed = True
             with contextlib.suppress(queue.Empty):
                 while cancel:
                     if (waiting := self._jobs.get_nowait()) is not None:
                         waiting[0].cancel()
-            for _ in self.threads:  # each takes one, after what is left to do
+            for _ in self.threads:  # each takes one, once the remaining jobs are taken
                 self._jobs.put(None)
 
     def _run(self) -> None:
@@ -61,9 +61,9 @@ class DaemonPool:
             try:
                 if future.set_running_or_notify_cancel():
                     future.set_result(job())
-            except BaseException as error:  # whoever waits for the future is to have it
+            except BaseException as error:  # for whoever waits for the future
                 future.set_exception(error)
-            del future, job, taken  # an idle thread keeps nothing
+            del future, job, taken  # an idle thread keeps nothing alive
 
 
 _pools: weakref.WeakSet[DaemonPool] = weakref.WeakSet()

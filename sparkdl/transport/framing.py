@@ -1,7 +1,8 @@
-"""How messages lie on the wire: a prefix with kind and length, then a header or values.
+"""How messages look on the wire: a prefix with kind and length, then a header or values.
 
 A header is a JSON object, values are the bytes of a tensor. The receiver knows how many values
-there have to be, so that no length from the wire decides about memory. Nothing is ever unpickled.
+there have to be, so no length from the wire decides how much memory is allocated. Nothing is ever
+unpickled.
 """
 
 from __future__ import annotations
@@ -17,33 +18,33 @@ from torch import Tensor
 from sparkdl.errors import TrainingError
 
 MAX_HEADER_BYTES = 16 << 20
-"""Longest header; the statistics of 50,000 columns fit in it."""
+"""Longest header; the statistics of 50,000 columns fit."""
 HEADER_KIND, VALUES_KIND = 1, 2
 _PREFIX = struct.Struct("!BI")
 PREFIX_BYTES = _PREFIX.size
 
 
 def octets_of(values: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, where they lie."""
+    """The bytes of a contiguous tensor on the CPU, without a copy."""
     return values.detach().view(torch.uint8).numpy().data
 
 
 def values_prefix(size: int) -> memoryview:
-    """What stands before ``size`` bytes of values."""
+    """The prefix of ``size`` bytes of values."""
     return memoryview(_PREFIX.pack(VALUES_KIND, size))
 
 
 def header_message(fields: Mapping[str, Any]) -> bytes:
-    """A whole message, a JSON object."""
+    """A whole message that holds a JSON object."""
     octets = json.dumps(fields).encode()
     return _PREFIX.pack(HEADER_KIND, len(octets)) + octets
 
 
 def read_prefix(octets: bytes | bytearray) -> tuple[int, int]:
-    """Kind and length of the message after a prefix.
+    """Kind and length of the message that follows a prefix.
 
     Raises:
-        TrainingError: no message of ours begins so.
+        TrainingError: no message of ours begins like this.
     """
     kind, length = _PREFIX.unpack(octets)
     if kind not in (HEADER_KIND, VALUES_KIND):
@@ -57,7 +58,7 @@ def read_header(octets: bytes | bytearray) -> dict[str, Any]:
     """The JSON object of a message.
 
     Raises:
-        TrainingError: it is none.
+        TrainingError: it is not a JSON object.
     """
     try:
         fields = json.loads(octets)

@@ -1,4 +1,4 @@
-"""How both ends of a connection prove that they know the job's token, without showing it.
+"""How both ends of a connection prove that they know the job's token without revealing it.
 
 Challenge and response with HMAC-SHA256, as in RFC 2195:
 
@@ -6,8 +6,8 @@ Challenge and response with HMAC-SHA256, as in RFC 2195:
     worker -> averager   HMAC(token, "worker", channel, a), challenge w
     averager -> worker   HMAC(token, "averager", channel, w), or REFUSAL
 
-A proof holds for the channel that it was made on: TCP, TLS, or one local name of one host. Whoever
-stands between two ends can pass a proof on, but not from one kind to another.
+A proof is valid on the channel that it was made for: TCP, TLS, or one local name of one host.
+Whoever stands between the two ends can pass a proof on, but not from one kind to another.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ PROOF_BYTES = hashlib.sha256().digest_size
 HELLO_BYTES = len(MAGIC) + CHALLENGE_BYTES
 ANSWER_BYTES = PROOF_BYTES + CHALLENGE_BYTES
 REFUSAL = bytes(PROOF_BYTES)
-"""Says that the proof is wrong; an end without a word is worth another attempt."""
+"""Says that the proof is wrong; a connection that ends without it is worth another attempt."""
 WORKER, AVERAGER = b"worker", b"averager"
 TLS = b"tls"
-"""The channel of every encrypted connection: the certificate has proved itself before."""
+"""The channel of every encrypted connection, whose certificate has already been verified."""
 
 
 class Challenge:
@@ -37,10 +37,10 @@ class Challenge:
 
     Args:
         token: the job's secret.
-        channel: as ``channel_of`` has it.
+        channel: as returned by ``channel_of``.
 
     Attributes:
-        hello: what to send first. ``ANSWER_BYTES`` come back.
+        hello: what to send first; ``ANSWER_BYTES`` come back.
     """
 
     def __init__(self, token: str, channel: bytes) -> None:
@@ -60,12 +60,12 @@ class Challenge:
 
 
 def prove(token: str, role: bytes, channel: bytes, challenge: bytes) -> bytes:
-    """The proof of one end. No role begins as another does, and all challenges are as long."""
+    """The proof of one end. No role is a prefix of another, and all challenges are equally long."""
     return hmac.digest(token.encode(), role + channel + challenge, "sha256")
 
 
 def channel_of(connected: socket.socket | Encrypted) -> bytes:
-    """What both ends of a connection, and its listener, know of the way and no other way has."""
+    """What both ends of a connection, and its listener, know of its channel and no other has."""
     if isinstance(connected, Encrypted):
         return TLS
     if connected.family != socket.AF_UNIX:

@@ -1,12 +1,12 @@
-"""The shorter way between two processes of one machine: the kernel's own sockets in place of TCP.
+"""The shorter way between two processes on one machine: Unix sockets in place of TCP.
 
-Bytes over TCP cost about twice the processor time, also when they never leave the machine. So every
-port listens under a local name too, and who connects tries that first. The name is an abstract one,
-so that no file can stay behind. It is derived from the job's token, the port's address, and the
-kernel and the network that it is in: on another machine, or in a container with a network of its
-own, nobody can know the name that is looked for there, though all of this one's can be read by
-whoever has an account on it. Both ends ask the kernel who the other is and accept their own user
-and root. Ports that encrypt have no local name, and only Linux has them: TCP is always there.
+Bytes over TCP cost about twice the processor time, even when they never leave the machine. So every
+port also listens under a local name, which clients try first. The name is an abstract one, so no
+file can be left behind. It is derived from the job's token, the port's address, and the kernel and
+network namespace that the port is in: on another machine, or in a container with its own network,
+nobody can know the name that is looked up there, although anyone with an account on this machine
+can list the names on it. Both ends ask the kernel who the other is and accept their own user and
+root. Encrypted ports have no local name, and only Linux has abstract names; TCP is always there.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _NETWORK = Path("/proc/thread-self/ns/net")
 
 
 def listen(host: str, port: int, token: str, backlog: int) -> socket.socket | None:
-    """Listen for processes of this machine that would connect to ``host:port``.
+    """Listen for processes on this machine that would connect to ``host:port``.
 
     Args:
-        host: as the others know it.
-        port: of the TCP port beside it.
+        host: the host as the others know it.
+        port: number of the TCP port beside it.
         token: the job's secret.
         backlog: connections that may wait to be accepted.
 
     Returns:
-        The listening socket; None where there are no local names.
+        The listening socket; None if there are no local names.
     """
     name = name_of(host, port, token)
     if name is None:
@@ -59,19 +59,19 @@ def connect(address: tuple[str, int], token: str, timeout_s: float) -> socket.so
     """Connect to a port of ours if it is on this machine.
 
     Args:
-        address: the host as the port's owner has advertised it, and the port's number.
+        address: the host as advertised by the port's owner, and the port's number.
         token: the job's secret.
         timeout_s: seconds to wait for each answer.
 
     Returns:
-        The socket; None if that is another machine's port, too many wait at it, or whoever listens
-        under its name is another user: TCP has the last word.
+        The socket; None if the port is on another machine, too many are waiting at it, or another
+        user listens under its name: TCP then decides.
     """
     name = name_of(*address, token)
     if name is None:
         return None
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connected.settimeout(timeout_s)  # with it, a queue that is full is an error
+    connected.settimeout(timeout_s)  # with a timeout, a full queue is an error
     try:
         connected.connect(name)
         if is_trusted(connected):
@@ -83,7 +83,7 @@ def connect(address: tuple[str, int], token: str, timeout_s: float) -> socket.so
 
 
 def is_trusted(connected: socket.socket) -> bool:
-    """Whether the other end of a local connection is a process of this one's user, or of root."""
+    """Whether the other end of a local connection belongs to this process's user, or to root."""
     size = _CREDENTIALS.size
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
@@ -91,12 +91,12 @@ def is_trusted(connected: socket.socket) -> bool:
 
 
 def name_of(host: str, port: int, token: str) -> bytes | None:
-    """The local name of a port; None where the kernel does not tell where it is."""
+    """The local name of a port; None where the kernel does not identify itself."""
     if not HAS_LOCAL_NAMES:
         return None
     try:
         boot, network = _BOOT.read_text().strip(), _NETWORK.stat()
-    except OSError:  # there is no /proc, or not all of it
+    except OSError:  # there is no /proc, or only part of it
         return None
     place = f"{host.lower()}:{port} {boot} {network.st_dev}:{network.st_ino}"
     digest = hmac.digest(token.encode(), place.encode(), "sha256")

@@ -1,8 +1,8 @@
-"""Ports that let in who knows the job's token.
+"""Ports that let in whoever knows the job's token.
 
-The driver has one a fit or run, whose service serves all in one thread (``service.py``). A worker
-has one that others fetch rows from, or visit: it serves each in a thread of its own, which may wait
-for the training and for the disk.
+The driver has one per fit or run, whose service handles all connections in one thread
+(``service.py``). A worker has one that others fetch rows from, or visit: it serves each connection
+in its own thread, which may wait for the training and for the disk.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from sparkdl.transport.tls import Certificate, Encrypted
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
-"""Seconds to wait, when the port closes, for the threads that serve connections."""
+"""Seconds for which a closing port waits for the threads that serve connections."""
 
 
 class Listener:
-    """Listen on a free port until closed, and hand over who has proved itself.
+    """Listen on a free port until closed, and hand over connections that have proved themselves.
 
     Args:
-        host: interface to bind to, an address or name of this machine.
+        host: the interface to bind to, as an address or name of this machine.
         token: the job's secret.
         admit: called with each connection that has proved itself, see ``Acceptor``.
         advertised_host: the name under which others know it; ``host`` by default.
-        encrypted: whether connections are, by a certificate of the port's own.
+        encrypted: whether connections are encrypted, with the port's own certificate.
 
     Raises:
-        ConfigError: they are to be encrypted, and the package for that is missing.
+        ConfigError: encryption was asked for, and the package that it needs is missing.
 
     Attributes:
-        number: of the port.
-        fingerprint: of the certificate; None without encryption.
+        number: the port's number.
+        fingerprint: of the certificate; None for no encryption.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class Port:
     """Listen on a free port until closed, and serve each connection in a thread of its own.
 
     Args:
-        host: interface to bind to, an address or name of this machine.
+        host: the interface to bind to, as an address or name of this machine.
         token: the job's secret.
         serve: called with each connection that has proved itself; it is closed afterwards.
         advertised_host: the name under which others know it; ``host`` by default.
-        encrypted: whether connections are, by a certificate of the port's own.
+        encrypted: whether connections are encrypted, with the port's own certificate.
 
     Raises:
-        ConfigError: they are to be encrypted, and the package for that is missing.
+        ConfigError: encryption was asked for, and the package that it needs is missing.
 
     Attributes:
-        number: of the port.
-        fingerprint: of the certificate; None without encryption.
+        number: the port's number.
+        fingerprint: of the certificate; None for no encryption.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""A port that many connect to, served by one thread, however many they are.
+"""A port that many connect to, served by one thread however many they are.
 
-The thread never waits for one of them; what takes long, with files or streams that somebody else
-reads, is done by a few threads beside it. Whoever connects proves itself (``acceptor.py``); what it
-says first is looked up in the table of the service's handlers, and who is found there serves it
-from then on:
+The thread never waits for any one of them; slow work, with files or streams that somebody else
+reads, is done by a few threads beside it. Whoever connects proves itself (``acceptor.py``); its
+first header is looked up in the service's table of handlers, and the handler found serves it from
+then on:
 
     service = Service("127.0.0.1", handlers={"attend": lambda channel: Attendee(channel)})
 """
@@ -35,9 +35,9 @@ from sparkdl.transport.tls import Encrypted
 logger = logging.getLogger(__name__)
 
 FAREWELL_S = 5.0
-"""Seconds that the other end has to read what it was told last."""
+"""Seconds that the other end has to read the last thing it was sent."""
 CLOSE_S = 10.0
-"""Seconds to wait for the service's thread when it closes."""
+"""Seconds for which a closing service waits for its thread."""
 FILE_THREADS = 4
 STAGING_BYTES = 64 << 10
 TICK_S = 1.0
@@ -47,23 +47,23 @@ T = TypeVar("T")
 
 
 class Peer(Protocol):
-    """Who is at the other end of a channel; its methods are called by the service's thread."""
+    """Whoever is at the other end of a channel; the service's thread calls its methods."""
 
     def conversation(self, said: dict[str, Any]) -> Conversation:
-        """Listen to it.
+        """The conversation with it.
 
         Args:
-            said: the header with which it began.
+            said: the first header that it sent.
         """
 
     def note_heartbeat(self) -> None:
-        """Take note that something has come from it, or that it takes what it is sent."""
+        """Take note that something has come from it, or that it is reading what it is sent."""
 
     def left(self, error: LeftError) -> None:
-        """Take note that it has gone without having been told to; the channel is closed next."""
+        """Take note that it has left unasked; the channel is closed next."""
 
     def failed(self, error: SparkDLError) -> None:
-        """Take note of what its conversation has raised, or of what nobody can read."""
+        """Take note of an error raised by its conversation, or of an unreadable message."""
 
     def closed(self) -> None:
         """Take note that the channel is closed."""
@@ -73,25 +73,25 @@ Handler = Callable[[Channel], Peer]
 
 
 class Service:
-    """Serve connections until closed, in a thread of its own; a context manager.
+    """Serve connections until closed, in its own thread; a context manager.
 
-    A subclass may have more to do in that thread: ``follow_up``, ``tick`` and ``broke``.
+    A subclass may do more in that thread, in ``follow_up``, ``tick`` and ``broke``.
 
     Args:
-        host: interface to bind to, an address or name of this machine.
-        handlers: by a field of the header with which a connection begins, who serves it. The first
-            of them also serves those that begin in another way. More may be added later.
+        host: the interface to bind to, as an address or name of this machine.
+        handlers: what serves a connection, by a field of the header with which it begins. The first
+            handler also serves connections that begin in any other way. More may be added later.
         advertised_host: the name under which others reach it; ``host`` by default.
-        encrypted: whether connections are, by a certificate of the port's own.
-        name: of the thread.
+        encrypted: whether connections are encrypted, with the port's own certificate.
+        name: the thread's name.
 
     Raises:
-        ConfigError: they are to be encrypted, and the package for that is missing.
+        ConfigError: encryption was asked for, and the package that it needs is missing.
 
     Attributes:
-        address: for those who connect.
+        address: where to connect.
         handlers: as given.
-        failure: with what the thread has ended by a mistake of ours; None if it has not.
+        failure: the error with which a bug of ours ended the thread; None if none did.
     """
 
     def __init__(
@@ -106,19 +106,19 @@ class Service:
         self.handlers: dict[str, Handler] = dict(handlers or {})
         self.failure: TrainingError | None = None
         self._on_break: list[Callable[[TrainingError], None]] = []
-        # None until it has said who it is.
+        # None until the other end has said who it is.
         self._peers: dict[Channel, Peer | None] = {}
         self._touched: set[Channel] = set()
         self._leaving: dict[Channel, float] = {}
         self._registered: dict[Channel, int] = {}
         self._staging = memoryview(bytearray(STAGING_BYTES))
-        # What other threads want done here; reentrant, so that a signal handler may.
+        # What other threads want done here; reentrant, so that a signal handler may post too.
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ringing = threading.RLock()
         self._closing = self._closed = False
         self._files = DaemonPool(FILE_THREADS, "sparkdl-files")
         self._tick_at = time.monotonic()
-        # It lets nobody in before this has returned: nobody else knows the token.
+        # Nobody can get in before this has returned: nobody else knows the token.
         token, known_as = secrets.token_urlsafe(32), advertised_host or host
         self._port = Listener(
             host, token, self._admit, advertised_host=known_as, encrypted=encrypted
@@ -143,19 +143,19 @@ class Service:
     # Called by any thread.
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have something done in the service's thread; after the end, in this one or not at all."""
+        """Have something done in the service's thread; after its end, in this one or not at all."""
         self._posted.put(call)
         with self._ringing:
             if not self._closed:
-                with contextlib.suppress(BlockingIOError):  # it has been rung often enough
+                with contextlib.suppress(BlockingIOError):  # it is ringing already
                     self._bell.send(b"\0")
             elif threading.current_thread() is not self._thread:
                 self._refuse_late()
 
     def on_break(self, call: Callable[[TrainingError], None]) -> None:
-        """Call with ``failure`` when the thread ends by a mistake, perhaps twice; if it has, now.
+        """Call with ``failure`` when a bug ends the thread, perhaps twice; at once if one has.
 
-        Whoever waits for what the service is told would wait for ever.
+        Otherwise whoever waits for news from the service would wait forever.
         """
         self._on_break.append(call)
         if self.failure is not None:
@@ -186,7 +186,7 @@ class Service:
         self.post(adopt)
 
     def _refuse_late(self) -> None:
-        """See that nothing that was posted stays undone: whoever connects now is left."""
+        """Leave nothing posted undone: whoever connects now is closed."""
         self._do_posted()
         for channel in list(self._peers):
             self.close_channel(channel)
@@ -194,7 +194,7 @@ class Service:
     def _do_posted(self) -> None:
         while True:
             try:
-                # After the end a signal handler may do so in the middle of this.
+                # After the end, a signal handler may get here in the middle of this.
                 call = self._posted.get_nowait()
             except queue.Empty:
                 return
@@ -203,10 +203,10 @@ class Service:
     # For peers, in the service's thread.
 
     def part(self, channel: Channel, farewell: dict[str, Any] | None = None) -> None:
-        """Say something last, if anything, and close once the other end has read that.
+        """Send a last header, if any, and close once the other end has read it.
 
         Args:
-            channel: whose conversation ends with it.
+            channel: the channel, whose conversation ends with this.
             farewell: the header to send.
         """
         if channel in self._leaving:
@@ -231,7 +231,7 @@ class Service:
                 peer.closed()
 
     def guard(self, channel: Channel, call: Callable[[], T]) -> T | None:
-        """Do something at a connection, whose errors are its peer's to take note of."""
+        """Do something for a connection; its peer takes note of any error."""
         try:
             return call()
         except LeftError as error:
@@ -249,12 +249,12 @@ class Service:
         then: Callable[[Future[T]], None],
         pool: DaemonPool | None = None,
     ) -> None:
-        """Do what may take long beside this thread.
+        """Do what may take long in another thread.
 
         Args:
             job: what to do.
-            then: called here afterwards, with what ``job`` has returned or raised.
-            pool: does it; by default one for files.
+            then: called in this thread afterwards, with what ``job`` returned or raised.
+            pool: runs the job; by default the one for files.
         """
 
         def done(future: Future[T]) -> None:
@@ -263,18 +263,18 @@ class Service:
 
         (pool or self._files).submit(job).add_done_callback(done)
 
-    # What a subclass has to do besides.
+    # What a subclass does besides.
 
     def follow_up(self) -> bool:
-        """Do everything that follows from what has happened; returns whether there was any."""
+        """Do everything that follows from what has happened; returns whether there was anything."""
         return False
 
     def tick(self) -> float:
-        """Look at the clock; returns the seconds until the next look."""
+        """Check the clock; returns the seconds until the next check."""
         return TICK_S
 
     def broke(self, failure: TrainingError) -> None:
-        """Take note that a mistake of ours has ended the thread; farewells still go out."""
+        """Take note that a bug of ours has ended the thread; farewells still go out."""
 
     # The thread.
 
@@ -286,7 +286,7 @@ class Service:
         yield from peer.conversation(said)
 
     def _peer(self, channel: Channel) -> Peer:
-        """Who is there; the first handler's if nobody has understood it."""
+        """The peer there; the first handler's if no handler understood the first header."""
         peer = self._peers[channel]
         if peer is None:
             self._peers[channel] = peer = next(iter(self.handlers.values()))(channel)
@@ -297,8 +297,8 @@ class Service:
             while not self._closing:
                 self._iterate()
             self._do_posted()
-            self._settle()  # farewells go as far as they go at once
-        except BaseException as error:  # a mistake of ours must not leave others waiting
+            self._settle()  # as much of the farewells as goes out at once
+        except BaseException as error:  # a bug of ours must not leave others waiting
             logger.exception("%s ended", self._thread.name)
             self._break(error)
         finally:
@@ -312,15 +312,15 @@ class Service:
                     pass
 
     def _break(self, error: BaseException) -> None:
-        """Tell everyone who may wait for this thread, whatever else is wrong."""
+        """Tell everyone who may be waiting for this thread, whatever else is wrong."""
         failure = TrainingError(
-            f"the driver's thread {self._thread.name} ended with {error!r}, which is a mistake of "
-            "sparkdl's; the driver's log has its traceback"
+            f"the driver's thread {self._thread.name} ended with {error!r}, which is a bug in "
+            "sparkdl; the driver's log has its traceback"
         )
         self.failure = failure
         for call in (self.broke, *self._on_break):
             self._in_spite(lambda call=call: call(failure))  # type: ignore[misc]
-        for channel in list(self._leaving):  # farewells go as far as they go at once
+        for channel in list(self._leaving):  # as much of the farewells as goes out at once
             with contextlib.suppress(Exception):
                 channel.flush()
 
@@ -329,7 +329,7 @@ class Service:
             self._in_spite(lambda channel=channel: self.close_channel(channel))  # type: ignore[misc]
 
     def _in_spite(self, call: Callable[[], None]) -> bool:
-        """Call at the thread's end, of which a mistake must not keep the rest; whether it went."""
+        """Call something as the thread ends, whatever it raises; returns whether it worked."""
         try:
             call()
         except Exception:
@@ -338,7 +338,7 @@ class Service:
         return True
 
     def _iterate(self) -> None:
-        """One iteration of the event loop."""
+        """Run one iteration of the event loop."""
         timeout_s = 0.0 if self._touched else max(0.0, self._tick_at - time.monotonic())
         for key, mask in self._selector.select(timeout_s):
             if key.data is None:
@@ -347,7 +347,7 @@ class Service:
                 self._serve(key.data, mask)
         self._do_posted()
         self._settle()
-        # Only when the sockets have been looked at.
+        # Only after the sockets have been checked.
         if (now := time.monotonic()) >= self._tick_at:
             self._tick_at = now + self.tick()
             for channel in [each for each, until in self._leaving.items() if now >= until]:
@@ -358,7 +358,7 @@ class Service:
         if mask & selectors.EVENT_READ and channel in self._peers:
             self.guard(channel, channel.receive)
             self._receive(channel)
-        self._touched.add(channel)  # what can be sent now is sent there
+        self._touched.add(channel)  # what can be sent now is sent by _attend
 
     def _settle(self) -> None:
         self.follow_up()
@@ -367,7 +367,7 @@ class Service:
             self._attend()
 
     def _attend(self) -> None:
-        """Go on with channels on which something may be done."""
+        """Advance the channels on which something can be done."""
         touched, self._touched = self._touched, set()
         for channel in touched:
             if channel not in self._peers:

@@ -1,7 +1,7 @@
-"""Those who have connected and not yet proved that they know the job's token.
+"""Those that have connected but not yet proved that they know the job's token.
 
-They are limited in number and each in time, and whoever is slow on purpose finds that only his own
-connections suffer: where one is too many, it is the oldest of the source that has the most.
+Their number is limited, and so is the time that each has. Whoever is slow on purpose hurts only his
+own connections: where there is one too many, the oldest of the source with the most goes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _NETWORK_BYTES = 8
 
 
 class Allowance:
-    """How many more may come: so many at once, and so many more every second.
+    """A token bucket: how many more may come, refilled every second.
 
     Args:
-        at_once: the most that can be left.
-        per_s: by how many it grows in a second.
+        at_once: the most that may come at once.
+        per_s: how many more may come each second.
     """
 
     def __init__(self, at_once: int, per_s: float) -> None:
@@ -32,7 +32,7 @@ class Allowance:
         self._counted = time.monotonic()
 
     def take(self) -> bool:
-        """Count one that comes; returns whether it may."""
+        """Count one that comes; returns whether it may come in."""
         now = time.monotonic()
         self._left = min(self._left + (now - self._counted) * self._per_s, self._at_once)
         self._counted = now
@@ -42,26 +42,26 @@ class Allowance:
         return True
 
     def give_back(self) -> None:
-        """Count one less."""
+        """Give one back."""
         self._left += 1
 
     def suspend(self, seconds: float) -> None:
-        """Let nobody come for so long."""
+        """Let nobody come for this long."""
         self._left = -seconds * self._per_s
 
 
 class Stranger:
-    """One of them, at the averager's end; nothing here waits.
+    """A stranger, as seen from the averager's end; nothing here waits.
 
     Args:
-        connected: does not block; owned from here on.
-        source: where it comes from, as ``source_of`` has it.
+        connected: a non-blocking socket, owned from here on.
+        source: where it comes from, as returned by ``source_of``.
         challenge: what it has to answer.
-        until: when it has to have proved itself, on the monotonic clock.
-        allowance: of which it was taken.
+        until: when it must have proved itself, on the monotonic clock.
+        allowance: the allowance that it was counted against.
 
     Attributes:
-        answer: the bytes that have come so far, of ``ANSWER_BYTES``.
+        answer: the bytes received so far, of ``ANSWER_BYTES``.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Stranger:
             The event of ``selectors`` to wait for; 0 once the answer is there.
 
         Raises:
-            OSError: the other end is gone, or does not speak TLS where it should.
+            OSError: the other end is gone, or does not speak TLS although it should.
         """
         try:
             while self._unsent:
@@ -107,7 +107,7 @@ class Stranger:
 
 
 class Strangers:
-    """All of them at one port, in the order in which they came."""
+    """All strangers at one port, in the order in which they came."""
 
     def __init__(self) -> None:
         self._all: dict[Stranger, None] = {}
@@ -117,12 +117,12 @@ class Strangers:
         return len(self._all)
 
     def add(self, stranger: Stranger) -> None:
-        """Take note of the next one, which has the most time of all."""
+        """Add the newest one, which has the most time left of all."""
         self._all[stranger] = None
         self._by_source.setdefault(stranger.source, {})[stranger] = None
 
     def remove(self, stranger: Stranger) -> None:
-        """Forget one that has left, or is none any more."""
+        """Forget one that has left, or is no longer a stranger."""
         del self._all[stranger]
         of_source = self._by_source[stranger.source]
         del of_source[stranger]
@@ -131,27 +131,27 @@ class Strangers:
 
     @property
     def oldest(self) -> Stranger | None:
-        """The one whose time is up next."""
+        """The one whose time runs out next."""
         return next(iter(self._all), None)
 
     @property
     def superfluous(self) -> Stranger:
-        """The oldest of the source that has the most; there has to be one."""
+        """The oldest from the source that has the most; there has to be one."""
         most: dict[Stranger, None] = max(self._by_source.values(), key=len)
         return next(iter(most))
 
 
 def source_of(family: int, address: Any) -> bytes:
-    """Who has to share with whom: an IPv4 address, an IPv6 network, or this machine.
+    """Those that share one source: an IPv4 address, an IPv6 network, or this machine.
 
     Args:
-        family: of the address.
-        address: of the other end of a connection, as ``accept`` returns it.
+        family: the address's family.
+        address: the address of a connection's other end, as returned by ``accept``.
     """
     if family == socket.AF_INET:
         return socket.inet_aton(address[0])
     if family == socket.AF_INET6:
-        # Whoever has one address there has 2**64 of them.
+        # Whoever has one IPv6 address has 2**64 of them.
         number = socket.inet_pton(socket.AF_INET6, address[0].partition("%")[0])
         return number[:_NETWORK_BYTES]
     return b"local"

@@ -1,4 +1,4 @@
-"""The two ends of a connection that never wait: what cannot be done now returns None."""
+"""Connections that never wait: what cannot be done now returns None."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class Stream(Protocol):
     """A connected socket, plain or encrypted.
 
     Attributes:
-        short_is_all: whether less than what was asked for or offered means that no more can be
-            received or sent now, so that there is no need to try.
+        short_is_all: whether a short count means that no more can be received or sent now, so that
+            there is no need to try again.
     """
 
     short_is_all: bool
 
     def fileno(self) -> int:
-        """For a selector."""
+        """The file descriptor, for a selector."""
 
     def receive(self, into: Sequence[memoryview]) -> int | None:
-        """Fill buffers one after another with what has arrived.
+        """Fill buffers, one after another, with what has arrived.
 
         Args:
-            into: where to; the last of them has room for ``RECORD_BYTES``, or what does not fit
-                may have to be asked for once more before a selector tells of it.
+            into: the buffers; unless the last has room for ``RECORD_BYTES``, what does not fit may
+                have to be asked for again, without a selector reporting it.
 
         Returns:
             How many bytes; 0 if the other end has closed, None if nothing has arrived.
@@ -44,17 +44,17 @@ class Stream(Protocol):
     def send(self, buffers: Sequence[memoryview]) -> int | None:
         """Send as much of the buffers as can be taken now.
 
-        If it returns None or less than their size, what is left has to be offered again as it is.
+        After None or less than their size, the rest has to be offered again unchanged.
 
         Returns:
-            How many bytes; None if the other end has to take some first.
+            How many bytes; None if the other end has to read some first.
 
         Raises:
             OSError: the connection broke.
         """
 
     def end_sending(self) -> None:
-        """Let the other end see that nothing follows."""
+        """Signal to the other end that nothing follows."""
 
     def close(self) -> None:
         """Close at once."""
@@ -95,7 +95,7 @@ class _Plain:
 
 
 class _Tls:
-    short_is_all = False  # it comes and goes record by record
+    short_is_all = False  # TLS moves data record by record
 
     def __init__(self, connected: Encrypted) -> None:
         self._connected = connected
@@ -107,7 +107,7 @@ class _Tls:
     def receive(self, into: Sequence[memoryview]) -> int | None:
         try:
             count = self._ssl.recv_into(into[0])
-            # No selector sees what is decrypted already: none of a record is left behind.
+            # No selector sees what is already decrypted, so take all of a record.
             if len(into) > 1 and (pending := self._ssl.pending()):
                 count += self._ssl.recv_into(into[1], pending)
             return count

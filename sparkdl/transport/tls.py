@@ -1,8 +1,8 @@
-"""Connections under TLS, between ends that know the certificate already and need no authority.
+"""Connections over TLS between ends that know the certificate already and need no authority.
 
-Whoever listens makes a key and a certificate that live as long as the port. Their fingerprint
-travels the way the job's token does, and who connects accepts that certificate and no other, before
-anything is sent. Who connects proves itself by the token, inside.
+The listening end makes a key and a certificate that live as long as the port. Their fingerprint
+travels the way the job's token does, and the connecting end accepts that certificate and no other,
+before anything is sent. It then proves itself by the token, inside TLS.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 from sparkdl.errors import ConfigError
 
 RECORD_BYTES = 1 << 14
-"""The most that TLS encrypts at once."""
+"""The most that TLS puts into one record."""
 _PIECE_BYTES = 16 * RECORD_BYTES
 _DAY = datetime.timedelta(days=1)
 
 
 class Certificate:
-    """A fresh key with a certificate signed by itself.
+    """A fresh key with a self-signed certificate.
 
     Raises:
         ConfigError: the package that makes certificates is not installed.
@@ -44,15 +44,15 @@ class Certificate:
         self.fingerprint = hashlib.sha256(encoded).hexdigest()
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
-        self._context.num_tickets = 0  # nobody comes back to a session
+        self._context.num_tickets = 0  # nobody resumes a session
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
-            # Python's ssl reads keys from files only; this one is of no use without the password.
+            # Python's ssl reads keys from files only; this one is useless without the password.
             path = Path(folder, "certificate")
             path.write_bytes(pem)
             self._context.load_cert_chain(path, password=password)
 
     def wrap(self, connected: socket.socket) -> ssl.SSLSocket:
-        """Encrypt a connection that has been accepted; the first bytes bring the handshake.
+        """Encrypt an accepted connection; the handshake happens with the first bytes.
 
         Args:
             connected: the socket, owned from here on.
@@ -69,12 +69,12 @@ def connect(
     """Connect to a port of ours.
 
     Args:
-        address: its host and number.
+        address: the port's host and number.
         fingerprint: of the certificate that it has to show; None for a port without encryption.
         timeout_s: seconds to wait for each answer.
 
     Raises:
-        OSError: nobody can be reached there, or it is somebody else.
+        OSError: nobody can be reached there, or somebody else answers.
     """
     connected = socket.create_connection(address, timeout=timeout_s)
     return connected if fingerprint is None else _verified(connected, fingerprint)
@@ -97,17 +97,17 @@ def _verified(connected: socket.socket, fingerprint: str) -> Encrypted:
 
 
 class Encrypted:
-    """A socket under TLS, with those methods of a plain one that ``Connection`` uses.
+    """A socket over TLS, with those methods of a plain one that ``Connection`` uses.
 
-    One thread may send while another receives: what OpenSSL keeps of a connection is behind a
-    lock, and nobody waits with that held.
+    One thread may send while another receives: OpenSSL's state of a connection is behind a lock,
+    which nobody holds while waiting.
 
     Args:
-        encrypted: owned from here on.
+        encrypted: the socket, owned from here on.
 
     Attributes:
-        family: of the addresses of the socket.
-        silence_s: the longest that nothing may move, in seconds; None for no limit.
+        family: the socket's address family.
+        silence_s: the longest for which nothing may move, in seconds; None for no limit.
     """
 
     def __init__(self, encrypted: ssl.SSLSocket) -> None:
@@ -119,20 +119,20 @@ class Encrypted:
 
     @property
     def ssl_socket(self) -> ssl.SSLSocket:
-        """The socket itself, for whoever does not wait on it."""
+        """The socket itself, for callers that do not block on it."""
         return self._encrypted
 
     @property
     def certificate(self) -> bytes:
-        """The other end's certificate, in DER."""
+        """The other end's certificate, as DER."""
         return self._encrypted.getpeercert(binary_form=True) or b""
 
     def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
-        """As of a socket."""
+        """Like a socket's."""
         self._encrypted.setsockopt(level, option, value)
 
     def recv_into(self, buffer: Any, size: int = 0, flags: int = 0) -> int:
-        """Receive what there is, up to a record; 0 at the end. The arguments are a socket's.
+        """Receive what there is, up to one record; 0 at the end. The arguments are a socket's.
 
         Raises:
             BlockingIOError: nothing came for ``silence_s``.
@@ -140,7 +140,7 @@ class Encrypted:
         return self._when_ready(lambda: self._encrypted.recv_into(buffer))
 
     def sendall(self, octets: Any) -> None:
-        """Send all of it.
+        """Send all of the bytes.
 
         Raises:
             BlockingIOError: the other end took nothing for ``silence_s``.
@@ -148,22 +148,22 @@ class Encrypted:
         view = memoryview(octets)
         for start in range(0, len(view), _PIECE_BYTES):
             piece = view[start : start + _PIECE_BYTES]
-            # Sent whole or not at all, for OpenSSL; if not, it has to be offered once more.
+            # OpenSSL sends it whole or not at all; if not, it has to be offered again.
             self._when_ready(lambda piece=piece: self._encrypted.send(piece))  # type: ignore[misc]
 
     def sendmsg(self, parts: list[Any]) -> int:
-        """Send the first record of a prefix and what follows it; returns how many bytes."""
+        """Send the first record's worth of a prefix and what follows; returns how many bytes."""
         prefix, octets = parts
         record = bytes(prefix) + bytes(memoryview(octets)[: RECORD_BYTES - len(prefix)])
         self.sendall(record)
         return len(record)
 
     def shutdown(self, how: int) -> None:
-        """As of a socket; what has arrived can still be decrypted, in any thread."""
+        """Like a socket's; what has arrived can still be decrypted, in any thread."""
         socket.socket.shutdown(self._encrypted, how)
 
     def close(self) -> None:
-        """As of a socket."""
+        """Like a socket's."""
         self._encrypted.close()
 
     def _when_ready(self, attempt: Callable[[], int]) -> int:
@@ -182,7 +182,7 @@ class Encrypted:
 
 
 def _make(password: bytes) -> tuple[bytes, bytes]:
-    """A certificate in DER; the same with its key, encrypted by the password, in PEM."""
+    """A certificate as DER; and as PEM with its key, which is encrypted with the password."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes

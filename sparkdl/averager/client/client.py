@@ -35,9 +35,9 @@ from sparkdl.transport.connecting import reach
 logger = logging.getLogger(__name__)
 
 RECONNECT_S = 5.0
-"""Seconds for which a worker tries to reach an averager that it has lost."""
+"""Seconds for which a worker tries to reach the averager again after losing it."""
 READING_S = 0.5
-"""Seconds between two heartbeats of a worker that reads its rows, or trains for long."""
+"""Seconds between heartbeats of a worker that is reading its rows, or training for long."""
 
 
 class AveragerClient:
@@ -46,26 +46,29 @@ class AveragerClient:
     Args:
         address: where the averager is, with the job's token.
         rank: this worker's rank.
-        wire_format: how values travel, the same as the averager's.
-        deadline_s: the longest that the averager lets a worker be silent, in seconds. It judges
-            whom it waits for; this end takes the averager for lost after twice that time.
-        worker_state: called for a checkpoint; what of this worker is not part of the center.
-        attempt: of Spark's task; a later attempt takes the place of an earlier.
+        wire_format: how values travel, as on the averager.
+        deadline_s: the longest for which the averager lets a worker be silent, in seconds. The
+            averager judges the workers that it waits for; this end considers the averager lost
+            after twice that time.
+        worker_state: called for a checkpoint; returns the part of this worker's state that is not
+            in the center.
+        attempt: the Spark task's attempt; a later one replaces an earlier one.
         task: the task's number, if several workers may share it.
-        restart_state: called for every contribution; what the averager keeps of this worker, should
-            all start again from that commit. None for nothing.
-        frozen: the fingerprint of the parameters that are no part of the center.
-        fragments: of how many parts of the state one after the other a round is, as the averager's.
-        clock: counts where this worker's time goes, which the driver is told of; None for nobody.
+        restart_state: called for every contribution; returns what to keep of this worker in case
+            all restart from that commit. None for nothing.
+        frozen: the fingerprint of the parameters that are not part of the center.
+        fragments: how many parts of the state the rounds exchange in turn, as on the averager.
+        clock: counts where this worker's time goes, to be reported to the driver; None for no
+            reports.
 
     Attributes:
-        closed_epoch: the last epoch of which this worker has exchanged its last window; 0 if none.
-        next_fragment: of which part of the state the next round is, counted from 0.
-        commit_wanted: whether the driver wanted a commit of all when they gathered last.
+        closed_epoch: the last epoch whose last window this worker has exchanged; 0 if none.
+        next_fragment: which part of the state the next round exchanges, counted from 0.
+        commit_wanted: whether the driver asked everyone to commit in the last gather.
 
     Raises:
-        DisconnectedError: the averager cannot be reached, not even in ``deadline_s``.
-        StoppedError: it is another job's.
+        DisconnectedError: the averager cannot be reached within ``deadline_s``.
+        StoppedError: the averager belongs to another job.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class AveragerClient:
         self._address = address
         self._deadline_s = deadline_s
         self._hello = join_header(rank, attempt, task, frozen)
-        # The driver waits that long for its workers to start.
+        # The driver waits as long for its workers to start.
         self._own_channel = reach(self._connect, deadline_s)
 
     def __enter__(self) -> AveragerClient:
@@ -111,10 +114,10 @@ class AveragerClient:
         self._close()
 
     def reconnect(self) -> None:
-        """Join once more after the connection broke; ``start`` has to follow.
+        """Rejoin after the connection broke; ``start`` has to follow.
 
         Raises:
-            StoppedError: the averager cannot be reached, or does not want this worker any more.
+            StoppedError: the averager cannot be reached, or no longer wants this worker.
         """
         self._close()
         self._checkpoint_due = False
@@ -128,7 +131,7 @@ class AveragerClient:
 
     @property
     def _channel(self) -> WorkerChannel:
-        """The channel, when no round that is under way uses it."""
+        """The channel, while no round under way is using it."""
         if self._under_way is not None:
             self._under_way.wait()
         return self._own_channel
@@ -143,7 +146,7 @@ class AveragerClient:
         return channel
 
     def report_reading(self, rows: int) -> None:
-        """Say, but not too often, that this worker is still reading its rows.
+        """Report, but not too often, that this worker is still reading its rows.
 
         Args:
             rows: how many it has read so far.
@@ -171,15 +174,15 @@ class AveragerClient:
 
         Args:
             shard: what this worker found in its rows, or in the first of them, for the driver to
-                look at.
-            segments: parameters and buffers of the replica, written in place.
+                check.
+            segments: the replica's parameters and buffers, written in place.
             layout: their kinds and sizes.
-            row_server: where other workers fetch rows from this one; None if they do not.
+            row_server: where other workers fetch this one's rows; None if they do not.
 
         Returns:
             Where this worker's training begins; ``resume`` has to follow if ``resumes`` is set.
-            None if that is not the beginning and ``shard`` not complete: the rest of the rows has
-            to be read first, and ``start`` to be called again.
+            None if that is not the beginning and ``shard`` is incomplete: then the remaining rows
+                have to be read first, and ``start`` called again.
         """
         self._times.compare_clocks(self._channel)
         with self._clock.phase(IDLE):
@@ -201,22 +204,22 @@ class AveragerClient:
         return Position(**header["position"])
 
     def show_rows(self, shard: ShardStatistics) -> None:
-        """Have the driver look at rows that arrived after ``start``.
+        """Have the driver check rows that arrived after ``start``.
 
         Args:
-            shard: what was found by now; complete when no more arrive.
+            shard: what was found so far; complete once no more rows arrive.
 
         Raises:
-            StoppedError: they cannot be trained on.
+            StoppedError: the rows cannot be trained on.
         """
         self._channel.send_header(shard_header(shard))
         self._channel.receive_header()
 
     def ask_for_rows(self) -> None:
-        """Learn again what ``start`` told of all workers' rows and of who serves them.
+        """Ask again for what ``start`` learned about all workers' rows and where they are served.
 
-        All have read theirs when the first epoch has ended; who was lost and is back serves
-        his elsewhere.
+        By the end of the first epoch all workers have read theirs, and one that was lost and is
+        back serves its rows at another address.
         """
         self._channel.send_header({"rows": True})
         self._note_rows(self._channel.receive_header())
@@ -233,13 +236,13 @@ class AveragerClient:
         return self._worker_state_bytes is not None
 
     def resume(self, segments: Sequence[Tensor]) -> bytes:
-        """Overwrite the rest of the replica's state that is part of the center.
+        """Overwrite the rest of the replica's state from the center.
 
         Args:
             segments: the replica's whole flat state, as in ``exchange``.
 
         Returns:
-            What ``worker_state`` returned when the checkpoint was written; empty if that is lost.
+            What ``worker_state`` returned when the checkpoint was written; empty if it is lost.
         """
         chunks = self._codec.whole(segments)
         with self._clock.phase(EXCHANGE):
@@ -263,12 +266,12 @@ class AveragerClient:
                             chunk.take_reply(self._receive(chunk, chunk.reply_packing))
                     committed = True
                 except _Again:
-                    # Before the first chunk of the reply, so that the state is what it was.
+                    # Only before the reply's first chunk, so the state is unchanged.
                     logger.info("rank %d contributes once more: another worker was lost", self.rank)
             self._committed(window)
 
     def begin_exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
-        """Take part in one round from here on; see ``protocols.CenterExchange``."""
+        """Start taking part in one round; see ``protocols.CenterExchange``."""
         with self._clock.phase(EXCHANGE):
             chunks = self._codec.fragment(segments, self.next_fragment)
             channel = self._channel
@@ -287,7 +290,7 @@ class AveragerClient:
             )
 
     def end_exchange(self, segments: Sequence[Tensor], local: float) -> None:
-        """Take what came of the round that is under way; see ``protocols.CenterExchange``."""
+        """Take the result of the round under way; see ``protocols.CenterExchange``."""
         with self._clock.phase(EXCHANGE):
             round = self._under_way
             assert round is not None
@@ -303,7 +306,7 @@ class AveragerClient:
             self._committed(round.window)
 
     def commit(self, segments: Sequence[Tensor], window: WindowReport) -> None:
-        """Take part in a round whose outcome is known; see ``protocols.CenterExchange``."""
+        """Take part in a round whose result is known; see ``protocols.CenterExchange``."""
         with self._clock.phase(EXCHANGE):
             self._contribute(self._codec.whole(segments), window, takes_reply=False)
             with self._clock.phase(WAIT):
@@ -315,7 +318,7 @@ class AveragerClient:
         """Exchange something small with every other worker; all have to call this equally often.
 
         Args:
-            value: this worker's contribution, of JSON's types.
+            value: this worker's contribution, in JSON's types.
 
         Returns:
             Every worker's contribution, by rank.
@@ -332,14 +335,14 @@ class AveragerClient:
         return gathered
 
     def report_validation(self, report: ValidationReport, states: bytes = b"") -> None:
-        """Tell the driver what this worker found on its held-out rows.
+        """Report to the driver what this worker found on its held-out rows.
 
         Args:
             report: the loss.
-            states: what its metrics have counted.
+            states: what its metrics counted.
 
         Raises:
-            DataError: that is more than a worker's share of the driver's memory.
+            DataError: the states exceed a worker's share of the driver's memory.
         """
         require_share_of_states(len(states), report, len(self.shard_rows))
         self._channel.send_header(
@@ -348,13 +351,13 @@ class AveragerClient:
         self._channel.send_octets(states, self._codec.chunk_bytes)
 
     def epoch_losses(self, epochs: int) -> Sequence[float]:
-        """The loss of each of the first epochs, on held-out rows if there are any.
+        """The losses of the first ``epochs`` epochs, on held-out rows if there are any.
 
-        Waits until every worker has reported what it found on its held-out rows, and with
-        ``asks_leave`` until the driver has approved the last of these epochs.
+        Waits until every worker has reported its validation and, with ``asks_leave``, until the
+        driver has approved the last of these epochs.
 
         Args:
-            epochs: how many; they have ended.
+            epochs: how many; all of them have ended.
         """
         if len(self._epoch_losses) < epochs:
             with self._clock.phase(WAIT):
@@ -396,7 +399,7 @@ class AveragerClient:
     def _header_of(
         self, window: WindowReport, *, takes_reply: bool
     ) -> tuple[dict[str, Any], bytes]:
-        """What a contribution begins with, and what the averager is to keep of this worker."""
+        """A contribution's header, and what the averager is to keep of this worker."""
         kept = b"" if self._restart_state is None else self._restart_state()
         header = window_header(window, takes_reply=takes_reply, worker_state=len(kept))
         due = window.last or self._times.due
@@ -407,17 +410,17 @@ class AveragerClient:
             chunk.take_center(self._receive(chunk, chunk.center_packing))
 
     def _receive(self, chunk: ReplicaChunk, packing: Packing) -> Tensor:
-        """Receive what a chunk is to become: in place if it can be, else beside it."""
+        """Receive a chunk's new values: in place if possible, else in separate memory."""
         room = self._codec.room(chunk, packing)
         while isinstance(values := self._channel.receive_packed(room, varies=packing.varies), dict):
             self._note_checkpoint(values)
-        # What came first was waited for; the rest comes as fast as it travels.
+        # The first values were waited for; the rest come as fast as they travel.
         self._clock.switch(EXCHANGE)
         self._clock.received += values.nbytes
         return packing.unpack(values, len(chunk.values))
 
     def _committed(self, window: WindowReport) -> None:
-        """A round has happened; if it becomes a checkpoint, this worker's state belongs to it."""
+        """After a round: if it becomes a checkpoint, send this worker's state for it."""
         self.next_fragment = (self.next_fragment + 1) % self._codec.fragments
         if window.last:
             self.closed_epoch = window.epoch

@@ -1,1 +1,1 @@
-"""What the averager decides: who is in, who is waited for, what a round comes to; no socket."""
+"""What the averager decides: who is in, who is waited for, how a round ends; no sockets."""

@@ -1,7 +1,7 @@
 """Which commits become checkpoints, and whose worker states belong to them.
 
-One at a time is put together: the worker states come, then it is written while training goes on. A
-round after which the next is due waits until it is.
+One at a time is put together: the worker states arrive, then it is written while training goes on.
+A round after which the next is due waits until it has been written.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ class Schedule(Protocol):
     """Which commits become checkpoints."""
 
     def due(self, epoch: int) -> bool:
-        """Whether the end of an epoch is one."""
+        """Whether the end of an epoch becomes a checkpoint."""
 
     def due_within(self, rounds: int) -> bool:
-        """Whether it is time for one, so many rounds after the last."""
+        """Whether it is time for one, this many rounds after the last."""
 
 
 class Checkpointing:
-    """The checkpoint that is being put together, and when the next is due.
+    """The checkpoint being put together, and when the next is due.
 
     Args:
         schedule: which commits become checkpoints; None for none.
         committed: how far the training has come.
-        saved: whether a checkpoint has what was committed before, if anything was.
+        saved: whether a checkpoint holds what was committed before, if anything was.
 
     Attributes:
-        awaited: ranks whose worker states have yet to come.
-        told_to_end: why the run is to end once a commit has become a checkpoint.
+        awaited: ranks whose worker states have yet to arrive.
+        told_to_end: why the run has to end once a commit has become a checkpoint.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Checkpointing:
         self._committed = committed
         self._since: float | None = None
         self._asked = False
-        # The last that a checkpoint was begun of, and the last that one exists of.
+        # The last round that a checkpoint was begun of, and the last that one exists of.
         self._begun_round = 0
         self._saved_round: int | None = 0 if saved else None
 
@@ -58,7 +58,7 @@ class Checkpointing:
 
     @property
     def has_last_commit(self) -> bool:
-        """Whether a checkpoint of the last commit exists, or none is written at all."""
+        """Whether a checkpoint of the last commit exists, or none are written at all."""
         return self._schedule is None or self._saved_round == self._committed.round
 
     def preempt(self, reason: SparkDLError) -> None:
@@ -72,7 +72,7 @@ class Checkpointing:
             self._asked = True
 
     def holds(self, window: on.WindowClosed) -> bool:
-        """Whether a window's round may become a checkpoint before another one is written."""
+        """Whether a window's round may become a checkpoint while another is being written."""
         if self._schedule is None or self._since is None:
             return False
         rounds = self._committed.round + 1 - self._begun_round
@@ -80,11 +80,11 @@ class Checkpointing:
         return ends or window.report.last or self._schedule.due_within(rounds)
 
     def begin_if_due(self, windows: Iterable[on.WindowClosed], now: float) -> bool:
-        """Begin a checkpoint of the commit that has just been, if it is time.
+        """Begin a checkpoint of the latest commit, if it is time.
 
         Args:
-            windows: the last ones of those whose state is that of the commit: they are asked for
-                it, and nobody who comes back later.
+            windows: the last windows of the workers whose state is that of the commit. These are
+                asked for it; workers that come back later are not.
             now: the time, in seconds.
         """
         if self._schedule is None or self._since is not None:
@@ -99,17 +99,17 @@ class Checkpointing:
         return True
 
     def forgo(self, rank: int) -> bool:
-        """Take note that a rank's state has come, or never will; returns whether all have."""
+        """Take note that a rank's state has come, or never will; returns whether none is left."""
         if rank not in self.awaited:
             return False
         self.awaited.discard(rank)
         return not self.awaited
 
     def finish(self, *, saved: bool) -> SparkDLError | None:
-        """Take note that nothing more is written; returns why the run is to end now, if it is.
+        """Take note that writing has ended; returns why the run has to end now, if it does.
 
         Args:
-            saved: whether the checkpoint exists. The next is due when it would be in any case.
+            saved: whether the checkpoint exists. When the next is due does not depend on it.
         """
         self._since = None
         if saved:
@@ -117,14 +117,14 @@ class Checkpointing:
         return None if self._asked else self.told_to_end
 
     def restart_clock(self, now: float) -> None:
-        """Restart the clock of how long it takes."""
+        """Restart the clock of how long the checkpoint takes."""
         self._since = None if self._since is None else now
 
     def require_in_time(self, members: Membership, now: float) -> None:
-        """Check that it is not being put together for longer than anything may take.
+        """Check that the checkpoint is not taking longer than the deadline.
 
         Raises:
-            DeadlineError: it is.
+            DeadlineError: it has taken longer.
         """
         if self._since is None or now - self._since <= members.deadline_s:
             return

@@ -1,6 +1,6 @@
-"""What a worker may do, and when: anything else ends the run, with an error that says why.
+"""What a worker may do, and when; anything else ends the run, with an error that says why.
 
-Only mistakes in a strategy, or a worker of other code, get so far.
+Only bugs in a strategy, or a worker that runs other code, get this far.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ ONE_LAST_WINDOW = (
 
 
 class Conduct:
-    """Checks of what workers say against the state of a run, which it does not change.
+    """Checks what workers say against the state of a run, without changing it.
 
     Args:
         members: who is in the run.
-        round: who takes part in the round that is under way.
+        round: who takes part in the round under way.
         committed: how far the training has come.
-        gathers: what the workers tell each other.
+        gathers: what the workers exchange in gathers.
         done: ranks that have left for good.
-        frozen: the fingerprint that the frozen parameters of every worker are to have.
+        frozen: the fingerprint that every worker's frozen parameters must have.
     """
 
     def __init__(
@@ -48,38 +48,38 @@ class Conduct:
         self._frozen = frozen
 
     def require_same_frozen(self, member: Member) -> None:
-        """Check that a worker has built the parameters that are never sent as all have.
+        """Check that a worker has built the same never-sent parameters as all others.
 
         Raises:
-            ModelError: it has not.
+            ModelError: it built others.
         """
         if member.frozen != self._frozen:
             raise ModelError(
                 f"{member} has built the model with other parameters that require no "
                 "gradient than the driver has, or with other values in them. They are never sent, "
                 "so all have to build the same: does the function given as model read a file that "
-                "is another one on that host, or draw random numbers that do not follow from "
-                "torch's seed? A module given as model is sent to all as it is"
+                "differs on that host, or draw random numbers that do not follow from torch's "
+                "seed? A module given as model is sent to all as it is"
             )
 
     def require_admitted(self, member: Member) -> None:
-        """Check that a worker has been let start.
+        """Check that a worker has been allowed to start.
 
         Raises:
-            TrainingError: it has not.
+            TrainingError: it has not been.
         """
         if member.rank not in self._round.admitted:
             raise TrainingError(f"{member} acts as if it had been let start, and it has not")
 
     def require_everyone(self, member: Member, what: str) -> None:
-        """Check that nobody has left for good whom a worker would wait for.
+        """Check that nobody whom a worker would wait for has left for good.
 
         Args:
             member: the worker.
-            what: it does; follows its name.
+            what: what it does; follows its name.
 
         Raises:
-            TrainingError: somebody has.
+            TrainingError: somebody has left.
         """
         if self._done:
             raise TrainingError(
@@ -111,7 +111,7 @@ class Conduct:
             )
 
     def require_end_of_epoch(self, member: Member) -> None:
-        """Check that a rank that leaves does not leave others who wait for it.
+        """Check that a leaving rank leaves nobody waiting for it.
 
         Raises:
             TrainingError: it does.

@@ -1,6 +1,6 @@
-"""What the decisions of a run answer: values that cross the border to the outside.
+"""What the decisions of a run say: values that cross the border to the outside.
 
-The loop at the edge turns them into bytes (``service/loop.py``). What they are told is in
+The loop at the edge turns them into bytes (``service/loop.py``). The input to the decisions is in
 ``events``, what the driver is told in ``run_events``.
 """
 
@@ -20,7 +20,7 @@ from sparkdl.feed.statistics.shards import DataStatistics
 
 @dataclass(frozen=True, slots=True)
 class ReadOn:
-    """Tell a worker, which has found something in its first rows, to read all of them."""
+    """Tell a worker that has reported only its first rows to read all of them."""
 
     member: Member
 
@@ -34,19 +34,19 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class GoOn:
-    """Tell a worker that the rows it has shown can be trained on."""
+    """Tell a worker that it may train on the rows it has shown."""
 
     member: Member
 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send workers what all have given, by rank.
+    """Send workers what all gave, by rank.
 
     Attributes:
         members: the workers.
-        gathered: what they have given.
-        commit: whether they are asked for a commit, if they can make one at this step.
+        gathered: what they gave.
+        commit: whether to ask them for a commit, if they can make one at this step.
     """
 
     members: tuple[Member, ...]
@@ -56,7 +56,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class TellEpochLosses:
-    """Send a worker the losses of the epochs that it does not know yet."""
+    """Send a worker the losses of epochs that it does not know yet."""
 
     member: Member
     losses: tuple[float, ...]
@@ -68,8 +68,8 @@ class Receive:
 
     Attributes:
         member: the worker.
-        weight: rows that it was trained on.
-        staleness: how often the center was updated since the worker has received it.
+        weight: rows that the contribution was trained on.
+        staleness: how often the center has been updated since the worker received it.
     """
 
     member: Member
@@ -79,21 +79,21 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class StartOver:
-    """Forget the sum; tell workers, also those that still send, to contribute the same again."""
+    """Forget the sum; tell workers, even those still sending, to contribute the same again."""
 
     members: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Send a worker the outcome of its round; ``Taken`` has to follow.
+    """Send a worker the result of its round; ``Taken`` has to follow.
 
     Attributes:
         member: the worker.
-        final: whether it is sent the epoch's final center in place of the round's outcome.
-        values: whether it wants them; it is told that they are committed otherwise.
-        worker_state: whether its state belongs to a checkpoint of this commit: it is asked for,
-            and ``WorkerStateWritten`` has to follow.
+        final: whether to send it the epoch's final center in place of the round's result.
+        values: whether it wants the values; otherwise it is only told of the commit.
+        worker_state: whether to ask for its state for a checkpoint of this commit;
+            ``WorkerStateWritten`` then has to follow.
     """
 
     member: Member
@@ -104,14 +104,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class AskWorkerState:
-    """Have a worker that waits for an epoch's end send its state for a checkpoint now."""
+    """Have a worker that is waiting for an epoch's end send its state for a checkpoint now."""
 
     member: Member
 
 
 @dataclass(frozen=True, slots=True)
 class SayWaiting:
-    """Tell workers that wait for others that the run goes on."""
+    """Tell workers waiting for others that the run goes on."""
 
     members: tuple[Member, ...]
 
@@ -158,10 +158,10 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Have the sum change the center.
+    """Let the sum change the center.
 
     Attributes:
-        contributions: what the sum is of; the center stays as it is without any.
+        contributions: what the sum consists of; without any, the center is unchanged.
     """
 
     contributions: Contributions
@@ -182,7 +182,7 @@ class BeginCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class WriteCheckpoint:
-    """Every worker's state is there: write the rest.
+    """Write the rest of the checkpoint, now that every worker's state is in.
 
     ``CheckpointWritten`` or ``CheckpointGivenUp`` has to follow.
     """
@@ -203,8 +203,8 @@ class End:
     """The run is over.
 
     Attributes:
-        failure: why it failed; every worker is told. None if all have finished.
-        stopped: why it was stopped, if it was; every worker is told.
+        failure: why it failed, which every worker is told; None if all have finished.
+        stopped: why it was stopped, if it was, which every worker is told.
     """
 
     failure: SparkDLError | None

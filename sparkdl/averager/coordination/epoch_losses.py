@@ -1,7 +1,7 @@
-"""The losses of epochs, and which workers wait for them.
+"""Epochs' losses, and which workers wait for them.
 
 A worker asks because its schedule follows the losses, or for leave to begin the next epoch, which
-the driver gives where callbacks follow the run. Either way it is answered when the loss is final:
+the driver gives where callbacks follow the run. Either way the answer comes once the loss is final:
 with held-out rows, once every rank has validated.
 """
 
@@ -18,18 +18,18 @@ from sparkdl.events import EpochSummary
 
 
 class EpochLosses:
-    """Who is told the losses of epochs, and when.
+    """Who is told epochs' losses, and when.
 
     Args:
         committed: how far the training has come.
-        shards: what the workers have found in their rows.
-        followed: whether callbacks follow the run: they are told of epochs, and workers only when
-            the driver has approved one.
-        measures: whether the driver computes metrics of what the workers count on held-out rows.
-        metric: the metric that they follow instead of the loss; None if they follow that.
+        shards: what the workers found in their rows.
+        followed: whether callbacks follow the run: they are told of each epoch first, and workers
+            only once the driver has approved it.
+        measures: whether the driver computes metrics from what the workers count on held-out rows.
+        metric: the metric that workers follow instead of the loss; None for the loss.
 
     Attributes:
-        wanted: what each rank waits for that waits.
+        wanted: what each waiting rank waits for.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class EpochLosses:
         return self.news()
 
     def news(self) -> list[Decision]:
-        """What driver and workers are told of epochs that have ended or are validated now."""
+        """What to tell driver and workers about epochs that have now ended or been validated."""
         validates = bool(self._shards.statistics.held_out)
         before = self._known
         known = self._committed.epochs_with_known_loss(validates=validates)
@@ -74,15 +74,15 @@ class EpochLosses:
         return self._for_callbacks(self._committed.measured(event.epoch, event.values))
 
     def approve(self, epoch: int) -> list[Decision]:
-        """Take note that the driver has looked at an epoch."""
+        """Take note that the driver has approved an epoch."""
         self._approved = max(self._approved, epoch)
         return self._answers()
 
     def want(self, event: on.EpochLossesWanted) -> list[Decision]:
-        """Have a worker wait, unless it is known what it wants to know.
+        """Have a worker wait, unless what it wants to know is known already.
 
         Raises:
-            TrainingError: for an epoch that has not ended.
+            TrainingError: it asks about an epoch that has not ended.
         """
         ended = self._committed.epoch - 1
         if event.epochs > ended:
@@ -97,7 +97,7 @@ class EpochLosses:
         return [do.Report(EpochValidated(summary))] if self._followed else []
 
     def _answers(self) -> list[Decision]:
-        """What those are told who need not wait any more."""
+        """The answers to workers that need not wait any more."""
         known = min(self._known, self._approved) if self._followed else self._known
         answered = [event for event in self.wanted.values() if event.epochs <= known]
         for event in answered:

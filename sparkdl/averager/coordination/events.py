@@ -1,7 +1,7 @@
-"""What the decisions of a run are told: values that cross the border from outside.
+"""The input to the decisions of a run: values that cross the border from outside.
 
-The loop at the edge turns bytes into these (``service/loop.py``); the simulation makes them with
-neither sockets nor a clock. What is answered is in ``decisions``.
+The loop at the edge turns bytes into these (``service/loop.py``); the simulation makes them without
+sockets or a clock. The output is in ``decisions``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Member:
 
     Attributes:
         rank: the worker's rank.
-        host: where it runs.
-        attempt: of Spark's task; a later one takes the place of an earlier.
-        task: the number of its task, which several workers may share.
+        host: the host that it runs on.
+        attempt: its Spark task's attempt; a later one replaces an earlier one.
+        task: its task's number, which several workers may share.
         frozen: the fingerprint of its frozen parameters; empty if it has none.
-        gone: whether it was lost, dropped or replaced; decisions ignore what it says from then on.
+        gone: whether it was lost, dropped or replaced; what it says from then on is ignored.
     """
 
     rank: int
@@ -63,12 +63,12 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class RowsFound:
-    """A worker says what it has found in its rows, or in those that have arrived.
+    """A worker reports what it found in its rows, or in those that have arrived.
 
     Attributes:
         member: the worker.
-        shard: what it has found.
-        row_server: where others fetch rows from it, which is theirs to read; None if they do not.
+        shard: what it found.
+        row_server: where others fetch its rows, for them to interpret; None if they do not.
     """
 
     member: Member
@@ -78,7 +78,7 @@ class RowsFound:
 
 @dataclass(frozen=True, slots=True)
 class Gave:
-    """A worker has given what the others are to know, and waits for what they give."""
+    """A worker has given its part of a gather, and waits for the others' parts."""
 
     member: Member
     value: object
@@ -91,8 +91,8 @@ class WindowClosed:
     Attributes:
         member: the worker.
         report: what it has trained on.
-        kept: what is to be kept of it, should all start again from this round; None for nothing.
-        takes_reply: whether it wants to know what came out.
+        kept: what to keep of it in case all restart from this round; None for nothing.
+        takes_reply: whether it wants the result.
     """
 
     member: Member
@@ -110,7 +110,7 @@ class Contributed:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A worker has been sent the center, or the outcome of the round."""
+    """A worker has been sent the center, or the round's result."""
 
     member: Member
 
@@ -129,7 +129,7 @@ class Validated:
     Attributes:
         member: the worker.
         report: the loss.
-        states: what its metrics have counted; None without metrics.
+        states: what its metrics counted; None without metrics.
     """
 
     member: Member
@@ -139,12 +139,12 @@ class Validated:
 
 @dataclass(frozen=True, slots=True)
 class EpochLossesWanted:
-    """A worker waits for the losses of epochs.
+    """A worker waits for epochs' losses.
 
     Attributes:
         member: the worker.
-        known: of how many epochs it knows them.
-        epochs: of how many it wants to.
+        known: for how many epochs it knows the loss.
+        epochs: for how many it wants to know it.
     """
 
     member: Member
@@ -171,19 +171,19 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The driver has looked at the statistics of the rows: the workers may train."""
+    """The driver has approved the rows' statistics: the workers may train."""
 
 
 @dataclass(frozen=True, slots=True)
 class Approved:
-    """The driver has looked at rows that arrived while a rank trains."""
+    """The driver has approved rows that arrived while a rank was training."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class EpochApproved:
-    """The driver has looked at an epoch: workers that ask for leave may begin the next one."""
+    """The driver has approved an epoch: workers that ask for leave may begin the next one."""
 
     epoch: int
 
@@ -194,7 +194,7 @@ class EpochMeasured:
 
     Attributes:
         epoch: counted from 1.
-        values: by name.
+        values: the metrics' values, by name.
     """
 
     epoch: int
@@ -203,7 +203,7 @@ class EpochMeasured:
 
 @dataclass(frozen=True, slots=True)
 class StopWanted:
-    """The training is to end here, as if it had come to its end.
+    """The training has to end here, as if it had reached its end.
 
     Attributes:
         reason: why, for logs.
@@ -214,34 +214,34 @@ class StopWanted:
 
 @dataclass(frozen=True, slots=True)
 class CommitWanted:
-    """Workers that exchange among themselves are to commit when they next gather."""
+    """Workers that exchange among themselves have to commit at their next gather."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """The run is to end with ``reason`` once a commit has become a checkpoint."""
+    """The run has to end with ``reason`` once a commit has become a checkpoint."""
 
     reason: SparkDLError
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersExpected:
-    """What workers wait for before they can start makes progress."""
+    """What workers wait for before they can start is making progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWritten:
-    """The checkpoint that was being written is there."""
+    """The checkpoint that was being written now exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointGivenUp:
-    """The checkpoint that was being written could not be, and nothing of it is left."""
+    """The checkpoint that was being written failed, and nothing of it is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; everything that had arrived before has been told."""
+    """Time has passed; everything that arrived before has been reported."""
 
 
 Event = (

@@ -1,8 +1,8 @@
 """Who is in a run: joined, alive, silent, lost, back. Times come from outside.
 
-Heartbeats are the only evidence: whatever arrives of a worker, or is taken by it, is one. A rank is
-overdue when it is waited for and its last message is longer ago than it is granted. What an event
-costs does not depend on the number of workers; only the look at the clock asks after all of
+Heartbeats are the only evidence: whatever arrives from a worker, or is read by it, is one. A rank
+is overdue when it is waited for and its last message is longer ago than it is granted. The cost of
+an event does not depend on the number of workers; only the check of the clock goes through all of
 them.
 """
 
@@ -16,11 +16,11 @@ from sparkdl.averager.coordination.events import Member
 from sparkdl.errors import StoppedError, TrainingError, WorkerLostError
 
 STRAGGLER_S = 15.0
-"""Seconds of silence that a worker is granted in any case, before it is dropped from a round."""
+"""Seconds of silence that any worker is granted before it is dropped from a round."""
 STRAGGLER_WINDOWS = 5.0
-"""Longest windows of the run so far that it is granted."""
+"""It is also granted this many times the longest window of the run so far."""
 GAP_TICKS = 4.0
-"""A look at the clock that comes later than so many intervals tells of a pause of the driver."""
+"""A check of the clock more than this many intervals after the last means the driver paused."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Tolerance:
     """What a run survives.
 
     Attributes:
-        max_failures: how often workers may be lost in all; 0 to end the run at the first loss.
-            Workers that are lost with their task are one loss.
-        min_workers: with how many workers rounds go on.
+        max_failures: how many losses of workers are allowed in total; 0 to end the run at the first
+            loss. Workers lost together with their task count as one loss.
+        min_workers: the fewest workers with which rounds go on.
     """
 
     max_failures: int = 0
@@ -38,7 +38,7 @@ class Tolerance:
 
 
 def too_many_losses(losses: Sequence[str], allowed: int) -> WorkerLostError:
-    """The error for one loss more than ``maxFailures`` allows; tells of the last few."""
+    """The error for one loss more than ``maxFailures`` allows; mentions the last few."""
     return WorkerLostError(
         f"{len(losses)} workers were lost, more than maxFailures allows ({allowed}): "
         + "; ".join(losses[-5:])
@@ -53,14 +53,15 @@ class Membership:
     """The workers of a run.
 
     Args:
-        world_size: how many there are to be.
-        deadline_s: the longest that one may be silent or away while it is waited for, in seconds.
+        world_size: how many workers there should be.
+        deadline_s: the longest for which one may be silent or away while it is waited for, in
+            seconds.
         tolerance: what the run survives.
         now: the time, in seconds.
 
     Attributes:
         losses: which workers were lost, and why.
-        dropped: the rank of each worker that was dropped for its silence, in that order.
+        dropped: the ranks of workers dropped for their silence, in the order of the drops.
     """
 
     def __init__(
@@ -77,22 +78,22 @@ class Membership:
         self._lost: Counter[tuple[int, int, int]] = Counter()
         self._failures: dict[tuple[int, int], int] = {}
         self._last_message: dict[int, float] = {}
-        # Nobody was expected to send anything before this.
+        # Nobody was expected to send anything before this time.
         self._silence_began = now
         self._awaited_began = now
         self._last_look = now
         self._longest_window = 0.0
-        # Since when each rank trains that has not closed its window yet.
+        # When each rank that is still training its window began it.
         self._window_began: dict[int, float] = {}
         self._patience = 1.0
-        # Who trains on rows that still arrive, and may have to wait for them.
+        # Ranks that train on rows still arriving, and may have to wait for them.
         self._reading: set[int] = set()
 
     def join(self, member: Member, now: float) -> Member | None:
         """Let a worker in.
 
         Returns:
-            The one whose place it takes, if that one was not known to be lost.
+            The one whose place it takes, unless that one was known to be lost.
 
         Raises:
             TrainingError: the rank is not one of this run's, or has joined already.
@@ -121,7 +122,7 @@ class Membership:
         return None if before is None or before.gone else before
 
     def lose(self, member: Member, why: str, now: float) -> WorkerLostError | None:
-        """Note that a worker is lost; returns the error if that is one too many."""
+        """Take note that a worker is lost; returns the error if that is one too many."""
         member.gone = True
         if self._members[member.rank] is member:
             self._there.discard(member.rank)
@@ -137,7 +138,7 @@ class Membership:
         return WorkerLostError(self.losses[-1], ranks=(member.rank,))
 
     def _count_loss(self, member: Member) -> None:
-        """Workers of one task that are lost once each are one loss."""
+        """Count a loss; workers of one task that are lost once each count as one."""
         attempt = member.task, member.attempt
         self._lost[*attempt, member.rank] += 1
         times = self._lost[*attempt, member.rank]
@@ -159,7 +160,7 @@ class Membership:
 
     @property
     def there(self) -> set[int]:
-        """Ranks that have joined and were not lost; not to be written to."""
+        """Ranks that have joined and are not lost; callers must not modify it."""
         return self._there
 
     def note_heartbeat(self, rank: int, now: float) -> None:
@@ -167,11 +168,11 @@ class Membership:
         self._last_message[rank] = now
 
     def restart_clock(self, now: float) -> None:
-        """Restart the clock of everybody's silence: something has happened that all waited for."""
+        """Restart everybody's silence clock: something that all waited for has happened."""
         self._silence_began = now
 
     def pass_turn(self, now: float) -> None:
-        """Restart the clock of silence for whoever waited for another's turn to end."""
+        """Restart the silence clock of whoever waited for another's turn to end."""
         self._awaited_began = now
 
     def begin_window(self, rank: int, now: float) -> None:
@@ -179,7 +180,7 @@ class Membership:
         self._window_began[rank] = now
 
     def end_window(self, rank: int, now: float) -> None:
-        """Take note that a rank has finished a window; one that it only sends again is none."""
+        """Take note that a rank has finished a window; one that is merely resent does not count."""
         began = self._window_began.pop(rank, None)
         if began is not None and rank not in self._reading:
             lasted = now - max(began, self._silence_began)
@@ -190,7 +191,7 @@ class Membership:
         (self._reading.add if reading else self._reading.discard)(rank)
 
     def reads(self, rank: int) -> bool:
-        """Whether a rank trains on rows that still arrive."""
+        """Whether a rank trains on rows that are still arriving."""
         return rank in self._reading
 
     def patience_s(self, rank: int) -> float:
@@ -202,19 +203,20 @@ class Membership:
         return min(granted * self._patience, self.deadline_s)
 
     def double_patience(self) -> None:
-        """Grant more, after a worker was dropped that may only have been busy for long."""
+        """Grant more after dropping a worker that may merely have been busy for long."""
         self._patience *= 2
 
     @property
     def tick_s(self) -> float:
-        """Seconds between two looks at the clock."""
+        """Seconds between two checks of the clock."""
         return min(1.0, self.deadline_s / 4)
 
     def look(self, now: float) -> bool:
-        """Look at the clock; returns whether this process has paused since it last did.
+        """Check the clock; returns whether this process has paused since the last check.
 
-        Then (garbage collection, swap, a suspended laptop) what was sent meanwhile has not been
-        looked at: nobody is overdue, nor has trained for long, until its silence is counted again.
+        After a pause (garbage collection, swapping, a suspended laptop), what was sent meanwhile is
+        still unread: nobody counts as overdue, or as having trained for long, until silence is
+        counted afresh.
         """
         gap, self._last_look = now - self._last_look, now
         paused = gap > GAP_TICKS * self.tick_s
@@ -229,12 +231,12 @@ class Membership:
         }
 
     def overdue_in_its_turn(self, rank: int, now: float) -> bool:
-        """Whether a rank was silent for longer than it is granted, since its turn began."""
+        """Whether a rank has been silent for longer than it is granted since its turn began."""
         since = max(self._silent_since(rank), self._awaited_began)
         return now - since >= self.patience_s(rank)
 
     def silent_s(self, rank: int, now: float) -> float:
-        """Seconds since a rank's last message, or since one is expected."""
+        """Seconds since a rank's last message, or since one has been expected."""
         return now - self._silent_since(rank)
 
     def _silent_since(self, rank: int) -> float:
@@ -248,6 +250,6 @@ class Membership:
         )
 
     def last_loss(self, rank: int) -> str:
-        """Why a rank was lost last, for messages; empty if it never was."""
+        """Why a rank was last lost, for messages; empty if it never was."""
         told = [loss for loss in self.losses if loss.startswith(f"rank {rank} ")]
         return told[-1] if told else ""

@@ -1,23 +1,23 @@
 """Who takes part in a round, and how far each of them has come.
 
-    admitted    let in; all others have yet to join, or were lost
-    pending     not yet through with the epoch
+    admitted    let in; all others have yet to join, or are lost
+    pending     not yet done with the epoch
     active      both
     held        about to contribute, and waiting until the sum may be added to
-    group       of those who are active, whose contributions the round is of: it is committed
-                when each of them has contributed
-    entered     contributing, or done with it
+    group       the active ranks whose contributions form the round: it is committed
+                once each of them has contributed
+    entered     contributing, or done contributing
     complete    done with it
-    late        left out of a round since they were sent a center, which others have changed since
-    at_barrier  done with a window, and waiting for the center until the policy lets them go on
-    newcomers   let in, and not yet let contribute by the policy
-    kept_out    held, and may be so because the policy does not let them contribute yet
+    late        left out of a round since they were sent a center, which others have changed
+    at_barrier  done with a window, waiting for the center until the policy lets them go on
+    newcomers   let in, but not yet allowed to contribute by the policy
+    kept_out    held, possibly because the policy does not let them contribute yet
     through     waiting for the epoch's final center, after a last window
     readers     being sent a center, which the next sum must not overwrite
-    queue       those held whom nothing but the sum keeps waiting, and some who were lost since
+    queue       held ranks that only the sum keeps waiting, and some that were lost since
 
-A rank whose window was its last of the epoch is no longer active; its reply comes when no rank has
-rows left, that is with the epoch's final center. Then all are active again.
+A rank whose window was its last of the epoch is no longer active; its reply comes once no rank has
+rows left, that is, with the epoch's final center. Then all are active again.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from sparkdl.averager.policies.round_policy import All, RoundPolicy
 
 
 class Loss(Enum):
-    """What the loss of a rank means for the sum."""
+    """What losing a rank means for the sum."""
 
     NOTHING = auto()
-    """It is complete without the rank, or the rank's part of it is whole."""
+    """Nothing: the rank takes no part in it, or its contribution is complete."""
     SKIPPED = auto()
-    """The rank has added nothing yet: the sum goes on without it."""
+    """The rank had added nothing yet: the sum goes on without it."""
     BROKEN = auto()
-    """The sum has part of a contribution that will never be whole."""
+    """The sum holds part of a contribution that will never be complete."""
 
 
 class Round:
@@ -65,20 +65,20 @@ class Round:
         self.through: dict[int, WindowClosed] = {}
         self.readers: set[int] = set()
         self.is_open = False
-        # Of the group: who is not complete, and who has not entered; kept, for they are asked after
-        # every contribution.
+        # The group's ranks that are not complete, and those that have not entered; kept because
+        # they are consulted after every contribution.
         self._missing: set[int] = set()
         self._awaited: set[int] = set()
-        # Who has entered late, and who is left out of this round.
+        # Ranks that entered late, and ranks left out of this round.
         self._entered_late: set[int] = set()
         self._left_out: set[int] = set()
         self.queue: deque[WindowClosed] = deque()
-        # About whom the policy has to be asked, of those who wait for it.
+        # The waiting ranks that the policy has to be asked about.
         self._to_ask: list[int] = []
         self._ask_about_all = False
 
     def admit(self, ranks: Iterable[int]) -> None:
-        """Let ranks in, between two sums; who was through with the epoch says so once more."""
+        """Let ranks in, between two sums; those through with the epoch will say so again."""
         assert not self.is_open
         for rank in ranks:
             self.admitted.add(rank)
@@ -89,7 +89,7 @@ class Round:
             self._ask_about_all = True
 
     def lose(self, rank: int) -> Loss:
-        """Take a rank out."""
+        """Remove a rank."""
         takes_part = rank in self._missing
         for ranks in (self.readers, self.newcomers, self.admitted, self.active, self.group):
             ranks.discard(rank)
@@ -109,7 +109,7 @@ class Round:
         self.queue.append(window)
 
     def next(self) -> WindowClosed | None:
-        """Who may contribute next, of those held, each once; None if nobody may now."""
+        """The next held window that may contribute, each once; None if none may now."""
         while self.queue and not self.readers:
             window = self.queue[0]
             rank = window.member.rank
@@ -128,11 +128,11 @@ class Round:
         return self.policy.may_contribute(rank, self.active)
 
     def requeue(self) -> None:
-        """Have ``next`` name all who are held once more: what they waited for may have come."""
+        """Have ``next`` go through all held windows again: their wait may be over."""
         self.queue = deque(self.held.values())
 
     def enter(self, window: WindowClosed) -> bool:
-        """Let a rank contribute; returns whether it is the first, so that a sum has to begin."""
+        """Let a rank contribute; returns whether it is the first, for which a sum has to begin."""
         rank = window.member.rank
         self.held.pop(rank, None)
         is_first, self.is_open = not self.is_open, True
@@ -148,7 +148,7 @@ class Round:
         return is_first
 
     def leave_out(self) -> list[int]:
-        """Go on without those who have not begun, if that is enough; returns who they are."""
+        """Go on without those that have not begun, if enough have; returns those left out."""
         group, late = len(self.group), len(self._entered_late)
         if not self.policy.is_enough(group - len(self._awaited), late, group):
             return []
@@ -159,26 +159,26 @@ class Round:
         return sorted(left)
 
     def finish(self, rank: int) -> None:
-        """Take note that a rank's contribution is whole."""
+        """Take note that a rank's contribution is complete."""
         self.complete.add(rank)
         self._missing.discard(rank)
 
     @property
     def kept_out(self) -> dict[int, WindowClosed]:
-        """Of those held, whom the policy may keep from contributing."""
+        """The held windows that the policy may keep from contributing."""
         if self.policy.holds_windows:
             return self.held
         return {rank: self.held[rank] for rank in self.newcomers & self.held.keys()}
 
     @property
     def behind_others(self) -> dict[int, WindowClosed]:
-        """Of those who have begun to contribute, who waits for others to do so."""
+        """The windows that have begun to contribute, but wait for others to do so."""
         first = min(self._missing, default=None)
         return {rank: window for rank, window in self.entered.items() if rank != first}
 
     @property
     def waiting(self) -> dict[int, Member]:
-        """Who has closed a window and waits for others, which may train for long; by rank."""
+        """Workers that have closed a window and wait for others, perhaps for long; by rank."""
         windows = self.behind_others | self.at_barrier | self.through
         if not self.policy.in_step:
             windows |= self.kept_out
@@ -186,26 +186,26 @@ class Round:
 
     @property
     def awaits_anyone(self) -> bool:
-        """Whether someone of the group has not begun to contribute."""
+        """Whether anyone in the group has not begun to contribute."""
         return bool(self._awaited)
 
     @property
     def is_complete(self) -> bool:
-        """Whether everyone of the group has contributed."""
+        """Whether everyone in the group has contributed."""
         return self.is_open and not self._missing
 
     def start_over(self) -> tuple[Member, ...]:
-        """Forget the sum; returns who has to contribute once more."""
+        """Forget the sum; returns the workers that have to contribute again."""
         again = tuple(window.member for window in self.entered.values())
         self.late |= self._entered_late
         self._begin_next()
         return tuple(member for member in again if not member.gone)
 
     def commit(self) -> list[WindowClosed]:
-        """End the round; returns the windows of its contributions, by rank.
+        """End the round; returns the windows that contributed, in rank order.
 
-        Those that were the last of their ranks' epochs are ``through`` from here on, the others'
-        ranks are ``at_barrier``.
+        Ranks whose window was their last of the epoch are ``through`` from here on, the others
+        ``at_barrier``.
         """
         windows = [self.entered[rank] for rank in sorted(self.complete)]
         for window in windows:
@@ -224,16 +224,16 @@ class Round:
         return windows
 
     def release(self) -> list[WindowClosed]:
-        """Let go on whom the policy lets, between two sums; they are readers from here on.
+        """Let those ranks go on that the policy lets, between two sums; they become readers.
 
         Returns:
-            What each of them has contributed last.
+            The window that each of them contributed last.
         """
         assert not self.is_open
         may_wait = self.held if self.policy.holds_windows else self.newcomers
         ranks = [*self.at_barrier, *may_wait] if self._ask_about_all else self._to_ask
         self._to_ask, self._ask_about_all = [], False
-        # The queue asks about those, when they have trained.
+        # ``next`` asks the policy about these, once they have trained.
         asked = [rank for rank in ranks if rank in may_wait and rank in self.held]
         self.queue.extend(self.held[rank] for rank in asked)
         released = [
@@ -245,7 +245,7 @@ class Round:
         return released
 
     def end_epoch(self) -> list[WindowClosed]:
-        """Make everyone active again; returns the windows of those who wait for the center."""
+        """Make everyone active again; returns the windows of those that wait for the center."""
         waiting, self.through = list(self.through.values()), {}
         self.readers |= {window.member.rank for window in waiting}
         self.pending = set(self._everyone)

@@ -1,12 +1,12 @@
-"""The decisions of a round: who contributes, when the sum becomes the center, who is sent it.
+"""The decisions of a round: who contributes, when the sum becomes the center, and who is sent it.
 
-Rounds go on without workers that are lost; one that had part of a lost worker's contribution starts
-over from what the others still hold. Positions count only what was committed, and an epoch ends
-when every rank is through with it, so that no row is counted twice.
+Rounds go on without lost workers; a round that holds part of a lost worker's contribution starts
+over from what the others still have. Positions count only what was committed, and an epoch ends
+when every rank is through with it, so no row is counted twice.
 
-A round after which a checkpoint is due waits for the one that is being written. A checkpoint has
-the worker states of those whose state is that of its commit: who contributed to it, and who waits
-for the epoch's end.
+A round after which a checkpoint is due waits for the one being written. A checkpoint holds the
+states of the workers whose state is that of its commit: those that contributed to it, and those
+waiting for the epoch's end.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class RoundDecisions:
     """The decisions of one round after another; ``Round`` knows who takes part.
 
     Args:
-        round: who takes part in the round that is under way.
+        round: who takes part in the round under way.
         members: who is in the run.
         arrivals: who waits to be let in.
-        shards: what the workers have found in their rows.
+        shards: what the workers found in their rows.
         committed: how far the training has come.
-        checkpoints: the one that is being put together, and when the next is due.
-        epoch_losses: who is told the losses of epochs.
+        checkpoints: the checkpoint being put together, and when the next is due.
+        epoch_losses: who is told epochs' losses.
         followed: whether the driver is told of commits.
-        decide: is given what is to be done, in order.
+        decide: called with what is to be done, in order.
     """
 
     def __init__(
@@ -66,20 +66,20 @@ class RoundDecisions:
         self._epoch_losses = epoch_losses
         self._followed = followed
         self._decide = decide
-        # How often the center was updated; and had been when each rank was sent it.
+        # How often the center has been updated, in all and before each rank was sent it.
         self._updates = 0
         self._sent: dict[int, int] = {}
 
     # Contributing.
 
     def close_window(self, window: on.WindowClosed, now: float) -> None:
-        """Have a worker contribute what it has trained, as soon as it may."""
+        """Have a worker contribute what it trained, as soon as it may."""
         self._members.end_window(window.member.rank, now)
         self._round.policy.closed(window.report, now)
         self._round.hold(window)
 
     def enter_held(self, now: float) -> None:
-        """Let in who is about to contribute, as long as the sum may be added to."""
+        """Let held workers contribute, as long as the sum may be added to."""
         while (window := self._round.next()) is not None:
             if not self._checkpoints.holds(window):
                 self._enter(window, now)
@@ -96,14 +96,14 @@ class RoundDecisions:
             self.complete(member.rank, now)
 
     def complete(self, rank: int, now: float) -> None:
-        """Take note that a contribution is whole."""
+        """Take note that a contribution is complete."""
         self._round.finish(rank)
-        # Nothing could arrive from those who waited for their turn to add.
+        # Those waiting for their turn to add could not send anything.
         self._members.pass_turn(now)
         self.commit_if_complete(now)
 
     def take(self, rank: int, now: float) -> None:
-        """Take note that a worker has what it was sent, and trains."""
+        """Take note that a worker has received what it was sent, and is training."""
         readers = self._round.readers
         readers.discard(rank)
         self._members.begin_window(rank, now)
@@ -111,7 +111,7 @@ class RoundDecisions:
             self._members.pass_turn(now)
 
     def lose(self, rank: int, now: float) -> None:
-        """Go on without a worker, or start over if the sum has part of its contribution."""
+        """Go on without a worker, or start over if the sum holds part of its contribution."""
         loss = self._round.lose(rank)
         if loss is Loss.BROKEN:
             self._start_over()
@@ -130,13 +130,13 @@ class RoundDecisions:
     # Committing.
 
     def commit_if_complete(self, now: float) -> None:
-        """Commit, if everyone has contributed and enough workers are there."""
+        """Commit if everyone has contributed and enough workers are present."""
         enough = len(self._round.admitted) + len(self._arrivals.knocking)
         if self._round.is_complete and enough >= self._members.tolerance.min_workers:
             self._commit(now)
 
     def _commit(self, now: float) -> None:
-        """Make the round's sum the new center, and its windows happen."""
+        """Make the round's sum the new center, and count its windows."""
         windows = self._round.commit()
         reports = [self._with_staleness(window) for window in windows]
         weighted = [report for report in reports if report.weight]
@@ -158,7 +158,7 @@ class RoundDecisions:
         self._members.restart_clock(now)
 
     def _end_epoch(self, now: float) -> list[on.WindowClosed]:
-        """Go on to the next epoch; returns the windows of those who wait for the final center."""
+        """Go on to the next epoch; returns the windows of those waiting for the final center."""
         summary = self._committed.end_epoch(now)
         self._decide(do.Report(summary))
         self._checkpoints.end_epoch(summary.epoch)
@@ -167,10 +167,10 @@ class RoundDecisions:
         return self._round.end_epoch()
 
     def _save_if_due(self, windows: Iterable[on.WindowClosed], now: float) -> bool:
-        """Begin a checkpoint of the commit that has just been, if it is time.
+        """Begin a checkpoint of the latest commit, if it is time.
 
         Args:
-            windows: the last ones of those whose state is that of the commit.
+            windows: the last windows of the workers whose state is that of the commit.
             now: the time, in seconds.
         """
         if not self._checkpoints.begin_if_due(windows, now):
@@ -182,7 +182,7 @@ class RoundDecisions:
         return True
 
     def _with_staleness(self, window: on.WindowClosed) -> WindowReport:
-        """A window's report, with how often the center was updated while it was trained."""
+        """A window's report, with how often the center was updated meanwhile."""
         staleness = self._staleness(window.member.rank) if window.report.weight else 0
         return replace(window.report, staleness=staleness) if staleness else window.report
 
@@ -192,14 +192,14 @@ class RoundDecisions:
     # Between two rounds.
 
     def knock(self, now: float, *, serves_rows: bool) -> None:
-        """Let a worker in that has become ready, now or after the round that is under way.
+        """Let in a worker that has become ready, now or after the round under way.
 
         Args:
             now: the time, in seconds.
             serves_rows: whether others fetch rows from it.
         """
         if self._round.is_open and serves_rows and self._round.awaits_anyone:
-            # One of those may have to fetch rows of this rank before it can contribute.
+            # One of those awaited may have to fetch rows from this rank before it can contribute.
             self._start_over()
         if not self._round.is_open:
             self.admit(now)
@@ -208,12 +208,12 @@ class RoundDecisions:
     def admit(
         self, now: float, *, saves: bool = False, final: Sequence[on.WindowClosed] = ()
     ) -> None:
-        """Let those in who knock, and those go on who need not wait for others any more.
+        """Let in whoever is ready, and let those go on that need not wait for others any more.
 
         Args:
             now: the time, in seconds.
             saves: whether the last commit becomes a checkpoint.
-            final: the last windows of those who have waited for the epoch's end.
+            final: the last windows of those that waited for the epoch's end.
         """
         knocking = sorted(self._arrivals.knocking)
         self._round.admit(knocking)

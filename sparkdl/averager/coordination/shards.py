@@ -1,4 +1,4 @@
-"""What the ranks have found in their rows."""
+"""What the ranks found in their rows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 
 
 class Shards:
-    """The rows of every rank, as far as they are known.
+    """Every rank's rows, as far as they are known.
 
     Args:
         world_size: number of ranks.
 
     Attributes:
-        row_servers: where others fetch the rows of each rank, as it has told; None if they do not.
+        row_servers: where others fetch each rank's rows, as it reported; None if they do not.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -26,17 +26,17 @@ class Shards:
         self._told: DataStatistics | None = None
 
     def __contains__(self, rank: int) -> bool:
-        """Whether a rank has found something."""
+        """Whether a rank has reported anything."""
         return rank in self._found
 
     @property
     def known(self) -> bool:
-        """Whether every rank has found something."""
+        """Whether every rank has reported something."""
         return len(self._found) == self._world_size
 
     @property
     def statistics(self) -> DataStatistics:
-        """What all found together; once every rank has found something."""
+        """What all found together; available once every rank has reported something."""
         if self._statistics is None:
             self._statistics = DataStatistics.of(
                 [self._found[rank] for rank in range(self._world_size)]
@@ -45,22 +45,22 @@ class Shards:
 
     @property
     def held_out_rows(self) -> list[int]:
-        """Rows to validate with of each rank; once every rank has found something."""
+        """Each rank's number of rows to validate with; available once every rank has reported."""
         return [self._found[rank].held_out for rank in range(self._world_size)]
 
     def note(self, rank: int, shard: ShardStatistics) -> DataStatistics | None:
-        """Take note of what a rank has found.
+        """Take note of what a rank found.
 
         Args:
-            rank: whose rows they are.
-            shard: what it found in all its rows, or in the first.
+            rank: the rank whose rows they are.
+            shard: what it found in all its rows, or in the first ones.
 
         Returns:
-            What the driver has not been told of all ranks' rows: when something is known of each,
-            and when everything is; else None.
+            The statistics of all ranks' rows, if the driver has to be told: once something is known
+            about each rank, and once everything is; else None.
 
         Raises:
-            DataError: the rank has come back, and its rows are not what they were.
+            DataError: the rank has come back, and its rows differ.
             TrainingError: the rank has other columns than the rest.
         """
         if self._columns is None:
@@ -70,7 +70,7 @@ class Shards:
         before = self._found.get(rank)
         if before is not None and before.complete:
             if not shard.complete:
-                return None  # it has come back, and reads again what is known
+                return None  # it has come back, and is rereading what is known
             _require_same(rank, before, shard)
         self._found[rank] = shard
         self._statistics = None

@@ -1,4 +1,4 @@
-"""The headers that workers send, checked: a token holder's mistake must not become a hang."""
+"""The headers that workers send, checked: a mistake by a token holder must not become a hang."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ _COLUMN_TYPES: _Types = {
 }
 _PLACE_TYPES = [int, int]
 _INTEGERS = range(-(1 << 63), 1 << 64)
-"""Those that 64 bits hold. JSON has larger ones, which no float does: adding them up would fail."""
+"""Integers that fit in 64 bits. JSON may hold ones too large for a float, so sums would fail."""
 ADDRESS_BYTES = 512
-"""The longest that anybody is known by: a host's name has 253 at most."""
+"""The longest address of a worker; a host's name has at most 253 characters."""
 MAX_STATES_BYTES = 256 << 20
-"""Of what metrics have counted in an epoch, of all workers together: the driver computes them in
-memory. A score and a label of 20 million held-out rows fit in."""
+"""The most that all workers' metrics together may count in an epoch: the driver computes them in
+memory. Scores and labels of 20 million held-out rows fit."""
 SAFE_COLUMNS = 1000
-"""Statistics of so many fit into a header, whatever they are."""
+"""Statistics of this many columns fit into a header, whatever they are."""
 _FAILURE_TYPES: _Types = {
     "message": (str,),
     "non_finite": (bool,),
@@ -87,7 +87,7 @@ _FAILURE_TYPES: _Types = {
 
 
 def failure_header(error: WorkerError | CollectiveError) -> dict[str, Any]:
-    """What a worker sends when its user's code has raised, or its exchange with others broke."""
+    """What a worker sends when the user's code raised, or its exchange with others broke."""
     if isinstance(error, CollectiveError):
         return {"broken": str(error), "missing": list(error.ranks)}
     return {
@@ -109,8 +109,8 @@ def window_header(
 
     Args:
         window: what was trained on.
-        takes_reply: whether it wants to know what came out.
-        worker_state: bytes that follow, which the averager is to keep of the worker.
+        takes_reply: whether the worker wants the result.
+        worker_state: number of bytes that follow, for the averager to keep of the worker.
     """
     fields = {name: getattr(window, name) for name in _WINDOW_TYPES}
     fields["measured"] = dict(window.measured)
@@ -121,13 +121,13 @@ def shard_header(shard: ShardStatistics) -> dict[str, Any]:
     """What a worker sends once it has read its rows.
 
     Raises:
-        DataError: they have more columns than a header holds.
+        DataError: the rows have more columns than a header holds.
     """
     header = {"shard": dataclasses.asdict(shard)}
     columns = len(shard.columns)
     if columns > SAFE_COLUMNS and (size := len(json.dumps(header))) > MAX_HEADER_BYTES:
         raise DataError(
-            f"what was found in {columns} columns takes {size} bytes, and a worker can tell the "
+            f"what was found in {columns} columns takes {size} bytes, and a worker can send the "
             f"driver {MAX_HEADER_BYTES}, which is enough for about "
             f"{columns * MAX_HEADER_BYTES // size}. Put columns that belong together into one "
             "array column first, for example with F.array(...) or VectorAssembler"
@@ -136,7 +136,7 @@ def shard_header(shard: ShardStatistics) -> dict[str, Any]:
 
 
 def statistics_header(statistics: DataStatistics) -> dict[str, Any]:
-    """What a worker is told of the rows of all: as much as one worker tells, however many."""
+    """What a worker is told about all rows: as much as one worker reports about its own."""
     everything = ShardStatistics(
         statistics.rows,
         statistics.columns,
@@ -151,7 +151,7 @@ def read_statistics(header: dict[str, Any]) -> DataStatistics:
     """The rows of all workers.
 
     Raises:
-        TrainingError: the header is not of them.
+        TrainingError: the header does not describe them.
     """
     everything, rows = read_shard(header, None), header.get("shard_rows")
     if not isinstance(rows, list) or not all(type(count) is int and count >= 0 for count in rows):
@@ -160,13 +160,13 @@ def read_statistics(header: dict[str, Any]) -> DataStatistics:
 
 
 def join_header(rank: int, attempt: int, task: int | None, frozen: str) -> dict[str, Any]:
-    """What a worker of this host sends first; by default it is the only one of its task."""
+    """What a worker on this host sends first; by default it is the only one of its task."""
     host, task = socket.gethostname(), rank if task is None else task
     return {"join": rank, "host": host, "attempt": attempt, "task": task, "frozen": frozen}
 
 
 def read_join(header: dict[str, Any]) -> tuple[int, str, int, int, str]:
-    """Rank, host, attempt, task and fingerprint of a worker that joins.
+    """Rank, host, attempt, task and fingerprint of a joining worker.
 
     Raises:
         TrainingError: the header does not have them.
@@ -201,10 +201,10 @@ def read_shard(header: dict[str, Any], rank: int | None) -> ShardStatistics:
 
 
 def read_row_server(header: dict[str, Any], rank: int) -> object:
-    """Where other workers fetch a worker's rows, for them to read; None if they do not.
+    """Where others fetch a worker's rows, for them to interpret; None if they do not.
 
     Raises:
-        TrainingError: it is more than an address takes, and all workers are told.
+        TrainingError: it is too long for an address, and it would be sent to all workers.
     """
     address = header.get("row_server")
     if address is not None and len(json.dumps(address)) > ADDRESS_BYTES:
@@ -213,10 +213,10 @@ def read_row_server(header: dict[str, Any], rank: int) -> object:
 
 
 def read_gather(header: dict[str, Any], rank: int, world_size: int) -> Any:
-    """What a worker wants all others to know.
+    """What a worker gives in a gather, for all others to know.
 
     Raises:
-        TrainingError: it is so much that what all want would be more than a header holds.
+        TrainingError: it is so much that all workers' shares would exceed a header.
     """
     size = len(json.dumps(header["gather"]))
     share = (MAX_HEADER_BYTES - len('{"gathered": []}')) // world_size - len(", ")
@@ -233,7 +233,7 @@ def read_window(header: dict[str, Any], rank: int) -> WindowReport:
     """The report of a contribution.
 
     Raises:
-        TrainingError: the header is not one, or is of another rank.
+        TrainingError: the header is not one, or belongs to another rank.
     """
     fields = _checked(header.get("window"), _WINDOW_TYPES, rank)
     counts = fields["examples"], fields["stands_for"] or 0
@@ -243,7 +243,7 @@ def read_window(header: dict[str, Any], rank: int) -> WindowReport:
 
 
 def phases_header(times: PhaseTimes) -> dict[str, Any]:
-    """What a worker sends along with a report, of where its time went."""
+    """What a worker sends along with a report about where its time went."""
     return {"phases": dataclasses.asdict(times)}
 
 
@@ -251,7 +251,7 @@ def read_phases(header: dict[str, Any], rank: int) -> PhaseTimes | None:
     """Where a worker's time went; None if it does not say.
 
     Raises:
-        TrainingError: the header says something else.
+        TrainingError: the header says something other than times.
     """
     if "phases" not in header:
         return None
@@ -271,7 +271,7 @@ def read_phases(header: dict[str, Any], rank: int) -> PhaseTimes | None:
 
 
 def read_worker_state(header: dict[str, Any], rank: int, limit: int) -> int:
-    """How many bytes of its state a worker is about to send.
+    """The size in bytes of the state that a worker is about to send.
 
     Raises:
         TrainingError: the header does not say, or more than ``limit``.
@@ -287,18 +287,18 @@ def validation_header(report: ValidationReport, states: int = 0) -> dict[str, An
 
     Args:
         report: the loss.
-        states: bytes that follow, what its metrics have counted.
+        states: number of bytes that follow, with what its metrics counted.
     """
     return {"validation": dataclasses.asdict(report), "states": states}
 
 
 def require_share_of_states(size: int, report: ValidationReport, world_size: int) -> None:
-    """Check that a worker may send what its metrics have counted after an epoch.
+    """Check that a worker may send what its metrics counted after an epoch.
 
     Args:
-        size: bytes of that.
-        report: on how many rows.
-        world_size: of how many workers the driver has to hold as much.
+        size: how many bytes it is.
+        report: the report, which says on how many rows.
+        world_size: number of workers from which the driver has to hold as much.
 
     Raises:
         DataError: it is more than a worker's share of the driver's memory.
@@ -314,7 +314,7 @@ def require_share_of_states(size: int, report: ValidationReport, world_size: int
 
 
 def read_states_size(header: dict[str, Any], rank: int, world_size: int) -> int:
-    """How many bytes of what its metrics have counted a worker is about to send.
+    """The size in bytes of the metrics' states that a worker is about to send.
 
     Raises:
         TrainingError: the header does not say, or more than its share.
@@ -331,7 +331,7 @@ def read_validation(header: dict[str, Any], rank: int) -> ValidationReport:
     """The report of an epoch's held-out rows.
 
     Raises:
-        TrainingError: the header is not one, or is of another rank.
+        TrainingError: the header is not one, or belongs to another rank.
     """
     fields = _checked(header.get("validation"), _VALIDATION_TYPES, rank)
     if fields["examples"] < 0 or fields["rank"] != rank:
@@ -340,7 +340,7 @@ def read_validation(header: dict[str, Any], rank: int) -> ValidationReport:
 
 
 def read_epoch_losses(header: dict[str, Any], rank: int) -> tuple[int, int]:
-    """Of how many epochs a worker knows the loss, and of how many it asks for it.
+    """For how many epochs a worker knows the loss, and for how many it asks for it.
 
     Raises:
         TrainingError: the header does not say.
@@ -355,9 +355,9 @@ def raise_reported_failure(header: dict[str, Any]) -> None:
     """Raise the error that a worker reports, if the header is such a report.
 
     Raises:
-        WorkerError: it is; NonFiniteError if the contribution was not finite.
+        WorkerError: it is one; NonFiniteError if the contribution was not finite.
         CollectiveError: the worker's exchange with the others broke.
-        TrainingError: it pretends to be.
+        TrainingError: it looks like one, but is malformed.
     """
     if isinstance(header.get("broken"), str):
         missing = header.get("missing")
@@ -395,7 +395,7 @@ def _checked(fields: Any, types: _Types, rank: int | None) -> dict[str, Any]:
 
 
 def _quoted(value: Any) -> str:
-    """What was sent, in part if it is long: the message goes to every worker and into the log."""
+    """What was sent, abridged if it is long: the message goes to every worker and into the log."""
     brief = reprlib.Repr()
     brief.maxdict, brief.maxstring, brief.maxother = 20, 80, 80
     return brief.repr(value)

@@ -1,6 +1,6 @@
-"""How far a training has come, as counted at commits; what a checkpoint says and a worker is told.
+"""How far a training has come, counted at commits, as checkpoints say it and workers are told it.
 
-A row counts as trained on when the round to which it contributed is committed, not before.
+A row counts as trained on once the round that it contributed to is committed, not before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sparkdl.events import EpochSummary, WindowReport, are_measured, are_metrics
 T = TypeVar("T")
 _COUNTS = range(1 << 63)
 _BY_NAME = {"metrics": are_metrics, "measured": are_measured}
-"""What keeps numbers by name, and what they have to be."""
+"""Fields that hold numbers by name, and the checks for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +44,19 @@ class Progress:
     """How far all workers have come together."""
 
     epoch: int
-    """The epoch that is under way, counted from 1."""
+    """The epoch under way, counted from 1."""
     rounds: int
     """Rounds committed in that epoch."""
     positions: tuple[Position, ...]
-    """By rank."""
+    """The workers' positions, by rank."""
     reports: tuple[WindowReport, ...] = ()
     """The windows committed in that epoch."""
     history: tuple[EpochSummary, ...] = ()
-    """The epochs before."""
+    """The previous epochs."""
 
     @classmethod
     def start(cls, world_size: int) -> Progress:
-        """Nothing has been done."""
+        """The progress at the start: none."""
         return cls(epoch=1, rounds=0, positions=(Position(),) * world_size)
 
     @property
@@ -65,12 +65,12 @@ class Progress:
         return self.rounds + sum(summary.rounds for summary in self.history)
 
     def as_json(self) -> dict[str, Any]:
-        """For ``from_json``."""
+        """The fields as JSON, for ``from_json``."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Progress:
-        """What ``as_json`` returned, perhaps by way of a file.
+        """Restore what ``as_json`` returned, possibly read from a file.
 
         Raises:
             AttributeError, KeyError, TypeError: it is something else.
@@ -85,13 +85,13 @@ class Progress:
 
 
 def _read(kind: type[T], fields: Mapping[str, Any]) -> T:
-    """One of our dataclasses of numbers."""
+    """Read one of our dataclasses of numbers."""
     hints = get_type_hints(kind)
     return kind(**{name: _checked(hints[name], name, value) for name, value in fields.items()})
 
 
 def _checked(hint: Any, name: str, value: Any) -> Any:
-    """A number of the type that is wanted; whole ones count something."""
+    """A number of the wanted type; integers are counts."""
     if name in _BY_NAME:
         if not _BY_NAME[name](value):
             raise TypeError(f"{name} is {value!r}")

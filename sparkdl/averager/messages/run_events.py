@@ -1,4 +1,4 @@
-"""What the driver is told of a run as it goes on."""
+"""What the driver is told about a run as it goes on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sparkdl.phases import PhaseTimes
 
 @dataclass(frozen=True, slots=True)
 class NewRows:
-    """What a worker has found in rows that arrive while it trains; it waits for ``Approved``.
+    """What a worker found in rows that arrive while it trains; it waits for ``Approved``.
 
     Attributes:
-        rank: the worker's.
-        shard: what is known of its rows by now.
+        rank: the worker's rank.
+        shard: what is known about its rows so far.
     """
 
     rank: int
@@ -38,11 +38,11 @@ class RoundCommitted:
 
 @dataclass(frozen=True, slots=True)
 class EpochCounted:
-    """Every worker has told what its metrics have counted; all wait for ``EpochMeasured``.
+    """Every worker has reported what its metrics counted; all wait for ``EpochMeasured``.
 
     Attributes:
         epoch: counted from 1.
-        states: by rank; None of one that has sent nothing.
+        states: by rank; None for a rank that sent nothing.
     """
 
     epoch: int
@@ -51,9 +51,9 @@ class EpochCounted:
 
 @dataclass(frozen=True, slots=True)
 class EpochValidated:
-    """An epoch's losses are final, on held-out rows too if there are any.
+    """An epoch's losses are final, including those on held-out rows if there are any.
 
-    Where workers ask for leave they wait for ``EpochApproved``.
+    Workers that ask for leave wait for ``EpochApproved``.
     """
 
     summary: EpochSummary
@@ -61,12 +61,12 @@ class EpochValidated:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTimes:
-    """A worker tells where its time went since it told that last.
+    """A worker reports where its time went since its last such report.
 
     Attributes:
-        rank: the worker's.
-        host: where it runs, as it calls it.
-        times: by the driver's clock.
+        rank: the worker's rank.
+        host: its host, as it names it.
+        times: its times, by the driver's clock.
     """
 
     rank: int
@@ -79,8 +79,8 @@ class WorkerLost:
     """A worker was lost, and the run goes on.
 
     Attributes:
-        rank: the worker's.
-        why: in words; follows its name.
+        rank: the worker's rank.
+        why: the reason in words; follows its name.
     """
 
     rank: int
@@ -89,11 +89,11 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkersRestarted:
-    """All workers are started again, from the last center.
+    """All workers are restarted from the last center.
 
     Attributes:
-        why: in words.
-        lost: the ranks that were lost before, as far as that is known.
+        why: the reason in words.
+        lost: the ranks that were lost before, as far as they are known.
     """
 
     why: str
@@ -107,7 +107,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Nothing need have happened; whoever follows the run may look at the clock."""
+    """Nothing need have happened; lets whoever follows the run check the clock."""
 
 
 RunEvent = (

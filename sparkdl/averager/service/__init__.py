@@ -1,1 +1,1 @@
-"""The driver's end: a service whose loop turns bytes into events, decisions into bytes."""
+"""The driver's end: a service whose loop turns bytes into events and decisions into bytes."""

@@ -1,6 +1,6 @@
 """What one worker and the averager say to each other, from joining to leaving.
 
-One worker is one connection (``framing.py`` has its form):
+Each worker has one connection (``framing.py`` describes its format):
 
     worker                               averager
     {"join": rank, "host": ...,
@@ -8,14 +8,14 @@ One worker is one connection (``framing.py`` has its form):
      "task": ..., "frozen":
      fingerprint}                ------>
     {"reading": rows so far}     ------> now and then, while its rows arrive
-    {"clock": true}              ------> some times, to compare the clocks
+    {"clock": true}              ------> a few times, to compare the clocks
                                  <------ {"clock": seconds}
     {"shard": what they are,
      "row_server": where others fetch
-     them, or null}              ------> wait for all ranks, and for the driver to look at it
-                                 <------ or {"read_on": true}, to one that has not read all of
-                                         them and does not begin its training, or continues from a
-                                         checkpoint, which may be of other rows: the same again
+     them, or null}              ------> wait for all ranks, and for the driver to check it
+                                 <------ or {"read_on": true}, if it has not read them all and is
+                                         not just starting to train, or resumes from a checkpoint,
+                                         which may belong to other rows: then the same again
                                  <------ {"waiting": true}, now and then
                                  <------ {"chunk_bytes": size of the largest message of values,
                                           "position": where to continue,
@@ -24,66 +24,65 @@ One worker is one connection (``framing.py`` has its form):
                                           "may_wait": whether others may keep it from
                                           contributing its first window, or with
                                           "holds_windows": any,
-                                          "rounds_of_epoch": how many it had, which says of what
-                                          fragment the next one is,
-                                          "worker_state": bytes of it, or null at the very start,
-                                          "mean_weight": of a row, "shard_rows": by rank,
+                                          "rounds_of_epoch": how many it has had, which
+                                          determines the next one's fragment,
+                                          "worker_state": its size, or null at the very start,
+                                          "mean_weight": per row, "shard_rows": by rank,
                                           "held_out_rows": by rank, "row_servers": by rank}
                                  <------ the center's parameters and buffers, chunk by chunk
                                  <------ unless at the very start: the rest of the center, and the
                                          worker's state from the checkpoint, or from the
-                                         last commit of the workers before, if all start again
-    {"gather": something small}  ------> wait for all ranks, whenever these agree to
+                                         previous workers' last commit, if all restart
+    {"gather": something small}  ------> wait for all ranks, whenever they agree to
                                  <------ {"gathered": [everyone's, by rank],
-                                          "commit": whether the driver wants a window of all now}
+                                          "commit": whether the driver wants all to commit}
     {"reading": rows so far},
-    {"shard": what they are}     ------> while rows arrive that are trained on: wait for the driver
+    {"shard": what they are}     ------> while rows arrive during training: wait for the driver
                                  <------ {"go_on": true}
-    {"rows": true}               ------> when all rows were read by all, or one is served elsewhere
-                                 <------ {"mean_weight": of a row, "shard_rows": by rank,
+    {"rows": true}               ------> once all have read all rows, or one's address has changed
+                                 <------ {"mean_weight": per row, "shard_rows": by rank,
                                           "held_out_rows": by rank, "row_servers": by rank}
     {"validation": report,
      "states": bytes}, bytes     ------> after an epoch, if rows are held out: the loss, and what
-                                         metrics have counted
+                                         metrics counted
     {"epoch_losses": epochs,
-     "known": of how many already} ---> from who follows them, or asks for leave: wait until all
-                                         have validated, and for the driver to look at that
+     "known": for how many}      ------> from those that follow them, or ask for leave: wait until
+                                         all have validated, and for the driver to check that
                                  <------ {"waiting": true}, now and then
-                                 <------ {"epoch_losses": of those not known}
-    {"alive": true}              ------> now and then, from who trains for long between two windows
+                                 <------ {"epoch_losses": of the others}
+    {"alive": true}              ------> now and then, during long training between two windows
     {"window": report,
      "takes_reply": whether,
      "worker_state": bytes}, bytes,
     chunks                       ------> add in rank order, wait for the round
-                                 <------ with "may_wait", of the first window between the bytes
-                                         and the chunks: {"waiting": true}, now and then, and
-                                         {"enter": true}; with "holds_windows" of each
+                                 <------ with "may_wait", between the first window's bytes and
+                                         chunks: {"waiting": true}, now and then, and
+                                         {"enter": true}; with "holds_windows", each window's
                                  <------ {"waiting": true}, now and then after a last window,
-                                         and where the round policy has it wait for others
+                                         and where the round policy makes it wait for others
                                  <------ {"checkpoint": true}, if this commit becomes one; with
-                                         "now" where it waits as above: send your state at
+                                         "now" where it waits as above: send the state at
                                          once
                                  <------ the reply, chunk by chunk, or {"committed": true}
     {"worker_state": bytes}, bytes  ------> only if it becomes a checkpoint
                                  <------ or {"again": true}: a member of the round was lost;
-    {"window": report}, chunks   ------> the same once more
-    ... a round a window ...
+    {"window": report}, chunks   ------> the same again
+    ... one round per window ...
     {"finish": true}             ------> wait for a checkpoint that is being written
                                  <------ {"finished": true}; without it the worker comes back
     or {"failure": {...}}        ------> the run ends, with the worker's traceback
     or {"broken": why,
-        "missing": ranks}        ------> the run ends; it is the exchange among the workers, of whom
-                                         these gave no sign
+        "missing": ranks}        ------> the run ends: the exchange among the workers failed, and
+                                         these ranks gave no sign
 
-With what is sent of rows, windows, held-out rows and the end comes "phases": where the worker's
-time went since it told that last (``phases.py``). Nothing is decided by it.
+Messages about rows, windows, held-out rows and the end also carry "phases": where the worker's time
+went since its last such report (``phases.py``). No decision depends on it.
 
-Where rounds are of fragments, chunks and reply are of the one that is due, but for the reply to an
-epoch's last window, which is the center.
-A worker that sends faster than its chunks can be added is held back by the connection itself.
-A worker whose connection breaks may come back: it joins again, and it continues after its
-last committed window. If the run ends elsewhere, the next message that a worker receives is
-{"stopped": reason}.
+Where rounds exchange fragments, chunks and reply cover the fragment that is due, except that the
+reply to an epoch's last window is the whole center. A worker that sends faster than its chunks can
+be added is slowed by the connection itself. A worker whose connection breaks may come back: it
+rejoins and continues after its last committed window. If the run ends elsewhere, the next message
+that a worker receives is {"stopped": reason}.
 """
 
 from __future__ import annotations
@@ -128,13 +127,13 @@ from sparkdl.transport.framing import octets_of, values_prefix
 logger = logging.getLogger(__name__)
 
 MAX_WORKER_STATE_BYTES = 1 << 40
-"""It goes to the checkpoint's storage block by block, or to a file, so this bounds no memory."""
+"""It goes to the checkpoint's storage block by block, or to a file: this bounds no memory."""
 
 T = TypeVar("T")
 
 
 class Edge(Protocol):
-    """What a conversation needs of the loop around it."""
+    """What a conversation needs from the loop around it."""
 
     coordinator: Coordinator
     center: Center
@@ -142,44 +141,44 @@ class Edge(Protocol):
     resumed: Resumed | None
 
     def tell(self, event: on.Event) -> None:
-        """Have the coordinator decide what follows from an event, once this one has paused."""
+        """Have the coordinator decide on an event, once this conversation has paused."""
 
     def report(self, event: RunEvent) -> None:
-        """Tell the driver something of which nothing follows for the run."""
+        """Tell the driver something that has no consequences for the run."""
 
     def begins(self, worker: Worker) -> bool:
-        """Take note of a worker that has said something; returns whether it is listened to."""
+        """Take note of a worker that has sent its first header; returns whether to listen to it."""
 
     def joined(self, member: Member, worker: Worker) -> None:
-        """Take note of whom decisions about a member concern."""
+        """Take note of the worker that decisions about a member concern."""
 
     def left(self, worker: Worker) -> None:
         """Take note that a worker's connection is closed."""
 
     def failed(self, worker: Worker, error: SparkDLError) -> None:
-        """End the run for what a worker has sent, unless it has ended."""
+        """End the run because of what a worker sent, unless it has already ended."""
 
     def await_turn(self, worker: Worker, index: int) -> None:
-        """Wake a worker when it is its turn to add a chunk."""
+        """Wake a worker once it is its turn to add a chunk."""
 
     def pass_turn(self, index: int) -> None:
         """Wake whoever waits to add a chunk, if it is its turn now."""
 
     def in_background(self, job: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Do what may take long, with files, elsewhere; ``then`` gets what it has returned."""
+        """Do slow work with files in another thread; ``then`` gets the result."""
 
 
 class Worker:
-    """One worker at its connection; see ``service.Peer``.
+    """One worker, at its connection; see ``service.Peer``.
 
     Args:
-        channel: to it.
+        channel: the channel to it.
         edge: the loop that serves it.
 
     Attributes:
         channel: as given.
         member: who it is, once it has joined.
-        sum: what it contributes to; None if it does not, or if the round has started over.
+        sum: the sum it contributes to; None if it does not contribute, or the round started over.
     """
 
     def __init__(self, channel: Channel, edge: Edge) -> None:
@@ -191,10 +190,10 @@ class Worker:
         self._awaits_entry = self._holds_windows = False
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    # What decisions have it do.
+    # What decisions make it do.
 
     def welcome(self) -> None:
-        """Send the center, and what only this worker knew."""
+        """Send the center, and the state that only this worker had."""
         edge, member = self._edge, self._member()
         committed, resumed, rank = edge.coordinator.committed, edge.resumed, member.rank
         position, kept = committed.positions[rank], committed.kept.get(rank)
@@ -231,12 +230,12 @@ class Worker:
             self.channel.send([], then=self._taken)
 
     def reply(self, decision: do.Reply) -> None:
-        """Send the outcome of a round."""
+        """Send the result of a round."""
         if decision.worker_state:
             self.ask_worker_state()
         if not decision.values:
             self.channel.send_header({"committed": True})
-        # Who was done early has missed rounds: the changes of the last one would not be enough.
+        # A worker that was done early has missed rounds: the last one's changes would not suffice.
         center = self._edge.center
         frames = center.state() if decision.final else center.reply()
         self.channel.send(frames if decision.values else [], then=self._taken)
@@ -255,7 +254,7 @@ class Worker:
         self.channel.wake(total)
 
     def start_over(self) -> None:
-        """Forget what it contributes; what is still on its way goes nowhere."""
+        """Forget its contribution; what is still on its way is discarded."""
         self.channel.send_header({"again": True})
         if self.sum is not None:
             self.sum = None
@@ -265,7 +264,7 @@ class Worker:
         self._edge.tell(on.Taken(self._member()))
 
     def _send_blocks(self, blocks: Iterator[bytes]) -> None:
-        """Send the worker's state, and read each block when it has the one before."""
+        """Send the worker's state, reading each block once the previous one has been sent."""
 
         def send(block: bytes) -> None:
             if block:
@@ -321,12 +320,12 @@ class Worker:
                 raise TrainingError(f"{member} sent a header that no worker sends: {header}")
 
     def note_heartbeat(self) -> None:
-        """It is there."""
+        """Take note that it is alive."""
         if self.member is not None:
             self._edge.coordinator.heartbeat(self.member, time.monotonic())
 
     def left(self, error: LeftError) -> None:
-        """It has gone."""
+        """Take note that it has left."""
         if self.member is None:
             logger.info("a worker left before it had joined: %s", error)
             return
@@ -334,15 +333,15 @@ class Worker:
         self._edge.tell(on.Lost(self.member, why + "says why"))
 
     def failed(self, error: SparkDLError) -> None:
-        """It has reported a failure, or has sent what no worker sends."""
+        """Take note that it reported a failure, or sent something that no worker sends."""
         self._edge.failed(self, error)
 
     def closed(self) -> None:
-        """Nothing is sent to it any more."""
+        """Take note that nothing can be sent to it any more."""
         self._edge.left(self)
 
     def _validate(self, header: dict[str, Any]) -> Conversation:
-        """Take what was found on held-out rows, and receive what metrics have counted there."""
+        """Take a validation report, and receive what the metrics counted."""
         member = self._member()
         report = read_validation(header, member.rank)
         world_size = self._edge.coordinator.members.world_size
@@ -350,7 +349,7 @@ class Worker:
         self._edge.tell(on.Validated(member, report, states))
 
     def _contribute(self, header: dict[str, Any]) -> Conversation:
-        """Receive a contribution, each chunk into the sum as soon as it is its turn."""
+        """Receive a contribution, adding each chunk to the sum as soon as it is its turn."""
         edge, member = self._edge, self._member()
         rank = member.rank
         report = read_window(header, rank)
@@ -371,7 +370,7 @@ class Worker:
             else:
                 yield octets_of(packed)
             if self.sum is None:
-                continue  # they went elsewhere
+                continue  # they were discarded
             values = packing.unpack(packed, chunk.stop - chunk.start)
             require_finite(values, report)
             if self.sum.turn(index) != rank:
@@ -425,7 +424,7 @@ class Worker:
         }
 
     def _blocks(self, size: int) -> Iterator[memoryview]:
-        """Where to receive so many bytes; each block is overwritten by the one after it."""
+        """Where to receive ``size`` bytes; each block overwrites the previous one."""
         step = self._edge.center.chunk_bytes
         for start in range(0, size, step):
             yield self._scratch(min(step, size - start))

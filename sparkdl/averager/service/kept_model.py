@@ -1,4 +1,4 @@
-"""What the driver keeps of the center, to return it in the end."""
+"""The copy of the center that the driver keeps, to return it in the end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from torch import Tensor
 
 @dataclass
 class KeptModel:
-    """A copy of the center of some time, without the optimizer's state; not written to.
+    """A copy of an earlier center, without the optimizer's state; not written to.
 
     Attributes:
-        epoch: after which it was the center.
-        values: a tensor of ``center_dtype`` for each segment of the layout that is none of the
-            optimizer's.
-        saved: whether a checkpoint has it.
+        epoch: the epoch after which it was the center.
+        values: a tensor of ``center_dtype`` for each segment of the layout except the optimizer's.
+        saved: whether a checkpoint holds it.
     """
 
     epoch: int

@@ -1,7 +1,7 @@
-"""What the averager does in its service's thread: bytes into events, decisions into bytes.
+"""What the averager does in its service's thread: turn bytes into events, decisions into bytes.
 
-Values go from the socket straight into the memory where they are summed; what takes long (files
-of checkpoints) is done beside the thread. The clock is looked at only when the sockets have been.
+Values go from the socket straight into the memory where they are summed; slow work (files of
+checkpoints) is done in other threads. The clock is checked only after the sockets.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from sparkdl.transport.framing import header_message
 from sparkdl.transport.service import Service
 
 CLOSE_S = 10.0
-"""Seconds to wait, at the end, for a checkpoint that is being written."""
+"""Seconds to wait at the end for a checkpoint that is being written."""
 
 T = TypeVar("T")
 
 
 class Loop(Service):
-    """The averager's service: it may serve others besides the workers in their rounds.
+    """The averager's service, which may also serve others than workers in their rounds.
 
     Args:
-        coordinator: decides; only this loop hands it events.
-        center: what is decided about.
+        coordinator: makes the decisions; only this loop gives it events.
+        center: what the decisions are about.
         plan: where checkpoints go; None for none.
-        resumed: the checkpoint with which this process began, if there was one.
-        kept_model: what was kept of the center until then.
+        resumed: the checkpoint that this process started from, if there was one.
+        kept_model: the copy of the center kept up to then, if any.
         host: see ``Service``.
         advertised_host: see ``Service``.
         encrypted: see ``Service``.
 
     Attributes:
-        reports: what the driver is told; None when the run has ended.
-        lock: held while the coordinator decides; whoever reads what it knows takes it.
-        saving: the checkpoint that is being put together.
-        kept_model: what is kept of the center; part of each checkpoint that begins from then on.
-        cut_short: the mistake by which this thread has ended before the run could.
+        reports: what the driver is told; None once the run has ended.
+        lock: held while the coordinator decides; to be taken by whoever reads its state.
+        saving: the checkpoint being put together.
+        kept_model: the kept copy of the center; part of each checkpoint begun from then on.
+        cut_short: the bug that ended this thread before the run could end.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class Loop(Service):
         """End every connection, and wait a little for a checkpoint that is being written."""
         super().close()
         self.join_writer()
-        for event in list(self._events):  # what came too late for the thread
+        for event in list(self._events):  # what came too late for the thread to handle
             if isinstance(event, on.CheckpointWritten | on.CheckpointGivenUp):
                 self._decide(event)
         if self.saving is not None and not (self._writer and self._writer.is_alive()):
-            self.saving.abandon()  # it waits for workers that have left
+            self.saving.abandon()  # it is waiting for workers that have left
 
     def join_writer(self) -> None:
         """Wait a little for a checkpoint that is being written."""
@@ -116,23 +116,23 @@ class Loop(Service):
     # What conversations need.
 
     def tell(self, event: Event) -> None:
-        """Have the coordinator decide what follows from an event, once this one has paused."""
+        """Have the coordinator decide on an event, once the present conversation has paused."""
         self._events.append(event)
 
     def report(self, event: RunEvent) -> None:
-        """Tell the driver something of which nothing follows for the run."""
+        """Tell the driver something that has no consequences for the run."""
         self.reports.put(event)
 
     def begins(self, worker: Worker) -> bool:
-        """Take note of a worker that has said something; returns whether it is listened to."""
-        if self.coordinator.ended:  # nothing that it could say would change that
+        """Take note of a worker that has sent its first header; returns whether to listen to it."""
+        if self.coordinator.ended:  # nothing it could say would change that
             self.part(worker.channel, {"stopped": self.coordinator.farewell})
             return False
         self._workers.add(worker)
         return True
 
     def joined(self, member: Member, worker: Worker) -> None:
-        """Take note of whom decisions about a member concern."""
+        """Take note of the worker that decisions about a member concern."""
         self._by_member[member] = worker
 
     def left(self, worker: Worker) -> None:
@@ -146,15 +146,15 @@ class Loop(Service):
             del self._await_turn[worker.member.rank]
 
     def failed(self, worker: Worker, error: SparkDLError) -> None:
-        """End the run for what a worker has sent, unless it has ended."""
+        """End the run because of what a worker sent, unless it has already ended."""
         if self.coordinator.ended:
             farewell = {"stopped": str(self.coordinator.failure or error)}
             self.part(worker.channel, farewell)
-        self._workers.add(worker)  # it is told why, also if this was its first word
+        self._workers.add(worker)  # it is told why, even if this was its first message
         self.tell(on.Failed(error))
 
     def await_turn(self, worker: Worker, index: int) -> None:
-        """Wake a worker when it is its turn to add a chunk."""
+        """Wake a worker once it is its turn to add a chunk."""
         assert worker.member is not None
         self._await_turn[worker.member.rank] = worker, index
 
@@ -166,7 +166,7 @@ class Loop(Service):
             self._wakes.append(self._await_turn.pop(rank)[0])
 
     def in_background(self, job: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Do what may take long, with files, elsewhere; ``then`` gets what it has returned."""
+        """Do slow work with files in another thread; ``then`` gets the result."""
 
         def done(future: Future[T]) -> None:
             error = future.exception()
@@ -182,7 +182,7 @@ class Loop(Service):
     # The service's thread.
 
     def follow_up(self) -> bool:
-        """Wake who waits for its turn, and decide on what has happened."""
+        """Wake workers whose turn has come, and decide on what has happened."""
         if not (self._wakes or self._events):
             return False
         while self._wakes or self._events:
@@ -194,12 +194,12 @@ class Loop(Service):
         return True
 
     def tick(self) -> float:
-        """Have the coordinator look at the time."""
+        """Have the coordinator check the time."""
         self.tell(on.Tick())
         return self.coordinator.members.tick_s
 
     def broke(self, failure: TrainingError) -> None:
-        """End the run, also if it is the decisions in which the mistake is."""
+        """End the run, even if the bug is in the decisions."""
         try:
             self._decide(on.Failed(failure))
         finally:
@@ -253,7 +253,7 @@ class Loop(Service):
                 self._start_over(members)
             case do.Drop(member, why):
                 self._do(member, lambda worker: self.close_channel(worker.channel))
-                if not self.coordinator.followed:  # else the coordinator has it reported
+                if not self.coordinator.followed:  # otherwise the coordinator reports it
                     self.report(WorkerLost(member.rank, why))
             case do.Dismiss(member):
                 self._do(member, lambda worker: self.part(worker.channel, {"finished": True}))
@@ -284,7 +284,7 @@ class Loop(Service):
         self._wakes.extend(worker for worker, _ in waiting.values())
 
     def _skip(self, rank: int) -> None:
-        """Go on without a rank; whoever waited for its turn to end need not any more."""
+        """Go on without a rank, waking whoever waited for its turn to end."""
         assert self.center.sum is not None
         self.center.sum.declare(rank, 0)
         for _, index in list(self._await_turn.values()):
@@ -304,7 +304,7 @@ class Loop(Service):
         def write() -> None:
             try:
                 saving.publish()
-            except Exception as error:  # a mistake of ours must not leave the workers waiting
+            except Exception as error:  # a bug of ours must not leave the workers waiting
                 failure = CheckpointError(f"the thread that writes checkpoints: {error!r}")
                 self.post_event(on.Failed(failure))
                 raise

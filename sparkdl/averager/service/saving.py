@@ -1,6 +1,6 @@
 """One checkpoint being put together: the workers' states arrive, then the center is written.
 
-It is made at a commit, of a copy of the center. Workers send their states when they have taken
+It is made at a commit, from a copy of the center. Workers send their states once they have received
 that commit's center; the rest is written in the background while training goes on.
 """
 
@@ -41,10 +41,10 @@ class CheckpointPlan:
 
     Attributes:
         store: where.
-        every_epochs: epochs between two.
-        every_rounds: rounds between two; None for the ends of epochs only.
-        last_epoch: after which there is one in any case.
-        config: what the training is, for whoever resumes it; JSON.
+        every_epochs: epochs between two checkpoints.
+        every_rounds: rounds between two checkpoints; None for only the ends of epochs.
+        last_epoch: the epoch after which there is one in any case.
+        config: what defines the training, for whoever resumes it; JSON.
     """
 
     store: CheckpointStore
@@ -58,7 +58,7 @@ class CheckpointPlan:
         return epoch % self.every_epochs == 0 or epoch == self.last_epoch
 
     def due_within(self, rounds: int) -> bool:
-        """Whether it is time for a checkpoint, so many rounds after the last."""
+        """Whether it is time for a checkpoint, this many rounds after the last."""
         return self.every_rounds is not None and rounds >= self.every_rounds
 
 
@@ -70,16 +70,17 @@ def worker_state_file(rank: int) -> str:
 class Saving:
     """A checkpoint that is being put together.
 
-    A disk that is full does not end the training: the checkpoint is given up in a warning, and the
-    one before it stays.
+    A full disk does not end the training: the checkpoint is abandoned with a warning, and the
+    previous one stays.
 
     Args:
         plan: where it goes.
-        progress: what it is of.
-        data: the statistics of the rows, for whoever resumes; JSON.
-        center: the center's tensors by name, not written to any more.
-        kept_model: what the fit is to return instead of the last center, if a callback says so.
-        goes_on: whether the training does, meanwhile.
+        progress: the progress that it records.
+        data: the rows' statistics, for whoever resumes; JSON.
+        center: the center's tensors by name, no longer written to.
+        kept_model: what the fit is to return instead of the last center, if a callback asked for
+            it.
+        goes_on: whether the training goes on meanwhile.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Saving:
         return WorkerStateFile(self, worker_state_file(rank))
 
     def take_over_worker_states(self) -> None:
-        """Take the workers' states from the newest checkpoint, if it is of the same commit."""
+        """Take the workers' states from the newest checkpoint, if it belongs to the same commit."""
         with self.giving_up():
             newest = self._plan.store.newest()
             if newest is None:
@@ -125,7 +126,7 @@ class Saving:
                         shutil.copyfileobj(source, target)
 
     def publish(self) -> None:
-        """Write the center and make the checkpoint exist; every worker's state is there."""
+        """Write the center and publish the checkpoint; every worker's state must be in."""
         with self.giving_up():
             with self.create(CENTER) as file:
                 write_tensors(file, self._center)
@@ -150,7 +151,7 @@ class Saving:
         logger.info("wrote %s in %.2f s", self._open().directory, seconds)
 
     def abandon(self) -> None:
-        """Give it up, and delete what was written of it."""
+        """Give the checkpoint up, and delete what was written of it."""
         self.failed = True
         with self._lock:
             pending = self._pending
@@ -159,7 +160,7 @@ class Saving:
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
-        """One of its files."""
+        """Create one of its files."""
         if self.failed:
             raise CheckpointError("another part of it could not be written")
         with self._open().create(name) as file:
@@ -192,7 +193,7 @@ class WorkerStateFile:
 
     Args:
         saving: the checkpoint.
-        name: of the file in it.
+        name: the file's name in it.
     """
 
     def __init__(self, saving: Saving, name: str) -> None:
@@ -203,13 +204,13 @@ class WorkerStateFile:
         self._lock = threading.Lock()
 
     def write(self, block: memoryview) -> None:
-        """Add to it; of a checkpoint that was given up nothing is written."""
+        """Add a block; nothing is written if the checkpoint has been given up."""
         with self._lock, self._saving.giving_up(), self._open() as file:
             if not self._saving.failed:
                 file.write(block)
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Finish the file."""
         with self._lock, self._saving.giving_up(), self._open():
             self._stack.close()
 
@@ -220,18 +221,18 @@ class WorkerStateFile:
         try:
             yield self._file
         except BaseException:
-            # It knows what its errors mean.
+            # The context manager knows what its errors mean.
             if not self._stack.__exit__(*sys.exc_info()):
                 raise
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """A checkpoint from which a training continues.
+    """A checkpoint that a training resumes from.
 
     Attributes:
-        saved: the files.
-        progress: how far it had come.
+        saved: the checkpoint's files.
+        progress: how far the training had come.
     """
 
     saved: SavedCheckpoint
@@ -239,10 +240,10 @@ class Resumed:
 
     @classmethod
     def of(cls, saved: SavedCheckpoint) -> Resumed:
-        """Read what a checkpoint says of itself.
+        """Read what a checkpoint says about itself.
 
         Raises:
-            CheckpointError: it says nothing, or something else.
+            CheckpointError: it says nothing, or something unreadable.
         """
         match saved.description:
             case {"config": dict(), "data": dict() | None, "progress": dict(progress)}:
@@ -266,10 +267,10 @@ class Resumed:
 
         Args:
             layout: their kinds and sizes.
-            update: the center's; by default one that remembers nothing.
+            update: the center's update; by default one that remembers nothing.
 
         Raises:
-            CheckpointError: the file cannot be read, or is of other segments.
+            CheckpointError: the file cannot be read, or holds other segments.
         """
         with self.saved.open(CENTER) as file:
             tensors, _ = read_tensors(file)
@@ -295,7 +296,7 @@ class Resumed:
             layout: kinds and sizes of the center's segments.
 
         Raises:
-            CheckpointError: the file cannot be read, or is of another model.
+            CheckpointError: the file cannot be read, or holds another model.
         """
         if not self.saved.has(KEPT_MODEL):
             return None
@@ -321,7 +322,7 @@ class Resumed:
         """A rank's state, block by block.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the state cannot be read.
         """
         with self.saved.open(worker_state_file(rank)) as file:
             while block := file.read(block_bytes):

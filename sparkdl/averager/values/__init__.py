@@ -1,1 +1,1 @@
-"""The values that replicas average: how they travel, are summed, and move the center."""
+"""The values that replicas average: how they travel, are summed and move the center."""

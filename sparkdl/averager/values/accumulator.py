@@ -1,9 +1,9 @@
-"""The sum of a round's contributions, formed while they arrive.
+"""The sum of a round's contributions, formed as they arrive.
 
-Contributions are added chunk by chunk in the order of the ranks, so that the same run gives the
-same bits whatever the order of arrival. Weights are relative to the first contribution's, so that
-equal contributions are pure additions; the last rank divides each chunk while it is in the cache.
-Who adds asks whose turn it is at a chunk; there are no locks, for one thread adds.
+Contributions are added chunk by chunk in rank order, so a run gives the same bits whatever the
+order of arrival. Weights are relative to the first contribution's, so that equal weights need only
+additions; the last rank divides each chunk while it is in the cache. Callers ask whose turn a chunk
+is; there are no locks, because a single thread adds.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class RankOrder:
 
     Args:
         ranks: who takes part, in ascending order.
-        chunks: how many there are.
+        chunks: how many chunks there are.
     """
 
     def __init__(self, ranks: Sequence[int], chunks: int) -> None:
         self._ranks = ranks
         self._skipped: set[int] = set()
-        # For each chunk, the position in ``ranks`` of the one whose turn it is.
+        # For each chunk, the position in ``ranks`` of the rank whose turn it is.
         self._at = [0] * chunks
 
     def skip(self, rank: int) -> None:
-        """A rank has nothing to add."""
+        """Take note that a rank has nothing to add."""
         self._skipped.add(rank)
 
     def turn(self, index: int) -> int | None:
@@ -47,7 +47,7 @@ class RankOrder:
         return ranks[at] if at < len(ranks) else None
 
     def advance(self, index: int) -> None:
-        """The rank whose turn it was has added its chunk."""
+        """Take note that the rank whose turn it was has added its chunk."""
         self._at[index] += 1
 
 
@@ -56,9 +56,9 @@ class Accumulator:
 
     Args:
         layout: kinds and sizes of the segments.
-        packings: in which the values of each segment arrive.
-        chunks: how the part of the segments is cut that it is of.
-        total: where the sum is formed, a tensor of ``center_dtype`` a segment; overwritten.
+        packings: the packing in which each segment's values arrive.
+        chunks: the chunks of the part of the state that is summed.
+        total: where the sum is formed, a tensor of ``center_dtype`` per segment; overwritten.
         ranks: who takes part, in ascending order.
 
     Attributes:
@@ -89,8 +89,8 @@ class Accumulator:
 
         Args:
             rank: whose.
-            examples: of its window; without any it has no chunks.
-            scale: by what its values are multiplied, > 0, while the weights stay what they are.
+            examples: the window's examples; with none the rank has no chunks.
+            scale: factor on its values, > 0, which leaves the weights unchanged.
         """
         if examples:
             self._examples[rank] = examples
@@ -115,8 +115,8 @@ class Accumulator:
         """Add a chunk of a contribution; it has to be the rank's turn.
 
         Args:
-            rank: whose contribution.
-            index: position in the plan of chunks.
+            rank: the contributing rank.
+            index: position among the chunks.
             values: the chunk, unpacked; None if it has been put in place.
         """
         chunk = self.chunks[index]
@@ -133,15 +133,15 @@ class Accumulator:
         self._order.advance(index)
 
     def finish(self) -> None:
-        """Complete the mean; someone has to have contributed."""
+        """Complete the mean; somebody must have contributed."""
         if self._last not in self._examples:
-            # Each chunk is divided while in cache by the last rank, except if that one is empty.
+            # The last rank divides each chunk while it is cached, unless it has nothing to add.
             for chunk in self.chunks:
                 if self._layout[chunk.segment].averaged:
                     self._normalize(chunk.of(self._total))
 
     def _is_first(self, rank: int, index: int) -> bool:
-        """Whether nobody before a rank, whose turn it is, has contributed."""
+        """Whether nobody has contributed before this rank, whose turn it is."""
         if self._first is not None:
             return rank == self._first
         return self.turn(index) == rank
@@ -151,7 +151,7 @@ class Accumulator:
 
     @property
     def _unit(self) -> float:
-        """What the first contribution counts, which is added as it is."""
+        """The weight of the first contribution, which is added as it is."""
         assert self._first is not None
         return self._scales[self._first] * self._examples[self._first]
 
@@ -164,7 +164,7 @@ class Accumulator:
 
 
 def _add(total: Tensor, values: Tensor, weight: float) -> None:
-    # numpy works in this thread; torch would wake its pool for every chunk.
+    # numpy works in this thread; torch would wake its thread pool for every chunk.
     if weight == 1.0 and values.dtype == total.dtype:
         np.add(total.numpy(), values.numpy(), out=total.numpy())
     else:

@@ -1,6 +1,6 @@
-"""The driver's copy of the parameters, the sum that becomes the next, and what of it is sent.
+"""The driver's copy of the parameters, the sum that becomes the next one, and what is sent.
 
-No sockets: values arrive in tensors, and leave as buffers in the form in which they travel.
+There are no sockets here: values arrive in tensors, and leave as buffers ready to be sent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparkdl.transport.framing import octets_of, values_prefix
 
 
 def named(layout: Layout, values: Sequence[Tensor], memory: Memory) -> dict[str, Tensor]:
-    """A center and what its update remembers, each tensor with the name that it has in files."""
+    """A center and what its update remembers, with each tensor's name in files."""
     names = [f"{index}.{segment.kind}" for index, segment in enumerate(layout)]
     return dict(zip(names, values, strict=True)) | {
         f"{name}.{key}": tensor
@@ -39,27 +39,27 @@ def named(layout: Layout, values: Sequence[Tensor], memory: Memory) -> dict[str,
 
 
 class Center:
-    """The center and one sum: memory for twice the parameters, whatever the number of workers.
+    """The center and one sum: twice the parameters' memory, whatever the number of workers.
 
     Args:
-        layout: kinds and sizes of the replicas' state.
-        center: the initial center, a tensor of ``center_dtype`` a segment; owned from here on.
-        world_size: number of workers, which decides how values are cut.
+        layout: kinds and sizes of the segments of the replicas' state.
+        center: the initial center, a tensor of ``center_dtype`` per segment; owned from here on.
+        world_size: number of workers, which determines the size of chunks.
         wire_format: how values travel.
         update: what contributions do to the center.
-        memory: what the update remembers; by default it begins. Owned from here on.
-        fragments: of how many parts of the state one after the other a round is.
-        rounds: how many there were in the training.
-        rounds_of_epoch: how many of these in the epoch that is under way.
+        memory: what the update remembers; by default it starts fresh. Owned from here on.
+        fragments: how many parts of the state the rounds exchange in turn.
+        rounds: how many rounds the training has had.
+        rounds_of_epoch: how many of these were in the epoch under way.
 
     Attributes:
         layout: as given.
-        values: the center, a tensor of ``center_dtype`` a segment.
+        values: the center, a tensor of ``center_dtype`` per segment.
         memory: what the update remembers.
-        chunk_bytes: size of the largest message of the center's values as they are.
-        message_bytes: size of the largest message of values in any form, at least that.
-        sum: what is being added; None between two rounds.
-        rounds_of_epoch: how many were committed in the epoch that is under way.
+        chunk_bytes: size of the largest message of the center's values, unpacked.
+        message_bytes: size of the largest message of values in any form; at least ``chunk_bytes``.
+        sum: the sum being formed; None between two rounds.
+        rounds_of_epoch: how many rounds were committed in the epoch under way.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Center:
             0,
         )
         self._comes_as_change = [wire_format.sends_changes(segment) for segment in layout]
-        # Where the mean is what has changed, or the update says how; others become the mean.
+        # Segments whose mean is a change, or that the update moves; others become the mean.
         self._moves = [
             segment.averaged and (as_change or self._update.updates(segment))
             for segment, as_change in zip(layout, self._comes_as_change, strict=True)
@@ -110,8 +110,8 @@ class Center:
         )
         self._spare = [torch.empty_like(segment) for segment in center]
         self._copy: dict[str, Tensor] = {}
-        # The outcome of the last round as it travels, chunk by chunk; and, of segments that travel
-        # in other bits than those at hand, room for these.
+        # The result of the last round as it travels, chunk by chunk; and room for segments that
+        # travel packed.
         self._reply: dict[Chunk, Tensor] = {}
         self._room: dict[int, Tensor] = {}
         self._places = {
@@ -123,33 +123,33 @@ class Center:
 
     @property
     def next_fragment(self) -> list[Chunk]:
-        """How the part is cut of which the next sum is, or the one that is being added."""
+        """The chunks of the part that the next sum, or the one being formed, covers."""
         return self._fragments[self.rounds_of_epoch % len(self._fragments)]
 
     def contribution(self, chunk: Chunk) -> Packing:
-        """In which bits a chunk is contributed."""
+        """The packing in which a chunk is contributed."""
         return self._contributions[chunk.segment]
 
     def scale(self, staleness: int) -> float:
-        """By what a contribution is multiplied before the mean is formed.
+        """The factor on a contribution before the mean is formed.
 
         Args:
-            staleness: how often the center was updated since its worker has received it.
+            staleness: how often the center has been updated since its worker received it.
         """
         return self._update.scale(staleness) if self._scales else 1.0
 
     def open_sum(self, ranks: Sequence[int]) -> Accumulator:
-        """Begin a sum, in the order of ``ranks``; one that was not committed is forgotten."""
+        """Begin a sum, in the order of ``ranks``; an uncommitted sum is forgotten."""
         self.sum = Accumulator(
             self.layout, self._contributions, self.next_fragment, self._spare, ranks
         )
         return self.sum
 
     def commit(self, contributions: Contributions) -> None:
-        """Have the sum change the center; without contributions it stays as it is.
+        """Let the sum change the center; without contributions it is unchanged.
 
         Args:
-            contributions: what the sum is of.
+            contributions: what the sum consists of.
         """
         assert self.sum is not None
         fragment = self.next_fragment
@@ -167,15 +167,15 @@ class Center:
         for chunk in fragment:
             if chunk not in self._reply:
                 self._pack(chunk)
-        # In the order in which workers read it, not in that in which it was found.
+        # In the order in which workers read it, not in which it was computed.
         self._reply = {chunk: self._reply[chunk] for chunk in fragment}
 
     def start_epoch(self) -> None:
-        """Count the rounds of another epoch."""
+        """Start counting the rounds of another epoch."""
         self.rounds_of_epoch = 0
 
     def _take_over(self, fragment: Sequence[Chunk], contributions: Contributions) -> None:
-        """Have the mean of the contributions change the center."""
+        """Let the mean of the contributions change the center."""
         for chunk in fragment:
             if self._moves[chunk.segment]:
                 self._move(chunk, contributions)
@@ -203,13 +203,13 @@ class Center:
         center.add_(change)
 
     def reply(self) -> Frames:
-        """The outcome of the last round, as it travels."""
+        """The result of the last round, as it travels."""
         if None not in self._frames:
             self._frames[None] = _framed(self._reply.values())
         return self._frames[None]
 
     def state(self, *kinds: str) -> Frames:
-        """The center's segments of some kinds, of ``center_dtype``; all of them without any."""
+        """The center's segments of some kinds, in ``center_dtype``; by default all of them."""
         key = frozenset(kinds)
         if key not in self._frames:
             self._frames[key] = _framed(
@@ -220,7 +220,7 @@ class Center:
         return self._frames[key]
 
     def model(self) -> list[Tensor]:
-        """A copy of what is the model's, without the optimizer's state."""
+        """A copy of the model's part, without the optimizer's state."""
         return [
             values.clone()
             for segment, values in zip(self.layout, self.values, strict=True)
@@ -228,11 +228,11 @@ class Center:
         ]
 
     def named(self) -> dict[str, Tensor]:
-        """All that a checkpoint has to hold of it, by name."""
+        """Everything that a checkpoint has to hold of it, by name."""
         return named(self.layout, self.values, self.memory)
 
     def copy(self) -> dict[str, Tensor]:
-        """The same as it is now, in the same place each time; the next rounds overwrite it."""
+        """A copy of ``named``, in the same memory each time."""
         present = self.named()
         if not self._copy:
             self._copy = {name: torch.empty_like(tensor) for name, tensor in present.items()}
@@ -241,7 +241,7 @@ class Center:
         return self._copy
 
     def _pack(self, chunk: Chunk) -> Tensor:
-        """Have at hand what the workers are sent, in the form in which it travels."""
+        """Prepare what the workers are sent, in the form in which it travels."""
         packing = self._replies[chunk.segment]
         changes = self._wire_format.replies_changes and self.layout[chunk.segment].averaged
         outcome = chunk.of(self._spare if changes else self.values)
@@ -256,7 +256,7 @@ class Center:
         return place
 
     def _room_of(self, segment: int) -> Tensor:
-        """Room for the packed outcome of any fragment's part of a segment."""
+        """Room for the packed result of any fragment's part of a segment."""
         if segment not in self._room:
             size = max(
                 place.stop for chunk, place in self._places.items() if chunk.segment == segment
@@ -266,7 +266,7 @@ class Center:
 
 
 def _places(fragment: Sequence[Chunk], packings: Sequence[Packing]) -> dict[Chunk, slice]:
-    """Where in their segment's room the packed chunks of a fragment lie, one after the other."""
+    """Where a fragment's packed chunks lie in their segments' rooms, one after another."""
     stops: Counter[int] = Counter()
     places = {}
     for chunk in fragment:

@@ -1,9 +1,9 @@
-"""What a round's contributions do to the center, apart from how they travel.
+"""What a round's contributions do to the center, however they travel.
 
 An update sees how the workers have moved on average since the last center, and says how the center
-moves. It computes element by element, a stretch of the state at a time, so that it costs one pass
-through memory. What it remembers lies with the center: it is part of every checkpoint, and of what
-is handed on when all workers start again.
+moves. It computes elementwise, a stretch of the state at a time, so it costs one pass through
+memory. What it remembers is kept with the center: it is part of every checkpoint, and of what is
+passed on when all workers restart.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from torch import Tensor
 from sparkdl.protocols import Layout, Segment
 
 Memory = list[dict[str, Tensor]]
-"""What an update keeps: of each segment of the layout some tensors of its size, by name."""
+"""What an update keeps: for each segment of the layout, tensors of its size by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contributions:
-    """What a round's mean is of.
+    """What a round's mean was formed from.
 
     Attributes:
-        weights: rows of each contribution that has any, by rank; 1 each where all count alike.
-        world_size: workers of the run.
-        staleness: how often the center was updated since a contributor has received it; of several
-            contributors the longest ago.
-        round: which one of the training it is, counted from 1; the center knows.
+        weights: rows of each contribution that has any, in rank order; 1 each where all count
+            equally.
+        world_size: number of workers in the run.
+        staleness: how often the center has been updated since a contributor received it; the
+            largest over the contributors.
+        round: the round's number in the training, counted from 1; filled in by the center.
     """
 
     weights: tuple[int, ...]
@@ -40,28 +41,28 @@ class Contributions:
 
 
 class CenterUpdate(ABC):
-    """What contributions do to the center; a value, what it remembers is handed to it."""
+    """What contributions do to the center; stateless, as its memory is passed to it."""
 
     @property
     def keeps(self) -> tuple[str, ...]:
-        """Names of what is kept for each element that is updated; all zero at first."""
+        """Names of what is kept for each updated element; all zero at first."""
         return ()
 
     def updates(self, segment: Segment) -> bool:
         """Whether ``step`` is asked how a segment moves; others become the workers' mean.
 
-        Never asked of integers and booleans, which become the first contributor's.
+        Never asked for integers and booleans, which become the first contributor's.
         """
         return segment.kind == "parameters"
 
     def scale(self, staleness: int) -> float:
-        """By what a change is multiplied, > 0, before the mean with others is formed.
+        """The factor on a change, > 0, before it is averaged with others.
 
-        The weights of that mean stay what they are. Not asked where workers send values of any
-        segment, not changes.
+        The weights of that mean are unchanged. Not asked if workers send any segment as values, not
+        changes.
 
         Args:
-            staleness: how often the center was updated since the worker has received it.
+            staleness: how often the center has been updated since the worker received it.
         """
         return 1.0
 
@@ -77,9 +78,9 @@ class CenterUpdate(ABC):
 
         Args:
             center: a stretch of the last center, of ``center_dtype``; not to be written to.
-            change: how the workers have moved away from it; to be overwritten by how it moves.
-            memory: the same stretch of each tensor in ``keeps``, to be brought up to date.
-            contributions: what the change is the mean of.
+            change: how the workers have moved away from it; to be overwritten with how it moves.
+            memory: the same stretch of each tensor in ``keeps``, to be updated.
+            contributions: what the change was formed from.
         """
 
 
@@ -98,7 +99,7 @@ class ReplaceByMean(CenterUpdate):
         memory: Mapping[str, Tensor],
         contributions: Contributions,
     ) -> None:
-        """The center moves as the workers."""
+        """The center moves like the workers."""
 
 
 def new_memory(update: CenterUpdate, layout: Layout) -> Memory:

@@ -1,6 +1,6 @@
 """What travels between workers and the averager: a replica's flat state, cut into chunks.
 
-What each message holds follows from the layout alone: both ends cut every segment into the same
+The layout alone determines what each message holds: both ends cut every segment into the same
 chunks.
 """
 
@@ -15,7 +15,7 @@ from sparkdl.protocols import Layout
 MAX_CHUNK_BYTES = 1 << 20
 MIN_CHUNK_BYTES = 64 << 10
 HELD_BYTES = 16 << 20
-"""What the averager holds, for all workers together, of contributions that wait for their turn."""
+"""How much of contributions waiting for their turn the averager holds, for all workers together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class Chunk:
 
 
 def chunk_bytes(world_size: int) -> int:
-    """Size of a message: the averager holds one of each worker, whatever their number."""
+    """Size of a message, such that the averager can hold one from every worker."""
     return min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, HELD_BYTES // world_size))
 
 
 def plan_chunks(layout: Layout, size: int) -> list[Chunk]:
-    """Cut every segment into chunks of at most ``size`` bytes of its center's dtype."""
+    """Cut every segment into chunks of at most ``size`` bytes in its center's dtype."""
     (chunks,) = plan_fragments(layout, size, 1)
     return chunks
 
@@ -47,8 +47,8 @@ def plan_fragments(layout: Layout, size: int, fragments: int) -> list[list[Chunk
 
     Args:
         layout: kinds and sizes of the segments.
-        size: the most bytes of its center's dtype that a chunk may have.
-        fragments: how many; each has as large a stretch of every segment.
+        size: the most bytes that a chunk may have in its center's dtype.
+        fragments: how many; each has an equal stretch of every segment.
     """
     return [
         [

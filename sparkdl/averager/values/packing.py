@@ -1,4 +1,4 @@
-"""In which bits values travel: what both ends do to a chunk before it is sent and after."""
+"""The bits in which values travel: what is done to a chunk before sending and after receiving."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ class Packing(Protocol):
         """Whether what is sent may have fewer elements than ``numel``."""
 
     def numel(self, values: int) -> int:
-        """Elements of what is sent for so many values, or the most of them."""
+        """Number of elements sent for this many values, or the most if it varies."""
 
     def pack(self, values: Tensor) -> Tensor:
-        """What to send for 1-D values; may be the values themselves."""
+        """What to send for 1-D values; may be the tensor itself."""
 
     def unpack(self, packed: Tensor, values: int) -> Tensor:
-        """The values, so many of them; may be what was sent itself."""
+        """The values, ``values`` in number; may be the tensor that was sent."""
 
 
 @dataclass(frozen=True)
 class AsDtype:
-    """Each value by itself, rounded to a dtype.
+    """Each value separately, rounded to a dtype.
 
     Attributes:
-        dtype: that one.
+        dtype: the dtype.
     """
 
     dtype: torch.dtype
     varies: ClassVar[bool] = False
 
     def numel(self, values: int) -> int:
-        """As many."""
+        """As many elements as values."""
         return values
 
     def pack(self, values: Tensor) -> Tensor:
-        """Rounded, if they are of another type."""
+        """Rounded, if they have another dtype."""
         return values.to(self.dtype)
 
     def unpack(self, packed: Tensor, values: int) -> Tensor:
-        """As they came."""
+        """Unchanged."""
         return packed
 
 
 BLOCK = 128
 """Values that share a scale, a power of two that takes one byte: its exponent in a float32."""
 _SMALLEST, _LARGEST = 1, 253
-"""Of those exponents; such that the reciprocal of the scale is a float32 too."""
+"""Limits of those exponents, such that the reciprocal of the scale is a float32 too."""
 _BIAS, _FRACTION_BITS = 127, 23
-"""Of a float32's exponent, and of what is behind it."""
+"""A float32's exponent bias and number of fraction bits."""
 _FLOAT8_TOP = 0.875, 9
 """Fraction and exponent of the largest number of float8_e4m3fn, 448."""
 _FLOAT4_POWERS = 7
-"""Powers of two that a 4-bit number has beside 0, the largest of which is the scale."""
+"""Powers of two that a 4-bit number can have besides 0; the largest is the scale."""
 _FLOAT4_NUMBERS = torch.tensor(
     [
         sign * (2.0 ** (power - _FLOAT4_POWERS) if power else 0.0)
@@ -75,16 +75,16 @@ _FLOAT4_NUMBERS = torch.tensor(
 
 @dataclass(frozen=True)
 class Float8:
-    """8 bits a value: float8_e4m3fn, of which each block of values shares a scale.
+    """8 bits per value: float8_e4m3fn, with a scale shared by each block of values.
 
-    Of values down to 1/28,000 of their block's largest no more than 1/16 is lost.
+    Values down to 1/28,000 of their block's largest lose at most 1/16.
     """
 
     dtype: ClassVar[torch.dtype] = torch.uint8
     varies: ClassVar[bool] = False
 
     def numel(self, values: int) -> int:
-        """A byte each, and one a block."""
+        """A byte per value, and one per block."""
         return _blocks(values) + values
 
     def pack(self, values: Tensor) -> Tensor:
@@ -99,36 +99,36 @@ class Float8:
         return torch.cat([scale.to(torch.uint8), octets])
 
     def unpack(self, packed: Tensor, values: int) -> Tensor:
-        """In float32."""
+        """The values in float32."""
         scale, octets = _scales(packed, values)
         return _scaled(octets.view(torch.float8_e4m3fn).float(), scale)
 
 
 @dataclass(frozen=True)
 class Float4:
-    """4 bits a value: a sign, and 0 or one of seven powers of two (E3M0), a scale for each block.
+    """4 bits per value: a sign, and 0 or one of seven powers of two (E3M0); one scale per block.
 
-    The nearest of them: of values down to 1/64 of their block's largest no more than 1/3 is lost;
-    of those below 1/192 nothing is left.
+    Rounded to the nearest: values down to 1/64 of their block's largest lose at most 1/3, and those
+    below 1/192 become 0.
     """
 
     dtype: ClassVar[torch.dtype] = torch.uint8
     varies: ClassVar[bool] = False
 
     def numel(self, values: int) -> int:
-        """Half a byte each, and a byte a block."""
+        """Half a byte per value, and a byte per block."""
         return _blocks(values) + (values + 1) // 2
 
     def pack(self, values: Tensor) -> Tensor:
         """Scales, then pairs of values."""
         blocks = _in_blocks(values)
         bits = blocks.abs().view(torch.int32)
-        # Exponents of the powers of two below, and of the nearest.
+        # Exponents of the next lower and of the nearest power of two.
         below = bits >> _FRACTION_BITS
         nearest = (bits + (1 << (_FRACTION_BITS - 1))) >> _FRACTION_BITS
         scale = nearest.amax(1).clamp_(_SMALLEST, _LARGEST)
         power = nearest - scale[:, None] + _FLOAT4_POWERS
-        # What is nearer to the smallest power than to 0, though still nearer to the next smaller.
+        # Values nearer to the smallest power than to 0, though nearest to the next lower power.
         power += (power == 0) & (below == nearest)
         power.clamp_(0, _FLOAT4_POWERS)
         power += ((blocks < 0) & (power > 0)) * (_FLOAT4_POWERS + 1)
@@ -137,7 +137,7 @@ class Float4:
         return torch.cat([scale.to(torch.uint8), octets[: (len(values) + 1) // 2]])
 
     def unpack(self, packed: Tensor, values: int) -> Tensor:
-        """In float32."""
+        """The values in float32."""
         scale, octets = _scales(packed, values)
         codes = torch.stack([octets & 15, octets >> 4], 1).flatten()[:values]
         return _scaled(_FLOAT4_NUMBERS.index_select(0, codes.int()), scale)
@@ -148,7 +148,7 @@ def _blocks(values: int) -> int:
 
 
 def _in_blocks(values: Tensor) -> Tensor:
-    """A copy as float32 of shape (blocks, BLOCK), the last filled up with zeros."""
+    """A copy as float32 of shape (blocks, BLOCK), the last block padded with zeros."""
     blocks = _blocks(len(values))
     padded = torch.empty(blocks * BLOCK, dtype=torch.float32)
     padded[: len(values)] = values
@@ -157,12 +157,12 @@ def _in_blocks(values: Tensor) -> Tensor:
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """The power of two of which a float32 has this exponent."""
+    """The power of two that has this exponent as a float32."""
     return (exponent << _FRACTION_BITS).view(torch.float32)
 
 
 def _scales(packed: Tensor, values: int) -> tuple[Tensor, Tensor]:
-    """The scale of each block, and what follows them."""
+    """The scale of each block, and what follows the scales."""
     blocks = _blocks(values)
     return _power(packed[:blocks].int()), packed[blocks:]
 

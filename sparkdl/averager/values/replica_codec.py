@@ -1,6 +1,6 @@
-"""What a worker sends of its replica's state, and what a reply makes of that state.
+"""What a worker sends of its replica's state, and what a reply does to that state.
 
-The worker's end of a wire format, chunk by chunk. Nothing in here sends or receives.
+The worker's end of a wire format, chunk by chunk. Nothing here sends or receives.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class ReplicaChunk:
     """One message's worth of a replica's state.
 
     Attributes:
-        segment: what it is a part of.
-        values: of shape (elements,), a view of the replica's state.
-        base: of the same shape, in the center's dtype: the center that was received last, if how
-            the values differ from it travels; else None.
-        wire_format: how they travel.
+        segment: the segment that it is a part of.
+        values: shape (elements,), a view of the replica's state.
+        base: same shape, in the center's dtype: the center received last, if the values travel as
+            changes from it; else None.
+        wire_format: how the values travel.
     """
 
     segment: Segment
@@ -38,12 +38,12 @@ class ReplicaChunk:
 
     @property
     def center_packing(self) -> Packing:
-        """In which bits the center itself arrives."""
+        """The packing in which the center itself arrives."""
         return AsDtype(self.segment.center_dtype)
 
     @property
     def reply_packing(self) -> Packing:
-        """In which bits the reply to a round arrives."""
+        """The packing in which the reply to a round arrives."""
         return self.wire_format.reply(self.segment)
 
     def contribution(self, window: WindowReport) -> Tensor:
@@ -58,24 +58,24 @@ class ReplicaChunk:
         return self.wire_format.contribution(self.segment).pack(encoded)
 
     def room_for_reply(self) -> Tensor:
-        """Memory of its own in which the reply to a round may be received, still packed."""
+        """Separate memory in which to receive the reply to a round, still packed."""
         packing = self.reply_packing
         return torch.empty(packing.numel(len(self.values)), dtype=packing.dtype)
 
     def take_center(self, center: Tensor) -> None:
-        """Overwrite values and base with the center; it may be ``values``, received in place."""
+        """Overwrite values and base with the center, which may be ``values``, received in place."""
         if center is not self.values:
             self.values.copy_(center)
         if self.base is not None:
             self.base.copy_(center)
 
     def take_reply(self, reply: Tensor) -> None:
-        """Overwrite values and base with the outcome of a round; unpacked, or ``values`` itself."""
+        """Overwrite values and base with a round's result, unpacked or ``values`` itself."""
         if reply is not self.values:
             self.wire_format.decode(reply, self.values, self.base, self.segment)
 
     def center_after(self, packed: Tensor) -> Tensor:
-        """The outcome of a round, in memory of its own; the base follows, the values do not."""
+        """A round's result, in separate memory; updates the base, but not the values."""
         center = torch.empty_like(self.values)
         reply = self.reply_packing.unpack(packed, len(self.values))
         self.wire_format.decode(reply, center, self.base, self.segment)
@@ -83,14 +83,14 @@ class ReplicaChunk:
 
 
 class ReplicaCodec:
-    """Cuts a replica's state into chunks, and keeps the center to which their changes refer.
+    """Cuts a replica's state into chunks, and keeps the center that their changes refer to.
 
     Args:
         wire_format: how values travel.
-        fragments: of how many parts of the state one after the other a round is.
+        fragments: how many parts of the state the rounds exchange in turn.
 
     Attributes:
-        chunk_bytes: size of the largest message, as the averager has told; 0 before.
+        chunk_bytes: size of the largest message, as told by the averager; 0 before that.
         fragments: as given.
     """
 
@@ -98,13 +98,13 @@ class ReplicaCodec:
         self.chunk_bytes = 0
         self.fragments = fragments
         self._wire_format = wire_format
-        # Of each segment of the replica's state; the optimizer's come after those of the model.
+        # The kinds of the replica's segments; the optimizer's come after the model's.
         self._kinds: list[str] = []
         self._base: list[Tensor | None] = []
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def begin(self, layout: Layout, chunk_bytes: int) -> None:
-        """Learn what the replica's state is made of, but for its optimizer's.
+        """Learn what the replica's state consists of, except for its optimizer's.
 
         Args:
             layout: kinds and sizes of parameters and buffers.
@@ -115,17 +115,17 @@ class ReplicaCodec:
         self._scratch = torch.empty(chunk_bytes, dtype=torch.uint8)
 
     def whole(self, segments: Sequence[Tensor]) -> list[ReplicaChunk]:
-        """All chunks of a replica's flat state, which they are views of."""
+        """All chunks of a replica's flat state, as views."""
         return self._cut(segments, 1, 0)
 
     def fragment(self, segments: Sequence[Tensor], index: int) -> list[ReplicaChunk]:
-        """The chunks of one fragment of a replica's flat state, which they are views of."""
+        """The chunks of one fragment of a replica's flat state, as views."""
         return self._cut(segments, self.fragments, index)
 
     def room(self, chunk: ReplicaChunk, packing: Packing) -> Tensor:
-        """Where to receive what a chunk is to become: in place if it can be, else beside it.
+        """Where to receive a chunk's new values: in place if possible, else in separate memory.
 
-        What is beside it is overwritten by the next.
+        The separate memory is overwritten by the next chunk.
         """
         values = chunk.values
         in_place = packing == AsDtype(values.dtype) and values.device.type == "cpu"
@@ -155,7 +155,7 @@ class ReplicaCodec:
         )
 
     def _extend_base(self, state: list[Tensor], layout: Layout) -> None:
-        """Start the last center at zero, as the averager does, for state that was not there yet."""
+        """Start the base at zero, as the averager does, for state that was not there yet."""
         for tensor, segment in list(zip(state, layout, strict=True))[len(self._base) :]:
             changes = self._wire_format.sends_changes(segment)
             zeros = torch.zeros_like(tensor, dtype=segment.center_dtype) if changes else None

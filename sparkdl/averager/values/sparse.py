@@ -1,7 +1,7 @@
-"""Values most of which are zero, sent without loss in the fewest bytes of four forms.
+"""Mostly zero values, sent without loss in the shortest of four forms.
 
-A message is 8 bytes, its form and a number t, and then, of n values of w bytes with k that are not
-zero:
+A message has 8 bytes for its form and a number t, followed, for n values of w bytes of which k are
+nonzero, by:
 
     ====== ============================================ =====================
     form   what follows                                 bytes of the message
@@ -12,7 +12,7 @@ zero:
     whole  the values                                   8 + w n
     ====== ============================================ =====================
 
-The first two are for values that are all 0, t or -t, as Strom 2015 ("Scalable Distributed DNN
+The first two are for values that are all 0, t or -t, the way Strom 2015 ("Scalable Distributed DNN
 Training Using Commodity GPU Cloud Computing") and Deeplearning4j send gradients.
 """
 
@@ -35,13 +35,13 @@ _NEGATIVE = np.uint32(1 << 31)
 """Set where a value is -t."""
 _POSITIVE = np.uint32(0)
 MOST = 1 << 31
-"""Values that a message can be of."""
+"""The most values that a message can hold."""
 _BLOCK = 1 << 15
-"""Values that are looked at together; they stay in the cache."""
+"""Number of values processed together; they stay in the cache."""
 
 
 def _bodies(values: int, nonzero: int, itemsize: int, *, signs: bool) -> dict[int, int]:
-    """What would follow the header in each form."""
+    """How many bytes would follow the header in each form."""
     of_signs = {SIGNS: PLACE_BYTES * nonzero, BITS: 2 * _octets(values)} if signs else {}
     return {
         **of_signs,
@@ -56,7 +56,7 @@ def _octets(values: int) -> int:
 
 @dataclass(frozen=True)
 class Sparse:
-    """As few bytes as the values allow; nothing is rounded.
+    """As few bytes as the values allow, without rounding.
 
     Attributes:
         of: the values' dtype, float32 or float64.
@@ -67,7 +67,7 @@ class Sparse:
     varies: ClassVar[bool] = True
 
     def numel(self, values: int) -> int:
-        """The most bytes that they can take."""
+        """The most bytes that the values can take."""
         return HEADER_BYTES + self.of.itemsize * values
 
     def pack(self, values: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Sparse:
             values: 1-D, on the CPU.
 
         Raises:
-            TrainingError: they are more than 2,147,483,648.
+            TrainingError: there are more than 2,147,483,648 values.
         """
         if len(values) > MOST:
             raise TrainingError(f"{len(values)} values are more than a message can be of, {MOST}")
@@ -120,22 +120,22 @@ class Sparse:
         """The values.
 
         Raises:
-            TrainingError: it is no message of so many.
+            TrainingError: it is not a message of this many values.
         """
         numbers = np.zeros(values, _numpy(self.of))
         self.add(packed, numbers, 1.0)
         return torch.from_numpy(numbers)
 
     def add(self, packed: Tensor, into: np.ndarray, weight: float) -> None:
-        """Add a message's values to others; costs what it has that is not zero.
+        """Add a message's values to others, at a cost proportional to its nonzero values.
 
         Args:
-            packed: what ``pack`` has made of as many.
-            into: 1-D, of the same dtype; added to.
-            weight: by what the values are multiplied.
+            packed: what ``pack`` returned for as many values.
+            into: what to add to; 1-D, of the same dtype.
+            weight: factor on the values.
 
         Raises:
-            TrainingError: it is no message of so many.
+            TrainingError: it is not a message of this many values.
         """
         message = packed.numpy()
         form, number = _read_header(message)
@@ -169,7 +169,7 @@ class Sparse:
 
 
 def _common(nonzero: np.ndarray) -> float | None:
-    """What some values all are but for their signs, in float32; 0 of none, None if they differ."""
+    """The common magnitude of some values, in float32; 0 if there are none, None if they differ."""
     if not len(nonzero):
         return 0.0
     number = _as_header_has_it(nonzero[0])
@@ -184,7 +184,7 @@ def _as_header_has_it(value: np.floating[Any]) -> float | None:
 
 
 def _places(numbers: np.ndarray, most: int) -> np.ndarray | None:
-    """Where values are not zero; None if those are more than ``most``, or seem to be at first."""
+    """Where values are nonzero; None if there are more than ``most``, or appear to be at first."""
     found = []
     for start in range(0, len(numbers), _BLOCK):
         is_nonzero = numbers[start : start + _BLOCK] != 0
@@ -200,14 +200,14 @@ def _places(numbers: np.ndarray, most: int) -> np.ndarray | None:
 
 
 class _Bits:
-    """Values as two bits each, if they are all the same but for their signs.
+    """Values as two bits each, if the nonzero ones differ only in sign.
 
     Args:
-        numbers: at least one of which is not zero.
+        numbers: the values, at least one of which is nonzero.
 
     Attributes:
-        nonzero: how many are not zero.
-        number: what those are but for their signs; None if they differ.
+        nonzero: how many are nonzero.
+        number: their common magnitude; None if they differ.
         octets: the bits.
     """
 
@@ -236,10 +236,10 @@ def _read_header(message: np.ndarray) -> tuple[int, float]:
 
 
 def _within(places: np.ndarray, size: int) -> np.ndarray:
-    """Places, which ascend in every message of ours: so each is there once.
+    """Check places, which ascend in every message of ours, so that each occurs once.
 
     Raises:
-        TrainingError: they do not, or one is not among the values.
+        TrainingError: they do not ascend, or one is out of range.
     """
     if len(places) and (places[-1] >= size or not (places[1:] > places[:-1]).all()):
         raise TrainingError(f"a message of {size} values has places that are not in order in them")
@@ -251,7 +251,7 @@ def _weighed(values: np.ndarray, weight: float) -> np.ndarray:
 
 
 def _as(octets: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Octets that may lie anywhere, as numbers."""
+    """Octets as numbers, whatever their alignment."""
     return np.frombuffer(octets.tobytes(), dtype)
 
 
