@@ -1,4 +1,4 @@
-"""The Params of the columns that go in, and what they become."""
+"""The Params for the input columns, and what those become."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparkdl.spark.rows.converters import one_of
 
 
 class FeatureParams(HasFeaturesCol):
-    """The Params, also of the model, of which columns it is given."""
+    """The Params for which columns the model is given, which it has itself too."""
 
     featuresCols: Param[list[str] | None] = Param(
         Params._dummy(),
@@ -72,10 +72,10 @@ class FeatureParams(HasFeaturesCol):
         return self.getFeaturesCols() or [self.getFeaturesCol()]
 
     def features_by_name(self) -> bool:
-        """Whether the model takes its features by the columns' names, in whichever way.
+        """Whether the model takes its features by column name, in either way.
 
         Raises:
-            ConfigError: in two ways at once.
+            ConfigError: both ways are set at once.
         """
         if self.getFeaturesAsDict() and self.getFeaturesAsKwargs():
             raise ConfigError(
@@ -86,7 +86,7 @@ class FeatureParams(HasFeaturesCol):
 
 
 class LabelParams(HasLabelCol):
-    """To the estimator what it trains on, to the model what it is evaluated on."""
+    """The labels that the estimator trains on, and that the model is evaluated on."""
 
     labelCols: Param[list[str] | None] = Param(
         Params._dummy(),
@@ -218,5 +218,5 @@ class ColumnParams(FeatureParams, LabelParams, HasWeightCol):
         return self
 
     def optional_column(self, param: str) -> str | None:
-        """The column that a Param names, None if it is not set."""
+        """The column that a Param names; None if it is not set."""
         return self.getOrDefault(param) if self.isDefined(param) else None

@@ -1,4 +1,4 @@
-"""The Params of the estimators, put together from those of one group each."""
+"""The Params of the estimators, combined from those of each group."""
 
 from __future__ import annotations
 

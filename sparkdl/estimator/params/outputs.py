@@ -1,4 +1,4 @@
-"""The Params of which columns ``transform`` adds, of the estimators and their models."""
+"""The Params, of estimators and their models, for which columns ``transform`` adds."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class InputOutputParams(FeatureParams, PredictionParams, ModuleParams):
     """Params shared by the estimator and the model: what goes in and what comes out."""
 
     def _set(self, **values: Any) -> Self:
-        # pyspark.ml lets None pass without a look at it.
+        # pyspark.ml lets None pass unchecked.
         for name, value in values.items():
             if value is None:
                 self.getParam(name).typeConverter(value)

@@ -1,4 +1,4 @@
-"""The Params that say what a training survives, and how."""
+"""The Params for what a training survives, and how."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class RecoveryParams(Params):
         """What the Params ask of checkpoints; None without ``checkpointPath``.
 
         Args:
-            application: which one trains, for another that is refused the same directory.
+            application: the one that trains, to name to another that is refused its directory.
         """
         path = self.getCheckpointPath()
         if path is None:

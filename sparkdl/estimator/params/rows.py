@@ -1,4 +1,4 @@
-"""The Params of how rows are spread over the workers, kept there, and fed."""
+"""The Params for how rows are spread over the workers, kept there, and fed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Params of what is trained, and by which steps."""
+"""The Params for what is trained, and by which steps."""
 
 from __future__ import annotations
 
