@@ -63,8 +63,9 @@ class AdaScale(GradientAllReduce):
 
     Args:
         bucket_mb, compression, shard_optimizer, commit_every: as in ``GradientAllReduce``.
-        find_unused_parameters, sync_batch_norm, preconditioner: likewise. accumulate: minibatches
-        in each worker's step, to which the gain is relative; 1 in the paper.
+        find_unused_parameters, sync_batch_norm, preconditioner: likewise.
+        accumulate: minibatches in each worker's step, to which the gain is relative; 1 in the
+            paper.
         measure_noise: always on.
         decay: of the running means, in [0, 1); None for the paper's max(1 - S / 1000, 0).
 
