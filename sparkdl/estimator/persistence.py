@@ -1,7 +1,7 @@
 """Saving and loading of estimator and model, in pyspark.ml's layout so that pipelines find them.
 
-metadata/part-00000   the Params, as every pyspark.ml stage has them *.json, *.safetensors, *.pkl
-values that are not plain JSON; see ``checkpoint``
+metadata/part-00000   the Params, as every pyspark.ml stage has them
+*.json, *.safetensors, *.pkl   values that are not plain JSON; see ``checkpoint``
 """
 
 from __future__ import annotations

@@ -2,10 +2,12 @@
 
 The algorithm, as a textbook has it:
 
-    read the worker's rows, once; or begin the first epoch with those that have arrived replica <-
-    initial center for each epoch: if it is due, the workers exchange their rows the strategy steps
-    on each minibatch of the worker's rows and makes the replicas agree compute the loss on held-out
-    rows, if any, which the workers exchange the first time
+    read the worker's rows, once; or begin the first epoch with those that have arrived
+    replica <- initial center
+    for each epoch:
+        if it is due, the workers exchange their rows
+        the strategy steps on each minibatch of the worker's rows and makes the replicas agree
+        compute the loss on held-out rows, if any, which the workers exchange the first time
 """
 
 from __future__ import annotations

@@ -48,8 +48,9 @@ class GossipAveraging(Strategy["_Gossip"]):
     Rule:
         After every ``period`` local steps, worker i calls on worker j, chosen by the topology::
 
-            pull        x_i  <-  (x_i + x_j) / 2 push        x_j  <-  its mean with all that came
-            since it last called on a worker push_pull   x_i, x_j  <-  (x_i + x_j) / 2
+            pull        x_i  <-  (x_i + x_j) / 2
+            push        x_j  <-  its mean with all that came since it last called on a worker
+            push_pull   x_i, x_j  <-  (x_i + x_j) / 2
 
         and in ``symmetric`` (D-PSGD) on all its neighbours at once, while they do the same::
 

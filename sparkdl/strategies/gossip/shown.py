@@ -12,8 +12,9 @@ on a connection with these messages:
     {"gossip": mode, "epoch": its,
      "values": how many}             ------>
                                      <------  {"go": true}, or {"away": true}: another epoch
-    values                           ------>  of each stretch, except to pull <------  values of
-                                     each stretch: what it shows for a pull, d for a push and pull
+    values                           ------>  of each stretch, except to pull
+                                     <------  values of each stretch: what it shows for a pull, d
+                                              for a push and pull
                                      <------  {"taken": true} after a push
 
 A worker trains on meanwhile. When it mixes next, it adds to s what it has learned since the last

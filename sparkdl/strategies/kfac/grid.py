@@ -5,9 +5,9 @@ Framework for Deep Neural Networks"). Each layer belongs to a row of it. The wor
 divide the decompositions of its layers among themselves, share the results, and each preconditions
 the gradients of all these layers, which then go down the columns.
 
-    fraction 1         COMM-OPT   one row: all have all decompositions, no gradient travels fraction
-    1 / P     MEM-OPT    one column: each has those of its layers, all gradients travel between
-    HYBRID     decompositions within rows, gradients within columns
+    fraction 1         COMM-OPT   one row: all have all decompositions, no gradient travels
+    fraction 1 / P     MEM-OPT    one column: each has those of its layers, all gradients travel
+    between            HYBRID     decompositions within rows, gradients within columns
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 With a row's inputs a_t and output gradients g_t at the positions t = 1..T of a layer (1 for a
 Linear layer on vectors, the pixels of a convolution's output, the items of a sequence):
 
-    A = E[sum_t a_t a_t^T]        a_t with a 1 appended if the layer has a bias; patches if Conv2d G
-    = E[sum_t g_t g_t^T] / T
+    A = E[sum_t a_t a_t^T]        a_t with a 1 appended if the layer has a bias; patches if Conv2d
+    G = E[sum_t g_t g_t^T] / T
 
 whose Kronecker product approximates the Fisher matrix of the layer's weights (Martens & Grosse
 2015; Grosse & Martens 2016). The expectation is over rows with their actual labels.
