@@ -206,8 +206,8 @@ class _Run:
         )
         if not found:
             logger.warning(
-                "the fit resumes from a checkpoint, but MLflow has no run of the fit before; a new "
-                "one begins with epoch %d",
+                "the fit resumes from a checkpoint, but MLflow has no run of the previous fit; a "
+                "new one begins with epoch %d",
                 len(training.history) + 1,
             )
             return None

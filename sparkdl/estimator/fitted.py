@@ -194,7 +194,7 @@ class FittedModel(
         if isinstance(self._loss, ModelLoss):
             raise ConfigError(
                 "scoreCol does not go with loss='model': a model that computes its own loss gives "
-                "no value a row. Leave one of the two out"
+                "no value per row. Leave one of the two out"
             )
         return self._loss
 

@@ -84,7 +84,7 @@ def specs_of(
     unknown = sorted(set(images) - set(features))
     if unknown:
         raise ConfigError(
-            f"imageCols names '{unknown[0]}', which is no feature: {', '.join(features)}"
+            f"imageCols names '{unknown[0]}', which is not a feature: {', '.join(features)}"
         )
     return [
         _spec_of(name, tensor, name in images, overrides.padding(name))

@@ -113,14 +113,14 @@ def _require_paddable(params: EstimatorParams, schema: FeedSchema) -> None:
     named = set(params.getPadInputs() or ()) - {spec.name for spec in schema.features}
     if named:
         raise ConfigError(
-            f"padInputs speaks of the label column '{min(named)}', of which a model is given "
-            "nothing: name a column of features, or leave it out"
+            f"padInputs names the label column '{min(named)}', but a model is not given labels: "
+            "name a feature column, or leave it out"
         )
     padded = [spec.name for spec in schema.labels if spec.padding is not None]
     if padded and schema.weight is not None:
         raise ConfigError(
             f"weightCol does not go with the padded label column '{padded[0]}': the loss of a row "
-            "would be the mean over its padding too. Leave one of the two out, or weigh rows in a "
+            "would be the mean over its padding too. Leave one of the two out, or weight rows in a "
             "loss of your own"
         )
     if params.getGroupByLength() and not params.getPadCols():

@@ -46,7 +46,7 @@ def require_torchmetrics() -> Any:
         return importlib.import_module("torchmetrics")
     except ImportError as error:
         raise ConfigError(
-            "metrics are those of torchmetrics, which is not installed here: "
+            "metrics need torchmetrics, which is not installed here: "
             'pip install "sparkdl-torch[metrics]", in the driver and on the executors'
         ) from error
 
@@ -131,7 +131,7 @@ class Metrics:
         read = [read_states(octets, list(made.values())) for octets in states]
         values = {}
         for index, (name, metric) in enumerate(made.items()):
-            with _named(name, "cannot be computed of what the workers have counted"):
+            with _named(name, "cannot be computed from what the workers have counted"):
                 merge_states(metric, [of_rank[index] for of_rank in read])
                 with torch.no_grad():
                     values[name] = _plain(metric.compute())

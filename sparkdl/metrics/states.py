@@ -94,7 +94,7 @@ def _named_tensors(name: str, part: Any) -> Iterator[tuple[str, Tensor]]:
 def _no_tensor(name: str, key: str) -> ModelError:
     return ModelError(
         f"metric '{name}' keeps something else than tensors in its state '{key}', which cannot "
-        "travel to the driver without pickle. Compute it of the predictions that transform adds"
+        "travel to the driver without pickle. Compute it from the predictions that transform adds"
     )
 
 

@@ -61,7 +61,7 @@ def save_report(recording: Recording, path: str | os.PathLike[str]) -> None:
 
 
 def render(recording: Recording) -> str:
-    """The report as HTML, at most ``MAX_BYTES`` long."""
+    """The report as HTML, below ``MAX_BYTES``."""
     most_bins = 256
     while True:
         page = _page(recording, most_bins)

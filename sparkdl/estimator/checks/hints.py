@@ -97,7 +97,7 @@ def which_param_helps(
     ]
     if zero_or_one and _OF_MASK.search(str(error)):
         masks = ", ".join(f"'{name}': 'bool'" for name in zero_or_one)
-        return f". Booleans are fed as int64; to have masks of them: columnDtypes={{{masks}}}"
+        return f". Booleans are fed as int64; to use them as masks: columnDtypes={{{masks}}}"
     return ""
 
 

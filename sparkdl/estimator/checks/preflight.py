@@ -223,7 +223,7 @@ class Preflight:
         if self.job.schema.weight is not None:
             raise ConfigError(
                 "streamFirstEpoch does not go with weightCol: weights are divided by their mean, "
-                "which is known when all rows were read. Leave one of the two out"
+                "which is known only once all rows are read. Leave one of the two out"
             )
 
     def _set_feed(self, **changes: Any) -> None:

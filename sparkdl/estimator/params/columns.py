@@ -25,13 +25,13 @@ class FeatureParams(HasFeaturesCol):
     featuresAsDict: Param[bool] = Param(
         Params._dummy(),
         "featuresAsDict",
-        "whether the model takes its features as one dict by the columns' names",
+        "whether the model takes its features as one dict keyed by column name",
         typeConverter=TypeConverters.toBoolean,
     )
     featuresAsKwargs: Param[bool] = Param(
         Params._dummy(),
         "featuresAsKwargs",
-        "whether the model takes its features as keyword arguments by the columns' names",
+        "whether the model takes its features as keyword arguments named like the columns",
         typeConverter=TypeConverters.toBoolean,
     )
 
@@ -127,8 +127,8 @@ class ColumnParams(FeatureParams, LabelParams, HasWeightCol):
     columnDtypes: Param[dict[str, str] | None] = Param(
         Params._dummy(),
         "columnDtypes",
-        "the tensor's dtype by column, for example 'bfloat16'; of a binary column also that of its "
-        "bytes",
+        "the tensor's dtype by column, for example 'bfloat16'; for a binary column, also that of "
+        "its bytes",
         typeConverter=dtypes,
     )
     imageCols: Param[list[str] | None] = Param(
@@ -140,8 +140,8 @@ class ColumnParams(FeatureParams, LabelParams, HasWeightCol):
     padCols: Param[dict[str, float] | None] = Param(
         Params._dummy(),
         "padCols",
-        "columns of arrays of unequal length, by each the number that shorter rows are padded with "
-        "to the longest of their minibatch",
+        "columns of arrays of unequal length, each with the number that pads shorter rows to the "
+        "longest of their minibatch",
         typeConverter=paddings,
     )
     padInputs: Param[dict[str, SequenceInput] | None] = Param(

@@ -32,7 +32,7 @@ class InferenceParams(Params):
     predictPrecision: Param[str] = Param(
         Params._dummy(),
         "predictPrecision",
-        "of the weights and features when the model predicts: 'own' (those that it has), or half: "
+        "of the weights and features when the model predicts: 'own' (what they have), or half: "
         "'bfloat16' or 'float16'",
         typeConverter=one_of("predictPrecision", tuple(_PRECISIONS)),
     )

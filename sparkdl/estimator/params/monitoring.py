@@ -21,9 +21,9 @@ def _callbacks(value: Any) -> list[AnyCallback] | None:
         raise ConfigError(f"{wanted}, got {value!r}")
     for each in value:
         if isinstance(each, type) and issubclass(each, Hooks):
-            raise ConfigError(f"{wanted}, and has the class {each.__name__}: call it")
+            raise ConfigError(f"{wanted}, but it has the class {each.__name__}: call it")
         if not isinstance(each, AnyCallback):
-            raise ConfigError(f"{wanted}, and has {each!r}")
+            raise ConfigError(f"{wanted}, but it has {each!r}")
     return list(value)
 
 

@@ -24,7 +24,7 @@ class RecoveryParams(Params):
     timeout: Param[float] = Param(
         Params._dummy(),
         "timeout",
-        "the longest that any worker or round is waited for, in seconds (> 0)",
+        "the longest time to wait for any worker or round, in seconds (> 0)",
         typeConverter=positive("timeout"),
     )
     maxFailures: Param[int] = Param(
@@ -54,7 +54,7 @@ class RecoveryParams(Params):
     checkpointRounds: Param[int | None] = Param(
         Params._dummy(),
         "checkpointRounds",
-        "rounds between two checkpoints within an epoch (>= 1); None for none there",
+        "rounds between two checkpoints within an epoch (>= 1); None for none within epochs",
         typeConverter=optional_whole("checkpointRounds", 1),
     )
     keepLast: Param[int] = Param(

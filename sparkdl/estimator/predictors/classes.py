@@ -21,8 +21,8 @@ from sparkdl.spark.rows.columns import quoted
 Label = str | int | float | bool
 _TEXT = "sparkdl: text of the label"
 _INSTANTS = (
-    "what the text of one is depends on the session's time zone. Take a date or a text of your own "
-    "as the label, for example F.to_date(...) or F.date_format(...)"
+    "their text depends on the session's time zone. Use a date or a text of your own as the label, "
+    "for example F.to_date(...) or F.date_format(...)"
 )
 MAX_CLASSES = 10_000
 """The most in a column of texts whose labels nobody has named: more are not classes."""

@@ -69,7 +69,7 @@ _MEANS: dict[str, str] = {
     "{class_path: pyspark.ml.evaluation.BinaryClassificationEvaluator}}",
     "stages": "pyspark.ml stages before the estimator, saved with the model",
     "baselines": "pyspark.ml estimators by name, which are fitted and evaluated on the same rows",
-    "trust": "modules that the model's own classes are of, which may be imported to load it",
+    "trust": "modules that the model's own classes come from, which may be imported to load it",
 }
 
 
@@ -177,7 +177,7 @@ def build_parser(job: JobName) -> ArgumentParser:
     parser.add_argument(
         "--config",
         action="config",
-        help="a YAML file; of several, and of the command line, what is said last counts",
+        help="a YAML file; of several, and of the command line, the last value given counts",
     )
     _add_run(parser)
     parser.add_subclass_arguments(
@@ -278,26 +278,26 @@ def _add_run(parser: ArgumentParser) -> None:
         type=str | None,
         default=None,
         help="what the scheduler calls this run, the same in each attempt: an output that is "
-        "complete for it is not made again, and an interrupted training goes on. Without one "
+        "complete for it is not made again, and an interrupted training resumes. Without one, "
         "each start is a run of its own",
     )
     run.add_argument(
         "--result_file",
         type=str | None,
         default=None,
-        help="a file of this machine to which the result is written as JSON, also of a failure",
+        help="a file on this machine to which the result is written as JSON, even after a failure",
     )
     run.add_argument(
         "--log_format",
         type=Literal["text", "json"],
         default="text",
-        help="json writes one object a line to stderr, and the result as the last line of stdout",
+        help="json writes one object per line to stderr, and the result as the last line of stdout",
     )
     run.add_argument(
         "--log_level",
         type=Literal["DEBUG", "INFO", "WARNING", "ERROR"] | None,
         default=None,
-        help="from which level on messages are logged; WARNING as text, INFO as json",
+        help="the lowest level that is logged; WARNING as text, INFO as json",
     )
 
 

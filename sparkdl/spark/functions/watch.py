@@ -61,8 +61,8 @@ def watch(service: RunService, job: Job, on_report: OnReport) -> None:
             if time.monotonic() > results_due:
                 raise DeadlineError(
                     f"all {service.world_size} workers have finished, but Spark's job did not "
-                    f"bring what they returned within {RESULTS_S:g} s. Is it very large? Write it "
-                    "to a file and return its path. Spark's UI says which tasks are left"
+                    f"deliver what they returned within {RESULTS_S:g} s. Is it very large? Write "
+                    "it to a file and return its path. Spark's UI says which tasks are left"
                 )
         elif service.missing and job.makes_rows:
             deadline = time.monotonic() + JOIN_S

@@ -87,9 +87,9 @@ class Score:
         if not isinstance(values, Tensor) or values.dim() == 0 or len(values) != rows:
             shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ModelError(
-                f"scoreCol needs a loss with one value a row, shape ({rows},) here, but it gives "
-                f"{shape}. torch's own losses do; in a function of yours take reduction='none' as "
-                "an argument, or leave the mean out"
+                f"scoreCol needs a loss with one value per row, shape ({rows},) here, but it gives "
+                f"{shape}. torch's own losses do; let a function of your own take reduction='none' "
+                "as an argument, or leave the mean out"
             )
         return values.reshape(rows, -1).double().mean(dim=1)
 

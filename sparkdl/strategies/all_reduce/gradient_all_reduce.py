@@ -149,8 +149,8 @@ class GradientAllReduce(Strategy["_Reducer"]):
             )
         if self.preconditioner is not None:
             raise ConfigError(
-                f"compression={compression}(...) and a preconditioner each take the gradients for "
-                "what the workers have computed: leave one of the two out"
+                f"compression={compression}(...) and a preconditioner each need the gradients as "
+                "the workers have computed them: leave one of the two out"
             )
 
     @property
@@ -176,7 +176,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
         if isinstance(self.compression, Compression):
             if any(parameter.is_complex() for parameter in replica.trainable()):
                 raise ConfigError(
-                    f"compression={type(self.compression).__name__}(...) is of real gradients, and "
+                    f"compression={type(self.compression).__name__}(...) takes real gradients, but "
                     "this model has complex parameters: leave it out"
                 )
             self.compression.require_fits(replica)

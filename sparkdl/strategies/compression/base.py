@@ -127,7 +127,7 @@ class Compressor(ABC):
         values = bucket.buffer()
         if values.is_sparse:
             raise ConfigError(
-                "compression is of dense gradients, and a layer of this model has sparse ones "
+                "compression takes dense gradients, but a layer of this model has sparse ones "
                 "(nn.Embedding(sparse=True)): build it with sparse=False, or leave out compression"
             )
         # In the shapes of the parameters, but in memory order (channels_last).
