@@ -56,7 +56,7 @@ def require_measured(
         ConfigError: one of the two will not be known.
     """
     if metric == "validation_loss" and statistics.complete and not statistics.held_out:
-        raise ConfigError(f"{name} follows the loss on held-out rows, but {HOLD_OUT}")
+        raise ConfigError(f"{name} follows the loss on held-out rows, and {HOLD_OUT}")
     if metric in LOSSES:
         return
     if metric not in training.metrics:
@@ -138,7 +138,7 @@ def warn_if_lost(training: Training, best: EpochSummary | None) -> None:
     """Warn if the best epoch's model is not in the checkpoint that the fit resumes from."""
     if best is not None and (training.kept_epoch or 0) < best.epoch:
         logger.warning(
-            "epoch %d was the best before the checkpoint, but its model is not in it, because "
-            "nothing kept it then: the fit returns that of a better one, or of the last",
+            "of the epochs before the checkpoint epoch %d was the best, whose model is not in it, "
+            "because nothing kept it then: the fit returns that of a better one, or of the last",
             best.epoch,
         )
