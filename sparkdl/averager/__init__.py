@@ -1,4 +1,4 @@
-"""The driver's side of averaging, and the workers' way to it."""
+"""The driver's side of averaging, and how workers reach it."""
 
 from sparkdl.averager.client.client import AveragerClient
 from sparkdl.averager.service.server import Averager

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 RECONNECT_S = 5.0
 """Seconds for which a worker tries to reach an averager that it has lost."""
 READING_S = 0.5
-"""Seconds between two heartbeats of a worker that reads its rows, or trains for long."""
+"""Seconds between two heartbeats of a worker that reads its rows, or trains a long window."""
 
 
 class AveragerClient:
@@ -47,25 +47,25 @@ class AveragerClient:
         address: where the averager is, with the job's token.
         rank: this worker's rank.
         wire_format: how values travel, the same as the averager's.
-        deadline_s: the longest that the averager lets a worker be silent, in seconds. It judges
-            whom it waits for; this end takes the averager for lost after twice that time.
-        worker_state: called for a checkpoint; what of this worker is not part of the center.
-        attempt: of Spark's task; a later attempt takes the place of an earlier.
+        deadline_s: the longest that the averager lets a worker be silent, in seconds. It judges the
+            workers that it waits for; this end considers the averager lost after twice that time.
+        worker_state: called for a checkpoint; returns this worker's state outside the center.
+        attempt: of Spark's task; a later attempt replaces an earlier one.
         task: the task's number, if several workers may share it.
-        restart_state: called for every contribution; what the averager keeps of this worker, should
-            all start again from that commit. None for nothing.
-        frozen: the fingerprint of the parameters that are no part of the center.
-        fragments: of how many parts of the state one after the other a round is, as the averager's.
-        clock: counts where this worker's time goes, which the driver is told of; None for nobody.
+        restart_state: called for every contribution; returns what the averager keeps of this
+            worker, should all restart from that commit. None for nothing.
+        frozen: the fingerprint of the parameters that are not part of the center.
+        fragments: how many parts the state is split into, one per round; the averager's number.
+        clock: counts where this worker's time goes, for the driver; None not to count.
 
     Attributes:
-        closed_epoch: the last epoch of which this worker has exchanged its last window; 0 if none.
-        next_fragment: of which part of the state the next round is, counted from 0.
-        commit_wanted: whether the driver wanted a commit of all when they gathered last.
+        closed_epoch: the last epoch whose last window this worker has exchanged; 0 if none.
+        next_fragment: the part of the state in the next round, counted from 0.
+        commit_wanted: whether the driver wanted a commit from all at their last gather.
 
     Raises:
-        DisconnectedError: the averager cannot be reached, not even in ``deadline_s``.
-        StoppedError: it is another job's.
+        DisconnectedError: the averager cannot be reached, even within ``deadline_s``.
+        StoppedError: it belongs to another job.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class AveragerClient:
         self._address = address
         self._deadline_s = deadline_s
         self._hello = join_header(rank, attempt, task, frozen)
-        # The driver waits that long for its workers to start.
+        # The driver waits this long for its workers to start.
         self._own_channel = reach(self._connect, deadline_s)
 
     def __enter__(self) -> AveragerClient:
@@ -111,10 +111,10 @@ class AveragerClient:
         self._close()
 
     def reconnect(self) -> None:
-        """Join once more after the connection broke; ``start`` has to follow.
+        """Join again after the connection broke; ``start`` must follow.
 
         Raises:
-            StoppedError: the averager cannot be reached, or does not want this worker any more.
+            StoppedError: the averager cannot be reached, or no longer wants this worker.
         """
         self._close()
         self._checkpoint_due = False
@@ -128,7 +128,7 @@ class AveragerClient:
 
     @property
     def _channel(self) -> WorkerChannel:
-        """The channel, when no round that is under way uses it."""
+        """The channel, once no pending round uses it."""
         if self._under_way is not None:
             self._under_way.wait()
         return self._own_channel
@@ -143,7 +143,7 @@ class AveragerClient:
         return channel
 
     def report_reading(self, rows: int) -> None:
-        """Say, but not too often, that this worker is still reading its rows.
+        """Report, but not too often, that this worker is still reading its rows.
 
         Args:
             rows: how many it has read so far.
@@ -171,15 +171,15 @@ class AveragerClient:
 
         Args:
             shard: what this worker found in its rows, or in the first of them, for the driver to
-                look at.
+                check.
             segments: parameters and buffers of the replica, written in place.
             layout: their kinds and sizes.
             row_server: where other workers fetch rows from this one; None if they do not.
 
         Returns:
-            Where this worker's training begins; ``resume`` has to follow if ``resumes`` is set.
-            None if that is not the beginning and ``shard`` not complete: the rest of the rows has
-            to be read first, and ``start`` to be called again.
+            Where this worker's training begins; ``resume`` must follow if ``resumes`` is set. None
+            if that is not the beginning and ``shard`` is incomplete: then read the rest of the
+            rows, and call ``start`` again.
         """
         self._times.compare_clocks(self._channel)
         with self._clock.phase(IDLE):
@@ -201,10 +201,10 @@ class AveragerClient:
         return Position(**header["position"])
 
     def show_rows(self, shard: ShardStatistics) -> None:
-        """Have the driver look at rows that arrived after ``start``.
+        """Have the driver check rows that arrived after ``start``.
 
         Args:
-            shard: what was found by now; complete when no more arrive.
+            shard: what has been found so far; complete when no more rows arrive.
 
         Raises:
             StoppedError: they cannot be trained on.
@@ -213,10 +213,10 @@ class AveragerClient:
         self._channel.receive_header()
 
     def ask_for_rows(self) -> None:
-        """Learn again what ``start`` told of all workers' rows and of who serves them.
+        """Ask again for what ``start`` returned about all workers' rows and where they are served.
 
-        All have read theirs when the first epoch has ended; who was lost and is back serves
-        his elsewhere.
+        All have read theirs when the first epoch has ended; a worker that was lost and is back
+        serves its rows elsewhere.
         """
         self._channel.send_header({"rows": True})
         self._note_rows(self._channel.receive_header())
@@ -263,12 +263,12 @@ class AveragerClient:
                             chunk.take_reply(self._receive(chunk, chunk.reply_packing))
                     committed = True
                 except _Again:
-                    # Before the first chunk of the reply, so that the state is what it was.
+                    # Before the first chunk of the reply, so the state is still unchanged.
                     logger.info("rank %d contributes once more: another worker was lost", self.rank)
             self._committed(window)
 
     def begin_exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
-        """Take part in one round from here on; see ``protocols.CenterExchange``."""
+        """Begin to take part in one round; see ``protocols.CenterExchange``."""
         with self._clock.phase(EXCHANGE):
             chunks = self._codec.fragment(segments, self.next_fragment)
             channel = self._channel
@@ -287,7 +287,7 @@ class AveragerClient:
             )
 
     def end_exchange(self, segments: Sequence[Tensor], local: float) -> None:
-        """Take what came of the round that is under way; see ``protocols.CenterExchange``."""
+        """Take the outcome of the pending round; see ``protocols.CenterExchange``."""
         with self._clock.phase(EXCHANGE):
             round = self._under_way
             assert round is not None
@@ -312,10 +312,10 @@ class AveragerClient:
             self._committed(window)
 
     def gather(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Exchange something small with every other worker; all have to call this equally often.
+        """Exchange something small with every other worker; all must call this equally often.
 
         Args:
-            value: this worker's contribution, of JSON's types.
+            value: this worker's contribution, in JSON's types.
 
         Returns:
             Every worker's contribution, by rank.
@@ -339,7 +339,7 @@ class AveragerClient:
             states: what its metrics have counted.
 
         Raises:
-            DataError: that is more than a worker's share of the driver's memory.
+            DataError: it is more than a worker's share of the driver's memory.
         """
         require_share_of_states(len(states), report, len(self.shard_rows))
         self._channel.send_header(
@@ -354,7 +354,7 @@ class AveragerClient:
         ``asks_leave`` until the driver has approved the last of these epochs.
 
         Args:
-            epochs: how many; they have ended.
+            epochs: how many; all must have ended.
         """
         if len(self._epoch_losses) < epochs:
             with self._clock.phase(WAIT):
@@ -396,7 +396,7 @@ class AveragerClient:
     def _header_of(
         self, window: WindowReport, *, takes_reply: bool
     ) -> tuple[dict[str, Any], bytes]:
-        """What a contribution begins with, and what the averager is to keep of this worker."""
+        """What a contribution begins with, and what the averager should keep of this worker."""
         kept = b"" if self._restart_state is None else self._restart_state()
         header = window_header(window, takes_reply=takes_reply, worker_state=len(kept))
         due = window.last or self._times.due
@@ -407,17 +407,17 @@ class AveragerClient:
             chunk.take_center(self._receive(chunk, chunk.center_packing))
 
     def _receive(self, chunk: ReplicaChunk, packing: Packing) -> Tensor:
-        """Receive what a chunk is to become: in place if it can be, else beside it."""
+        """Receive what a chunk becomes: in place if possible, else in separate memory."""
         room = self._codec.room(chunk, packing)
         while isinstance(values := self._channel.receive_packed(room, varies=packing.varies), dict):
             self._note_checkpoint(values)
-        # What came first was waited for; the rest comes as fast as it travels.
+        # The first message was waited for; the rest is limited by the transfer.
         self._clock.switch(EXCHANGE)
         self._clock.received += values.nbytes
         return packing.unpack(values, len(chunk.values))
 
     def _committed(self, window: WindowReport) -> None:
-        """A round has happened; if it becomes a checkpoint, this worker's state belongs to it."""
+        """A round was committed; if it becomes a checkpoint, this worker's state belongs to it."""
         self.next_fragment = (self.next_fragment + 1) % self._codec.fragments
         if window.last:
             self.closed_epoch = window.epoch

@@ -14,12 +14,12 @@ from sparkdl.events import WindowReport
 
 
 def merge(values: Tensor, center: Tensor, local: float) -> None:
-    """Merge the center's values into those that were trained while they were on their way.
+    """Merge the center's values into those that were trained while they were in transit.
 
     Args:
         values: of any dtype, 1-D; overwritten.
         center: of the same shape.
-        local: how much of the worker's own stays, if they are floating-point numbers.
+        local: how much of the worker's own values to keep, if they are floating-point numbers.
     """
     if local and values.dtype.is_floating_point:
         values.mul_(local).add_(center.to(values.device), alpha=1 - local)
@@ -29,13 +29,13 @@ def merge(values: Tensor, center: Tensor, local: float) -> None:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a worker sends, in memory of its own.
+    """What a worker sends, in separate memory.
 
     Attributes:
         window: what was trained on.
-        header: says so.
-        kept: what the averager is to keep of the worker, in this order.
-        values: after that, once the worker may contribute; none if it does not.
+        header: its header, which is sent first.
+        kept: what the averager should keep of the worker, sent next.
+        values: sent last, once the worker may contribute; empty if it does not.
     """
 
     window: WindowReport
@@ -45,19 +45,19 @@ class Contribution:
 
 
 class OverlappedRound:
-    """Send a contribution and receive the reply, in a thread of its own.
+    """Send a contribution and receive the reply, in a separate thread.
 
     Args:
-        channel: to the averager; nobody else may use it before ``wait`` has returned.
-        contribution: what is sent.
-        reply: room for what comes back, a tensor a message.
-        entry: whether the worker has to wait until it may contribute; used as the channel.
-        varies: whether that may be less.
+        channel: to the averager; not to be used elsewhere before ``wait`` has returned.
+        contribution: what to send.
+        reply: room for the reply, one tensor per message.
+        entry: says whether the worker must wait until it may contribute; shared like the channel.
+        varies: whether the reply may be shorter.
 
     Attributes:
         window: the contribution's.
-        reply: what has come back.
-        notes: headers that came before the reply; to be looked at after ``wait``.
+        reply: what was received.
+        notes: headers that came before the reply; to be read after ``wait``.
     """
 
     def __init__(
@@ -93,20 +93,20 @@ class OverlappedRound:
             raise self._error
 
     def abandon(self) -> None:
-        """Break the channel, and see that nobody uses it any more."""
+        """Break the channel, and make sure that nothing uses it any more."""
         self._channel.break_off()
         self._thread.join()
 
     def _run(self) -> None:
         try:
-            # As often as the round starts over because another worker was lost.
+            # Repeated whenever the round starts over because another worker was lost.
             while not self._take_part():
                 pass
-        except BaseException as error:  # raised where the reply is wanted
+        except BaseException as error:  # raised again where the reply is awaited
             self._error = error
 
     def _take_part(self) -> bool:
-        """Returns whether the round has ended; it starts over otherwise."""
+        """Take part once; returns whether the round has ended, else it starts over."""
         contribution = self._contribution
         self._channel.send_header(contribution.header)
         for octets in contribution.kept:

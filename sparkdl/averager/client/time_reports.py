@@ -1,4 +1,4 @@
-"""What a worker tells the driver of where its time goes, and when."""
+"""What a worker tells the driver about where its time goes, and when."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from sparkdl.averager.messages.headers import phases_header
 from sparkdl.phases import PhaseClock
 
 TELLING_S = 0.25
-"""Seconds between two reports in the middle of an epoch: to write, read and add one up takes half a
-millisecond, which is nothing a window and too much a step."""
+"""Seconds between two reports within an epoch: to write, read and add up one takes half a
+millisecond, which is nothing per window and too much per step."""
 COMPARISONS = 4
 """How often the clocks are compared when a worker joins; the fastest answer counts."""
 
 
 class TimeReports:
-    """The times of one worker, as far as the driver has not been told of them.
+    """The times of one worker that have not been reported to the driver.
 
     Args:
         clock: counts them; None if the driver is told nothing.
 
     Attributes:
-        clock: as given, or one that counts for nobody.
+        clock: as given, or one whose counts nobody reads.
     """
 
     def __init__(self, clock: PhaseClock | None) -> None:
@@ -32,15 +32,15 @@ class TimeReports:
 
     @property
     def due(self) -> bool:
-        """Whether it is time for a report in the middle of an epoch."""
+        """Whether it is time for a report within an epoch."""
         return self.clock.untold_s >= TELLING_S
 
     def header(self) -> dict[str, Any]:
-        """Fields for a header that is sent next; none if nobody counts."""
+        """Fields for the next header; empty if nothing is counted."""
         return phases_header(self.clock.take()) if self._tells else {}
 
     def compare_clocks(self, channel: WorkerChannel) -> None:
-        """Learn what the driver's clock says when this process's says something."""
+        """Find the offset between the driver's clock and this process's."""
         if not self._tells:
             return
         self.clock.forget_comparison()

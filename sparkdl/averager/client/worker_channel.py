@@ -1,4 +1,4 @@
-"""A worker's connection to the averager, its failures as errors of ours that name the rank."""
+"""A worker's connection to the averager, with failures as our own errors that name the rank."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from sparkdl.transport.connection import ConnectionLostError, SilenceError
 
 
 class WorkerChannel:
-    """A proved connection from a worker; used by one thread.
+    """An authenticated connection from a worker; used by one thread.
 
     Args:
         address: where the averager is, with the job's token.
         rank: the worker's.
-        deadline_s: after which silence of the averager means that it is gone, in seconds.
+        deadline_s: how long the averager may be silent before it counts as gone, in seconds.
 
     Raises:
-        DisconnectedError: it cannot be reached; so do all methods when it is lost.
-        DeadlineError: it says nothing for ``deadline_s``; so do all methods.
-        StoppedError: it is another job's, or, in receiving, it has ended the run.
+        DisconnectedError: it cannot be reached; all methods raise this when it is lost.
+        DeadlineError: it says nothing for ``deadline_s``; all methods raise this.
+        StoppedError: it belongs to another job or, when receiving, it has ended the run.
     """
 
     def __init__(self, address: ServiceAddress, rank: int, deadline_s: float) -> None:
@@ -52,12 +52,12 @@ class WorkerChannel:
             self._connection.send_values(values)
 
     def send_octets(self, octets: bytes, block_bytes: int) -> None:
-        """Send something else than values, in messages of at most so many bytes."""
+        """Send something other than values, in messages of at most ``block_bytes``."""
         for block in blocks(octets, block_bytes):
             self.send_values(block)
 
     def receive_octets(self, size: int, block_bytes: int) -> bytes:
-        """So many bytes of something else than values, in messages of at most ``block_bytes``."""
+        """Receive ``size`` bytes that are not values, in messages of at most ``block_bytes``."""
         octets = torch.empty(size, dtype=torch.uint8)
         for start in range(0, size, block_bytes):
             self.receive_values(octets[start : start + block_bytes])
@@ -104,7 +104,7 @@ class WorkerChannel:
         self._connection.close_after(self._deadline_s)
 
     def break_off(self) -> None:
-        """End the connection from any thread; who waits on it is woken."""
+        """End the connection from any thread; whoever waits on it is woken."""
         self._connection.interrupt()
 
     def close(self) -> None:
@@ -133,17 +133,17 @@ class WorkerChannel:
 
 
 class Entry:
-    """Whether this worker has to wait until it may contribute: at first, in each window, or not."""
+    """Whether this worker must wait until it may contribute: at first, in each window, or never."""
 
     def __init__(self) -> None:
         self._due = self._each = False
 
     def begin(self, *, first: bool, each: bool) -> None:
-        """Learn what the averager says of it.
+        """Note what the averager says about it.
 
         Args:
             first: whether others may keep this worker from contributing its first window.
-            each: or any.
+            each: whether they may keep it from contributing any.
         """
         self._due, self._each = first or each, each
 
@@ -154,7 +154,7 @@ class Entry:
 
         Args:
             channel: to the averager.
-            note: is told of other headers that come before.
+            note: called with other headers that come before that.
         """
         while self._due:
             header = channel.receive_header()
@@ -166,7 +166,7 @@ class Entry:
 
 
 def blocks(octets: bytes, size: int) -> list[Tensor]:
-    """Bytes as messages of at most ``size`` of them; none of nothing."""
+    """Bytes as messages of at most ``size`` of them; none if there are no bytes."""
     if not octets:
         return []
     values = torch.frombuffer(bytearray(octets), dtype=torch.uint8)

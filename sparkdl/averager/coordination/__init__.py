@@ -1,1 +1,1 @@
-"""What the averager decides: who is in, who is waited for, what a round comes to; no socket."""
+"""The averager's decisions: who is in, who is waited for, what a round yields; no sockets."""

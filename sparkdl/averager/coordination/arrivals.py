@@ -1,6 +1,6 @@
-"""Who has joined and is not let in yet: its rows have to be known, and seen by the driver.
+"""Workers that have joined but are not yet let in: the driver must know and check their rows.
 
-Where rows keep arriving while a worker trains, it waits for the driver to look at those, too.
+Where rows keep arriving while a worker trains, it waits for the driver to check those too.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Arrivals:
         shards: what they have found in their rows.
         committed: how far the training has come.
         resumed: whether the training resumes from a checkpoint, which may be of other rows.
-        decide: is given what is to be done, in order.
+        decide: called with each decision, in order.
 
     Attributes:
         started: whether the driver has let the workers train.
-        ready: who has read its rows and waits to be let in, by rank.
-        shown: who waits for the driver to look at rows, by rank.
+        ready: workers that have read their rows and wait to be let in, by rank.
+        shown: workers that wait for the driver to check rows, by rank.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Arrivals:
 
     @property
     def knocking(self) -> Mapping[int, Member]:
-        """Who is let in as soon as no sum is under way, by rank."""
+        """Workers to let in as soon as no sum is being formed, by rank."""
         return self.ready if self.started else {}
 
     def read(self, event: on.RowsFound) -> bool:
-        """Take what a worker has found before it is let in; returns whether it is ready."""
+        """Note what a worker found before being let in; returns whether it is ready."""
         member, shard = event.member, event.shard
         self._shards.row_servers[member.rank] = event.row_server
         begins = not self._resumed and self._committed.positions[member.rank] == Position()
@@ -71,10 +71,10 @@ class Arrivals:
         return True
 
     def show(self, event: on.RowsFound) -> None:
-        """Have the driver look at rows that a worker has found since it was let in.
+        """Have the driver check rows that a worker has found since it was let in.
 
         Raises:
-            TrainingError: the worker has said that there are no more.
+            TrainingError: the worker said that there were no more.
         """
         rank = event.member.rank
         if not self._members.reads(rank):
@@ -84,20 +84,20 @@ class Arrivals:
         self._decide(do.Report(NewRows(rank, event.shard)))
 
     def approve(self, rank: int, now: float) -> None:
-        """Let a worker train on the rows that the driver has looked at."""
+        """Let a worker train on the rows that the driver has checked."""
         member = self.shown.pop(rank, None)
         if member is not None:
             self._members.note_heartbeat(rank, now)
             self._decide(do.GoOn(member))
 
     def expect(self, now: float) -> None:
-        """Restart the time in which workers have to join."""
+        """Restart the time within which workers must join."""
         if self._members.joined < self._members.world_size:
             for rank in self._members.everyone - self._members.there:
                 self._members.note_heartbeat(rank, now)
 
     def lose(self, rank: int) -> None:
-        """Take out a worker that was lost."""
+        """Remove a worker that was lost."""
         self.ready.pop(rank, None)
         self.shown.pop(rank, None)
 

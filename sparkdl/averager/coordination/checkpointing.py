@@ -1,7 +1,7 @@
 """Which commits become checkpoints, and whose worker states belong to them.
 
-One at a time is put together: the worker states come, then it is written while training goes on. A
-round after which the next is due waits until it is.
+They are assembled one at a time: the worker states come, then it is written while training goes on.
+A round after which the next one is due waits until that is done.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ class Schedule(Protocol):
     """Which commits become checkpoints."""
 
     def due(self, epoch: int) -> bool:
-        """Whether the end of an epoch is one."""
+        """Whether the end of an epoch becomes a checkpoint."""
 
     def due_within(self, rounds: int) -> bool:
-        """Whether it is time for one, so many rounds after the last."""
+        """Whether a checkpoint is due this many rounds after the last."""
 
 
 class Checkpointing:
-    """The checkpoint that is being put together, and when the next is due.
+    """The checkpoint that is being assembled, and when the next one is due.
 
     Args:
         schedule: which commits become checkpoints; None for none.
         committed: how far the training has come.
-        saved: whether a checkpoint has what was committed before, if anything was.
+        saved: whether a checkpoint has what was committed before, if anything.
 
     Attributes:
-        awaited: ranks whose worker states have yet to come.
-        told_to_end: why the run is to end once a commit has become a checkpoint.
+        awaited: ranks whose worker states have yet to arrive.
+        told_to_end: why the run must end once a commit has become a checkpoint.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class Checkpointing:
         self._committed = committed
         self._since: float | None = None
         self._asked = False
-        # The last that a checkpoint was begun of, and the last that one exists of.
+        # The last round for which a checkpoint was begun, and the last for which one exists.
         self._begun_round = 0
         self._saved_round: int | None = 0 if saved else None
 
     @property
     def under_way(self) -> bool:
-        """Whether a checkpoint is being put together."""
+        """Whether a checkpoint is being assembled."""
         return self._since is not None
 
     @property
@@ -67,7 +67,7 @@ class Checkpointing:
         self.told_to_end = reason
 
     def end_epoch(self, epoch: int) -> None:
-        """Take note that a commit is the end of an epoch."""
+        """Note that a commit is the end of an epoch."""
         if self._schedule is not None and self._schedule.due(epoch):
             self._asked = True
 
@@ -80,11 +80,11 @@ class Checkpointing:
         return ends or window.report.last or self._schedule.due_within(rounds)
 
     def begin_if_due(self, windows: Iterable[on.WindowClosed], now: float) -> bool:
-        """Begin a checkpoint of the commit that has just been, if it is time.
+        """Begin a checkpoint of the latest commit, if it is due.
 
         Args:
-            windows: the last ones of those whose state is that of the commit: they are asked for
-                it, and nobody who comes back later.
+            windows: the last windows of the workers whose state is that of the commit: only they
+                are asked for it, not those that come back later.
             now: the time, in seconds.
         """
         if self._schedule is None or self._since is not None:
@@ -99,17 +99,17 @@ class Checkpointing:
         return True
 
     def forgo(self, rank: int) -> bool:
-        """Take note that a rank's state has come, or never will; returns whether all have."""
+        """Note that a rank's state has arrived, or never will; returns whether none is awaited."""
         if rank not in self.awaited:
             return False
         self.awaited.discard(rank)
         return not self.awaited
 
     def finish(self, *, saved: bool) -> SparkDLError | None:
-        """Take note that nothing more is written; returns why the run is to end now, if it is.
+        """Note that writing has ended; returns why the run must end now, if it must.
 
         Args:
-            saved: whether the checkpoint exists. The next is due when it would be in any case.
+            saved: whether the checkpoint exists. Either way, the next is due at the same time.
         """
         self._since = None
         if saved:
@@ -121,10 +121,10 @@ class Checkpointing:
         self._since = None if self._since is None else now
 
     def require_in_time(self, members: Membership, now: float) -> None:
-        """Check that it is not being put together for longer than anything may take.
+        """Check that assembling it does not take longer than anything may take.
 
         Raises:
-            DeadlineError: it is.
+            DeadlineError: it does.
         """
         if self._since is None or now - self._since <= members.deadline_s:
             return

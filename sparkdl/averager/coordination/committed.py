@@ -19,20 +19,20 @@ from sparkdl.events import (
 
 
 class CommittedProgress:
-    """What has been committed; as far as it has been committed.
+    """How far a run has come, counting only what has been committed.
 
     Args:
         progress: how far the training had come when the run began.
-        kept: what was kept of each rank then.
+        kept: what was kept of each rank at that time.
         now: the time, in seconds.
 
     Attributes:
         round: rounds committed in this run.
-        epoch: the epoch that is under way, counted from 1.
+        epoch: the current epoch, counted from 1.
         positions: where each rank continues, by rank.
-        kept: of each rank, what it sent with its last committed window to be kept; with position
-            and center the worker continues exactly as it would have.
-        commit_wanted: whether the driver wants a commit before the epoch ends; until there is one.
+        kept: what each rank sent to be kept with its last committed window; with position and
+            center the worker continues exactly as it would have.
+        commit_wanted: whether the driver wants a commit before the epoch ends; reset by the next.
     """
 
     def __init__(self, progress: Progress, kept: Mapping[int, WorkerState], now: float) -> None:
@@ -44,7 +44,7 @@ class CommittedProgress:
         self.commit_wanted = False
         self._reports = list(progress.reports)
         self._first_round = -progress.rounds
-        # By epoch and rank; which epochs' summaries do not have them yet.
+        # By epoch and rank, for epochs whose summaries do not have them yet.
         self._validations: dict[int, dict[int, ValidationReport]] = {}
         self._not_counted: set[int] = set()
         self._states: dict[int, WorkerState] = {}
@@ -52,29 +52,29 @@ class CommittedProgress:
 
     @property
     def begun(self) -> bool:
-        """Whether anything was committed ever, in this run or before it."""
+        """Whether anything was ever committed, in this run or before it."""
         return self.round > self._first_round or self.epoch > 1
 
     def start_epoch(self, now: float) -> None:
-        """From now on the time counts as the epoch's."""
+        """Count the time from now on as the epoch's."""
         self._epoch_started = now
 
     @property
     def has_windows(self) -> bool:
-        """Whether any window of the epoch that is under way was committed."""
+        """Whether any window of the current epoch has been committed."""
         return bool(self._reports)
 
     @property
     def at_end_of_epoch(self) -> bool:
-        """Whether nothing was committed since an epoch has ended."""
+        """Whether nothing has been committed since an epoch ended."""
         return self.epoch > 1 and self.round == self._first_round
 
     def commit(self, windows: Iterable[WindowReport], kept: Mapping[int, WorkerState]) -> None:
-        """Count a round and its windows: now they have happened.
+        """Count a round and its windows as done.
 
         Args:
             windows: by rank.
-            kept: what is to be kept of the ranks that sent something.
+            kept: what to keep of the ranks that sent something.
         """
         self.round += 1
         self.commit_wanted = False
@@ -84,7 +84,7 @@ class CommittedProgress:
             self._reports.append(report)
 
     def end_epoch(self, now: float) -> EpochSummary:
-        """Go on to the next epoch; returns what the one that has ended was like."""
+        """Go on to the next epoch; returns the summary of the one that has ended."""
         seconds = now - self._epoch_started
         rounds = self.round - self._first_round
         summary = summarize_epoch(self.epoch, self._reports, rounds, seconds)
@@ -110,7 +110,7 @@ class CommittedProgress:
             self._states[report.rank] = states
 
     def take_states(self) -> tuple[WorkerState | None, ...]:
-        """What the metrics of each rank have counted after the last epoch; given away."""
+        """What each rank's metrics counted after the last epoch; no longer kept here."""
         states, self._states = self._states, {}
         return tuple(states.get(rank) for rank in range(len(self.positions)))
 
@@ -122,14 +122,14 @@ class CommittedProgress:
 
     @property
     def validated_by(self) -> Set[int]:
-        """Which ranks have told what they found on their held-out rows after the last epoch."""
+        """The ranks that have reported on their held-out rows after the last epoch."""
         return self._validations.get(self.epoch - 1, {}).keys()
 
     def epochs_with_known_loss(self, *, validates: bool) -> int:
-        """Of how many epochs the loss is final.
+        """The number of epochs whose loss is final.
 
         Args:
-            validates: whether that is the loss on held-out rows, which each rank has to report.
+            validates: whether that is the loss on held-out rows, which each rank must report.
         """
         told = len(self.validated_by) == len(self.positions) or not self.at_end_of_epoch
         return self.epoch - 1 if told or not validates else self.epoch - 2
@@ -138,8 +138,8 @@ class CommittedProgress:
         """The losses of epochs: on held-out rows if there are any, else in training.
 
         Args:
-            first: epoch counted from 1.
-            last: as ``first``; included.
+            first: the first epoch, counted from 1.
+            last: the last epoch, included.
             metric: the metric that is followed instead of the loss.
         """
         epochs = self.history[first - 1 : last]

@@ -1,6 +1,6 @@
 """What a worker may do, and when: anything else ends the run, with an error that says why.
 
-Only mistakes in a strategy, or a worker of other code, get so far.
+Only a faulty strategy, or a worker that runs other code, gets this far.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ ONE_LAST_WINDOW = (
 
 
 class Conduct:
-    """Checks of what workers say against the state of a run, which it does not change.
+    """Checks what workers say against the state of a run, which it does not change.
 
     Args:
         members: who is in the run.
-        round: who takes part in the round that is under way.
+        round: who takes part in the current round.
         committed: how far the training has come.
         gathers: what the workers tell each other.
         done: ranks that have left for good.
-        frozen: the fingerprint that the frozen parameters of every worker are to have.
+        frozen: the fingerprint that every worker's frozen parameters must have.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Conduct:
         self._frozen = frozen
 
     def require_same_frozen(self, member: Member) -> None:
-        """Check that a worker has built the parameters that are never sent as all have.
+        """Check that a worker has built the same never-sent parameters as all others.
 
         Raises:
             ModelError: it has not.
@@ -63,7 +63,7 @@ class Conduct:
             )
 
     def require_admitted(self, member: Member) -> None:
-        """Check that a worker has been let start.
+        """Check that a worker has been allowed to start.
 
         Raises:
             TrainingError: it has not.
@@ -72,14 +72,14 @@ class Conduct:
             raise TrainingError(f"{member} acts as if it had been let start, and it has not")
 
     def require_everyone(self, member: Member, what: str) -> None:
-        """Check that nobody has left for good whom a worker would wait for.
+        """Check that no worker that this one would wait for has left for good.
 
         Args:
             member: the worker.
-            what: it does; follows its name.
+            what: what it does; follows its name.
 
         Raises:
-            TrainingError: somebody has.
+            TrainingError: one has.
         """
         if self._done:
             raise TrainingError(
@@ -111,10 +111,10 @@ class Conduct:
             )
 
     def require_end_of_epoch(self, member: Member) -> None:
-        """Check that a rank that leaves does not leave others who wait for it.
+        """Check that no others wait for a rank that leaves.
 
         Raises:
-            TrainingError: it does.
+            TrainingError: some do.
         """
         this = self._round
         under_way = this.entered or this.held or this.through

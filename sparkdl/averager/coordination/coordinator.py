@@ -1,7 +1,7 @@
-"""What the averager decides: events with a time in, decisions out.
+"""The averager's decisions: events with a time in, decisions out.
 
-No lock, thread, socket or clock is in here, so that the same decisions serve two workers over TCP
-and ten thousand in a simulation. One run goes like this:
+There is no lock, thread, socket or clock here, so that the same decisions serve two workers over
+TCP and ten thousand in a simulation. One run goes like this:
 
     every worker     Joined, RowsFound                      -> the driver is told the statistics
     the driver       Started                                -> Welcome
@@ -9,8 +9,8 @@ and ten thousand in a simulation. One run goes like this:
     every worker     Finished                               -> End
 
 Workers may be lost as often as the run tolerates, and come back: they continue after their last
-committed window. The decisions of a round are in ``round_decisions``; here is who comes and goes,
-what the driver has to say, and how the run ends.
+committed window. The decisions of a round are in ``round_decisions``; this file handles who comes
+and goes, what the driver says, and how the run ends.
 """
 
 from __future__ import annotations
@@ -48,32 +48,33 @@ class Coordinator:
 
     Args:
         world_size: number of workers.
-        deadline_s: the longest that a rank may be silent while it is waited for, and a checkpoint
-            be written, in seconds.
+        deadline_s: the longest that a rank may be silent while it is waited for, and that a
+            checkpoint may take to be written, in seconds.
         now: the time, in seconds; of the same clock as in ``handle``.
-        tolerance: what losses the run survives; none by default.
-        progress: how far the training has come already; by default it starts.
+        tolerance: the losses that the run survives; none by default.
+        progress: how far the training has already come; by default it starts.
         kept: what was kept of each rank at its last commit; by default nothing.
         checkpoints: which commits become checkpoints; none by default.
-        saved: whether a checkpoint has what ``progress`` says, if that is anything.
+        saved: whether a checkpoint has what ``progress`` says, if anything.
         resumed: whether the training resumes from a checkpoint, which may be of other rows.
-        frozen: the fingerprint that the frozen parameters of every worker are to have.
+        frozen: the fingerprint that every worker's frozen parameters must have.
         policy: who is waited for in rounds; by default everyone.
-        followed: whether callbacks follow the run: the driver is told of rounds, losses of workers
-            and checkpoints too, and workers begin an epoch when it has approved the one before.
-        measures: whether the driver computes metrics of what the workers count on held-out rows;
+        followed: whether callbacks follow the run: the driver is also told about rounds, lost
+            workers and checkpoints, and workers begin an epoch once it has approved the previous
+            one.
+        measures: whether the driver computes metrics from what the workers count on held-out rows;
             such a run is ``followed``.
-        metric: the metric that workers want to know of each epoch, instead of the loss.
+        metric: the metric that workers want to know for each epoch, instead of the loss.
 
     Attributes:
         members: who is in the run.
         shards: what they have found in their rows.
-        round: who takes part in the round that is under way.
+        round: who takes part in the current round.
         committed: how far the training has come.
-        checkpoints: the one that is being put together, and when the next is due.
+        checkpoints: the one that is being assembled, and when the next one is due.
         followed: as given.
-        failure: what has ended the run, if it failed.
-        stopped: why it was stopped before its end, if it was.
+        failure: what ended the run, if it failed.
+        stopped: why it was stopped early, if it was.
         ended: whether the run is over.
     """
 
@@ -108,7 +109,7 @@ class Coordinator:
         self.failure: SparkDLError | None = None
         self.stopped: str | None = None
         self._stop_wanted: on.StopWanted | None = None
-        # Who has finished; and who of those waits for a checkpoint that is being written.
+        # The ranks that have finished, and those that wait for a checkpoint being written.
         self._done: set[int] = set()
         self._leaving: dict[int, Member] = {}
         self._gathers = Gathers(world_size)
@@ -171,15 +172,15 @@ class Coordinator:
         }
 
     def handle(self, event: Event, now: float) -> list[Decision]:
-        """Take note of an event, and decide what follows from it.
+        """Note an event, and decide what follows from it.
 
         Args:
-            event: what has happened. Of members that have lost their place only ``Finished`` says
-                something: they will not come back, for their work is done.
-            now: when, in seconds; never less than in the call before.
+            event: what has happened. From members that have lost their place only ``Finished``
+                matters: they will not come back, as their work is done.
+            now: when, in seconds; never less than in the previous call.
 
         Returns:
-            What is to be done, in this order.
+            What to do, in this order.
         """
         self._now = now
         self._decided = []
@@ -203,7 +204,7 @@ class Coordinator:
         return self._decided
 
     def heartbeat(self, member: Member, now: float) -> None:
-        """Take note that something of a worker arrived, or that it took something."""
+        """Note that something arrived from a worker, or that it took something."""
         if not member.gone:
             self.members.note_heartbeat(member.rank, now)
 
@@ -263,7 +264,7 @@ class Coordinator:
             self._decide(told)
 
     def _want_commit(self, event: on.CommitWanted) -> None:
-        """Ask for one in what the workers are told next: they all learn of it at the same step."""
+        """Ask for a commit at the workers' next gather, where all learn of it at the same step."""
         self.committed.commit_wanted = True
 
     # Rounds.
@@ -281,7 +282,7 @@ class Coordinator:
         self._tell(self._epoch_losses.want(event))
 
     def _tell(self, decisions: list[Decision]) -> None:
-        """Tell driver and workers of epochs whose losses are known now."""
+        """Tell driver and workers about epochs whose losses are now known."""
         self._decided.extend(decisions)
         if any(isinstance(decision, do.TellEpochLosses) for decision in decisions):
             self.members.restart_clock(self._now)
@@ -289,7 +290,7 @@ class Coordinator:
     # Checkpoints.
 
     def _do_without_worker_state(self, rank: int) -> None:
-        """Take note that a rank's state has come, or never will."""
+        """Note that a rank's state has arrived, or never will."""
         if self.checkpoints.forgo(rank):
             self._decide(do.WriteCheckpoint())
 
@@ -318,7 +319,7 @@ class Coordinator:
     # Losing, leaving, failing.
 
     def _lose(self, member: Member, why: str) -> None:
-        """Take a worker out of everything that is under way."""
+        """Remove a worker from everything in progress."""
         rank = member.rank
         if rank in self._done:
             return
@@ -334,7 +335,7 @@ class Coordinator:
         self._epoch_losses.wanted.pop(rank, None)
         self._rounds.lose(rank, self._now)
         self._do_without_worker_state(rank)
-        # Nothing may have arrived from those who waited for the lost one.
+        # Nothing may have arrived from workers that waited for the lost one.
         self.members.restart_clock(self._now)
         self._rounds.commit_if_complete(self._now)
 
@@ -357,14 +358,14 @@ class Coordinator:
             self._decide(do.End(None))
 
     def _stop(self, event: on.StopWanted) -> None:
-        """End the run as it is; with a checkpoint that is being written, once it is there."""
+        """End the run as it is; if a checkpoint is being written, once it is done."""
         self._stop_wanted = event
         if not self.checkpoints.under_way:
             self.stopped = event.reason
             self._decide(do.End(None, event.reason))
 
     def _fail(self, error: SparkDLError) -> None:
-        # Who was told to end may see the workers end too.
+        # If the run was told to end, the workers may fail as a consequence.
         self.failure = self.checkpoints.told_to_end or error
         self._decide(do.End(self.failure))
 

@@ -1,7 +1,7 @@
-"""What the decisions of a run answer: values that cross the border to the outside.
+"""The outcomes of a run's decisions: values that cross the border to the outside.
 
-The loop at the edge turns them into bytes (``service/loop.py``). What they are told is in
-``events``, what the driver is told in ``run_events``.
+The loop at the edge turns them into bytes (``service/loop.py``). The inputs are in ``events``, what
+the driver is told in ``run_events``.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError
 from sparkdl.feed.statistics import DataStatistics
 
-# What is to be done at a worker's connection.
+# What to do at a worker's connection.
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOn:
-    """Tell a worker, which has found something in its first rows, to read all of them."""
+    """Tell a worker that has reported on its first rows to read all of them."""
 
     member: Member
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Send a worker its position and the center; ``Taken`` has to follow."""
+    """Send a worker its position and the center; ``Taken`` must follow."""
 
     member: Member
 
 
 @dataclass(frozen=True, slots=True)
 class GoOn:
-    """Tell a worker that the rows it has shown can be trained on."""
+    """Tell a worker that the rows it has reported can be trained on."""
 
     member: Member
 
@@ -64,12 +64,12 @@ class TellEpochLosses:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Add a worker's contribution to the sum; ``Contributed`` has to follow.
+    """Add a worker's contribution to the sum; ``Contributed`` must follow.
 
     Attributes:
         member: the worker.
         weight: rows that it was trained on.
-        staleness: how often the center was updated since the worker has received it.
+        staleness: how often the center has been updated since the worker received it.
     """
 
     member: Member
@@ -79,21 +79,21 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class StartOver:
-    """Forget the sum; tell workers, also those that still send, to contribute the same again."""
+    """Forget the sum; tell workers, even those still sending, to contribute the same again."""
 
     members: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Send a worker the outcome of its round; ``Taken`` has to follow.
+    """Send a worker the outcome of its round; ``Taken`` must follow.
 
     Attributes:
         member: the worker.
         final: whether it is sent the epoch's final center in place of the round's outcome.
-        values: whether it wants them; it is told that they are committed otherwise.
-        worker_state: whether its state belongs to a checkpoint of this commit: it is asked for,
-            and ``WorkerStateWritten`` has to follow.
+        values: whether it wants the values; otherwise it is told that they are committed.
+        worker_state: whether its state belongs to a checkpoint of this commit: it is asked for, and
+            ``WorkerStateWritten`` must follow.
     """
 
     member: Member
@@ -139,7 +139,7 @@ class Dismiss:
     member: Member
 
 
-# What is to be done with the center.
+# What to do with the center.
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class Commit:
     """Have the sum change the center.
 
     Attributes:
-        contributions: what the sum is of; the center stays as it is without any.
+        contributions: what the sum consists of; without any, the center does not change.
     """
 
     contributions: Contributions
@@ -182,13 +182,13 @@ class BeginCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class WriteCheckpoint:
-    """Every worker's state is there: write the rest.
+    """Every worker's state has arrived: write the rest.
 
-    ``CheckpointWritten`` or ``CheckpointGivenUp`` has to follow.
+    ``CheckpointWritten`` or ``CheckpointGivenUp`` must follow.
     """
 
 
-# What is to be done in the driver.
+# What to do in the driver.
 
 
 @dataclass(frozen=True, slots=True)

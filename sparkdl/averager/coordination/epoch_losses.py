@@ -1,8 +1,8 @@
 """The losses of epochs, and which workers wait for them.
 
-A worker asks because its schedule follows the losses, or for leave to begin the next epoch, which
-the driver gives where callbacks follow the run. Either way it is answered when the loss is final:
-with held-out rows, once every rank has validated.
+A worker asks because its schedule follows the losses, or for permission to begin the next epoch,
+which the driver grants where callbacks follow the run. Either way it is answered when the loss is
+final: with held-out rows, once every rank has validated.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class EpochLosses:
     Args:
         committed: how far the training has come.
         shards: what the workers have found in their rows.
-        followed: whether callbacks follow the run: they are told of epochs, and workers only when
-            the driver has approved one.
-        measures: whether the driver computes metrics of what the workers count on held-out rows.
-        metric: the metric that they follow instead of the loss; None if they follow that.
+        followed: whether callbacks follow the run: they are told about epochs, and workers only
+            once the driver has approved one.
+        measures: whether the driver computes metrics from what the workers count on held-out rows.
+        metric: the metric that they follow instead of the loss; None for the loss.
 
     Attributes:
-        wanted: what each rank waits for that waits.
+        wanted: what each waiting rank waits for.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class EpochLosses:
         self._known = self._approved = committed.epochs_with_known_loss(validates=True)
 
     def validated(self, event: on.Validated) -> list[Decision]:
-        """Take what a worker found on its held-out rows."""
+        """Note what a worker found on its held-out rows."""
         self._committed.validated(event.report, event.states if self._measures else None)
         return self.news()
 
     def news(self) -> list[Decision]:
-        """What driver and workers are told of epochs that have ended or are validated now."""
+        """What driver and workers are told about epochs that have now ended or been validated."""
         validates = bool(self._shards.statistics.held_out)
         before = self._known
         known = self._committed.epochs_with_known_loss(validates=validates)
@@ -70,19 +70,19 @@ class EpochLosses:
         return decided + self._answers()
 
     def measured(self, event: on.EpochMeasured) -> list[Decision]:
-        """Take the values of an epoch's metrics."""
+        """Note the values of an epoch's metrics."""
         return self._for_callbacks(self._committed.measured(event.epoch, event.values))
 
     def approve(self, epoch: int) -> list[Decision]:
-        """Take note that the driver has looked at an epoch."""
+        """Note that the driver has approved an epoch."""
         self._approved = max(self._approved, epoch)
         return self._answers()
 
     def want(self, event: on.EpochLossesWanted) -> list[Decision]:
-        """Have a worker wait, unless it is known what it wants to know.
+        """Make a worker wait, unless what it wants to know is known.
 
         Raises:
-            TrainingError: for an epoch that has not ended.
+            TrainingError: it asks for an epoch that has not ended.
         """
         ended = self._committed.epoch - 1
         if event.epochs > ended:
@@ -97,7 +97,7 @@ class EpochLosses:
         return [do.Report(EpochValidated(summary))] if self._followed else []
 
     def _answers(self) -> list[Decision]:
-        """What those are told who need not wait any more."""
+        """The answers to workers that need not wait any more."""
         known = min(self._known, self._approved) if self._followed else self._known
         answered = [event for event in self.wanted.values() if event.epochs <= known]
         for event in answered:

@@ -1,7 +1,7 @@
-"""What the decisions of a run are told: values that cross the border from outside.
+"""The inputs of a run's decisions: values that cross the border from outside.
 
-The loop at the edge turns bytes into these (``service/loop.py``); the simulation makes them with
-neither sockets nor a clock. What is answered is in ``decisions``.
+The loop at the edge turns bytes into these (``service/loop.py``); the simulation makes them without
+sockets or a clock. The answers are in ``decisions``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Member:
     Attributes:
         rank: the worker's rank.
         host: where it runs.
-        attempt: of Spark's task; a later one takes the place of an earlier.
+        attempt: of Spark's task; a later one replaces an earlier one.
         task: the number of its task, which several workers may share.
         frozen: the fingerprint of its frozen parameters; empty if it has none.
-        gone: whether it was lost, dropped or replaced; decisions ignore what it says from then on.
+        gone: whether it was lost, dropped or replaced; decisions then ignore what it says.
     """
 
     rank: int
@@ -63,12 +63,13 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class RowsFound:
-    """A worker says what it has found in its rows, or in those that have arrived.
+    """A worker reports what it has found in its rows, or in those that have arrived.
 
     Attributes:
         member: the worker.
         shard: what it has found.
-        row_server: where others fetch rows from it, which is theirs to read; None if they do not.
+        row_server: where others fetch rows from it, in a form for them to read; None if they do
+            not.
     """
 
     member: Member
@@ -78,7 +79,7 @@ class RowsFound:
 
 @dataclass(frozen=True, slots=True)
 class Gave:
-    """A worker has given what the others are to know, and waits for what they give."""
+    """A worker has given what it shares in a gather, and waits for what the others give."""
 
     member: Member
     value: object
@@ -91,8 +92,8 @@ class WindowClosed:
     Attributes:
         member: the worker.
         report: what it has trained on.
-        kept: what is to be kept of it, should all start again from this round; None for nothing.
-        takes_reply: whether it wants to know what came out.
+        kept: what to keep of it, should all restart from this round; None for nothing.
+        takes_reply: whether it wants the outcome.
     """
 
     member: Member
@@ -143,8 +144,8 @@ class EpochLossesWanted:
 
     Attributes:
         member: the worker.
-        known: of how many epochs it knows them.
-        epochs: of how many it wants to.
+        known: for how many epochs it knows them.
+        epochs: for how many it wants to know them.
     """
 
     member: Member
@@ -171,19 +172,19 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The driver has looked at the statistics of the rows: the workers may train."""
+    """The driver has checked the statistics of the rows: the workers may train."""
 
 
 @dataclass(frozen=True, slots=True)
 class Approved:
-    """The driver has looked at rows that arrived while a rank trains."""
+    """The driver has checked rows that arrived while a rank trains."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class EpochApproved:
-    """The driver has looked at an epoch: workers that ask for leave may begin the next one."""
+    """The driver has approved an epoch: workers that ask for permission may begin the next one."""
 
     epoch: int
 
@@ -203,7 +204,7 @@ class EpochMeasured:
 
 @dataclass(frozen=True, slots=True)
 class StopWanted:
-    """The training is to end here, as if it had come to its end.
+    """The training should end here, as if it were complete.
 
     Attributes:
         reason: why, for logs.
@@ -214,34 +215,34 @@ class StopWanted:
 
 @dataclass(frozen=True, slots=True)
 class CommitWanted:
-    """Workers that exchange among themselves are to commit when they next gather."""
+    """Workers that exchange among themselves should commit when they next gather."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """The run is to end with ``reason`` once a commit has become a checkpoint."""
+    """The run should end with ``reason`` once a commit has become a checkpoint."""
 
     reason: SparkDLError
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersExpected:
-    """What workers wait for before they can start makes progress."""
+    """Something that workers wait for before they can start has made progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWritten:
-    """The checkpoint that was being written is there."""
+    """The checkpoint that was being written is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointGivenUp:
-    """The checkpoint that was being written could not be, and nothing of it is left."""
+    """The checkpoint that was being written failed, and nothing of it is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; everything that had arrived before has been told."""
+    """Time has passed; everything that had arrived before has been handled."""
 
 
 Event = (

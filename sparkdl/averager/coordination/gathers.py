@@ -1,4 +1,4 @@
-"""What all workers tell each other by way of the driver, each as often as every other."""
+"""What all workers tell each other through the driver, all equally often."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from sparkdl.errors import TrainingError
 
 
 class Gathers:
-    """Values given and not yet complete; one gather after another.
+    """The values given in an incomplete gather; one gather after another.
 
     Args:
         world_size: number of ranks.
 
     Attributes:
-        waiting: who has given and waits for what the others give, by rank.
+        waiting: workers that have given and wait for what the others give, by rank.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -23,7 +23,7 @@ class Gathers:
         self._given: dict[int, object] = {}
 
     def give(self, member: Member, value: object, *, commit: bool = False) -> Tell | None:
-        """Take what a worker gives; with the last of them, returns what all are told.
+        """Take what a worker gives; for the last one, returns what all are told.
 
         Args:
             member: the worker.
@@ -31,7 +31,7 @@ class Gathers:
             commit: whether they are asked for a commit.
 
         Raises:
-            TrainingError: it has given, and others have not yet.
+            TrainingError: it has already given, and others have not.
         """
         if member.rank in self.waiting:
             raise TrainingError(f"{member} gave twice before all others had given once")
@@ -44,11 +44,11 @@ class Gathers:
         return Tell(members, tuple(given[rank] for rank in range(self._world_size)), commit)
 
     def withdraw(self, rank: int) -> None:
-        """Forget what a lost rank has given and was not told the others' for: it gives again."""
+        """Forget what a lost rank gave to an incomplete gather: it gives again."""
         self.waiting.pop(rank, None)
         self._given.pop(rank, None)
 
     @property
     def present(self) -> frozenset[int] | None:
-        """Who has given to the one that is not complete; None if nobody waits."""
+        """The ranks that have given to an incomplete gather; None if nobody waits."""
         return frozenset(self._given) if self._given else None

@@ -1,6 +1,6 @@
-"""Who is waited for, who of those is overdue, and what they are waited for.
+"""Who is waited for, which of them are overdue, and what is expected from them.
 
-Only the look at the clock asks, once a second or so; it may cost what all workers cost.
+Only the check of the clock asks, about once a second; its cost may grow with the number of workers.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from sparkdl.errors import DeadlineError
 
 
 class Lateness:
-    """What the state of a run says of those who are silent; it changes nothing.
+    """What the state of a run says about silent workers; it changes nothing.
 
     Args:
         members: who is in the run.
         shards: what they have found in their rows.
         gathers: what they tell each other.
-        round: who takes part in the round that is under way.
+        round: who takes part in the current round.
         committed: how far the training has come.
-        checkpoints: the one that is being put together.
+        checkpoints: the one that is being assembled.
         wanting: who waits for the loss of the last epoch, by rank.
     """
 
@@ -48,11 +48,11 @@ class Lateness:
         self._wanting = wanting
 
     def overdue(self, now: float, *, started: bool, done: set[int]) -> set[int]:
-        """Who is waited for, and was silent for longer than it is granted.
+        """The ranks that are waited for, and have been silent for longer than granted.
 
         Args:
             now: the time, in seconds.
-            started: whether the workers were let start.
+            started: whether the workers were allowed to start.
             done: ranks that have finished; nobody waits for them.
         """
         everyone, overdue = self._members.everyone, self._members.overdue
@@ -66,15 +66,15 @@ class Lateness:
         return self._overdue_in_round(now, done) - done
 
     def drops(self, now: float, *, started: bool, done: set[int]) -> dict[int, float]:
-        """Who is to be dropped for its silence, and what each was granted, in seconds; by rank.
+        """Whom to drop for its silence, and what each was granted, in seconds; by rank.
 
         Args:
             now: the time, in seconds.
-            started: whether the workers were let start.
+            started: whether the workers were allowed to start.
             done: ranks that have finished; nobody waits for them.
 
         Raises:
-            DeadlineError: the run cannot go on without those who are silent.
+            DeadlineError: the run cannot go on without the silent ones.
         """
         members, deadline_s = self._members, self._members.deadline_s
         silent = self.overdue(now, started=started, done=done)
@@ -89,19 +89,19 @@ class Lateness:
             )
         if self.hold_up(silent):
             return {rank: members.patience_s(rank) for rank in present}
-        # All may be busy, or have trained their last epoch: to drop them would help nobody.
+        # All may be busy, or have trained their last epoch: dropping them would help nobody.
         overdue = (rank for rank in present if members.silent_s(rank, now) >= deadline_s)
         return dict.fromkeys(overdue, deadline_s)
 
     def hold_up(self, silent: set[int]) -> bool:
-        """Whether anyone who is not silent itself has to wait for those who are."""
+        """Whether any worker that is not silent itself has to wait for those that are."""
         this = self._round
         waiting = this.entered.keys() | this.held.keys() | this.through.keys()
         waiting |= this.at_barrier.keys() | self._wanting.keys() | (self._gathers.present or set())
         return bool(waiting - silent)
 
     def what_is_missing(self, ranks: set[int], *, started: bool) -> str:
-        """What ranks are waited for; follows their names."""
+        """What ranks failed to do in time; follows their names."""
         members, joined = self._members, self._members.ever_joined
         if not ranks <= joined:
             return (
@@ -134,14 +134,14 @@ class Lateness:
         awaited = this.group if this.is_open else this.active
         late = awaited - this.entered.keys() - this.held.keys() - this.at_barrier.keys() - done
         adding = this.entered.keys() - this.complete
-        # Who adds waits for its turn: only the first can always go on, if it is not late itself,
-        # nor held until a checkpoint is written.
+        # A worker that adds waits for its turn: only the first can always go on, if it is not late
+        # itself, nor held until a checkpoint is written.
         first = min(late | adding | (this.held.keys() & awaited), default=None)
         absent: set[int] = set()
         if len(this.admitted) < self._members.tolerance.min_workers:
             absent = set(self._members.everyone - this.admitted)
         elif first is None:
-            # Everyone who is here waits for those who are not.
+            # Everyone who is present waits for those who are not.
             absent = this.pending - this.admitted
         silent = overdue(late | absent, now)
         if first in adding and self._members.overdue_in_turn(first, now):

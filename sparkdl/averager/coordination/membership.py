@@ -1,9 +1,8 @@
 """Who is in a run: joined, alive, silent, lost, back. Times come from outside.
 
-Heartbeats are the only evidence: whatever arrives of a worker, or is taken by it, is one. A rank is
-overdue when it is waited for and its last message is longer ago than it is granted. What an event
-costs does not depend on the number of workers; only the look at the clock asks after all of
-them.
+Heartbeats are the only evidence: whatever arrives from a worker, or is taken by it, is one. A rank
+is overdue when it is waited for and its last message is longer ago than granted. An event's cost
+does not depend on the number of workers; only the check of the clock goes over all of them.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from sparkdl.averager.coordination.events import Member
 from sparkdl.errors import StoppedError, TrainingError, WorkerLostError
 
 STRAGGLER_S = 15.0
-"""Seconds of silence that a worker is granted in any case, before it is dropped from a round."""
+"""The fewest seconds of silence that a worker is granted before it is dropped from a round."""
 STRAGGLER_WINDOWS = 5.0
-"""Longest windows of the run so far that it is granted."""
+"""How many times the run's longest window so far it is granted."""
 GAP_TICKS = 4.0
-"""A look at the clock that comes later than so many intervals tells of a pause of the driver."""
+"""A check of the clock that is late by this many intervals means that the driver has paused."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,9 @@ class Tolerance:
     """What a run survives.
 
     Attributes:
-        max_failures: how often workers may be lost in all; 0 to end the run at the first loss.
-            Workers that are lost with their task are one loss.
-        min_workers: with how many workers rounds go on.
+        max_failures: how often workers may be lost in total; 0 to end the run at the first loss.
+            Workers that are lost with their task count as one loss.
+        min_workers: the fewest workers with which rounds go on.
     """
 
     max_failures: int = 0
@@ -38,7 +37,7 @@ class Tolerance:
 
 
 def too_many_losses(losses: Sequence[str], allowed: int) -> WorkerLostError:
-    """The error for one loss more than ``maxFailures`` allows; tells of the last few."""
+    """The error for one loss more than ``maxFailures`` allows; it names the last few."""
     return WorkerLostError(
         f"{len(losses)} workers were lost, more than maxFailures allows ({allowed}): "
         + "; ".join(losses[-5:])
@@ -53,14 +52,14 @@ class Membership:
     """The workers of a run.
 
     Args:
-        world_size: how many there are to be.
+        world_size: how many there should be.
         deadline_s: the longest that one may be silent or away while it is waited for, in seconds.
         tolerance: what the run survives.
         now: the time, in seconds.
 
     Attributes:
         losses: which workers were lost, and why.
-        dropped: the rank of each worker that was dropped for its silence, in that order.
+        dropped: the ranks of workers that were dropped for their silence, in that order.
     """
 
     def __init__(
@@ -82,17 +81,17 @@ class Membership:
         self._awaited_began = now
         self._last_look = now
         self._longest_window = 0.0
-        # Since when each rank trains that has not closed its window yet.
+        # When each rank that has not closed its window yet began to train it.
         self._window_began: dict[int, float] = {}
         self._patience = 1.0
-        # Who trains on rows that still arrive, and may have to wait for them.
+        # Ranks that train on rows that are still arriving, and may have to wait for them.
         self._reading: set[int] = set()
 
     def join(self, member: Member, now: float) -> Member | None:
         """Let a worker in.
 
         Returns:
-            The one whose place it takes, if that one was not known to be lost.
+            The worker whose place it takes, if that one was not known to be lost.
 
         Raises:
             TrainingError: the rank is not one of this run's, or has joined already.
@@ -121,7 +120,7 @@ class Membership:
         return None if before is None or before.gone else before
 
     def lose(self, member: Member, why: str, now: float) -> WorkerLostError | None:
-        """Note that a worker is lost; returns the error if that is one too many."""
+        """Note that a worker was lost; returns the error if that is one too many."""
         member.gone = True
         if self._members[member.rank] is member:
             self._there.discard(member.rank)
@@ -137,14 +136,14 @@ class Membership:
         return WorkerLostError(self.losses[-1], ranks=(member.rank,))
 
     def _count_loss(self, member: Member) -> None:
-        """Workers of one task that are lost once each are one loss."""
+        """Count a loss; workers of one task that are lost once each count as one."""
         attempt = member.task, member.attempt
         self._lost[*attempt, member.rank] += 1
         times = self._lost[*attempt, member.rank]
         self._failures[attempt] = max(times, self._failures.get(attempt, 0))
 
     def of(self, rank: int) -> Member:
-        """The worker that joined last for a rank."""
+        """The worker that last joined for a rank."""
         return self._members[rank]
 
     @property
@@ -159,38 +158,38 @@ class Membership:
 
     @property
     def there(self) -> set[int]:
-        """Ranks that have joined and were not lost; not to be written to."""
+        """Ranks that have joined and are not lost; must not be modified."""
         return self._there
 
     def note_heartbeat(self, rank: int, now: float) -> None:
-        """Take note that a worker is alive."""
+        """Note that a worker is alive."""
         self._last_message[rank] = now
 
     def restart_clock(self, now: float) -> None:
-        """Restart the clock of everybody's silence: something has happened that all waited for."""
+        """Restart the clock of everyone's silence: something that all waited for has happened."""
         self._silence_began = now
 
     def pass_turn(self, now: float) -> None:
-        """Restart the clock of the silence of whoever waited for another's turn to end."""
+        """Restart the silence clock of workers that waited for another's turn to end."""
         self._awaited_began = now
 
     def begin_window(self, rank: int, now: float) -> None:
-        """Take note that a rank has what it needs to train."""
+        """Note that a rank has what it needs to train."""
         self._window_began[rank] = now
 
     def end_window(self, rank: int, now: float) -> None:
-        """Take note that a rank has finished a window; one that it only sends again is none."""
+        """Note that a rank has finished a window; one that it only sends again does not count."""
         began = self._window_began.pop(rank, None)
         if began is not None and rank not in self._reading:
             lasted = now - max(began, self._silence_began)
             self._longest_window = max(self._longest_window, lasted)
 
     def note_reading(self, rank: int, *, reading: bool) -> None:
-        """Take note whether a rank's windows take as long as its rows take to arrive."""
+        """Note whether a rank's windows depend on how fast its rows arrive."""
         (self._reading.add if reading else self._reading.discard)(rank)
 
     def reads(self, rank: int) -> bool:
-        """Whether a rank trains on rows that still arrive."""
+        """Whether a rank trains on rows that are still arriving."""
         return rank in self._reading
 
     def patience_s(self, rank: int) -> float:
@@ -202,19 +201,19 @@ class Membership:
         return min(granted * self._patience, self.deadline_s)
 
     def double_patience(self) -> None:
-        """Grant more, after a worker was dropped that may only have been busy for long."""
+        """Grant more, after dropping a worker that may only have been busy."""
         self._patience *= 2
 
     @property
     def tick_s(self) -> float:
-        """Seconds between two looks at the clock."""
+        """Seconds between two checks of the clock."""
         return min(1.0, self.deadline_s / 4)
 
     def look(self, now: float) -> bool:
-        """Look at the clock; returns whether this process has paused since it last did.
+        """Check the clock; returns whether this process has paused since the last check.
 
-        Then (garbage collection, swap, a suspended laptop) what was sent meanwhile has not been
-        looked at: nobody is overdue, nor has trained for long, until its silence is counted again.
+        After a pause (garbage collection, swap, a suspended laptop), what was sent meanwhile has
+        not been read: nobody is overdue, nor has trained for long, until silence is counted anew.
         """
         gap, self._last_look = now - self._last_look, now
         paused = gap > GAP_TICKS * self.tick_s
@@ -223,13 +222,13 @@ class Membership:
         return paused
 
     def overdue(self, waited_for: Iterable[int], now: float) -> set[int]:
-        """Those whose last message is longer ago than they are granted."""
+        """The ranks whose last message is longer ago than granted."""
         return {
             rank for rank in waited_for if now - self._silent_since(rank) >= self.patience_s(rank)
         }
 
     def overdue_in_turn(self, rank: int, now: float) -> bool:
-        """Whether one whose turn it is was silent for longer than it is granted, since it is."""
+        """Whether a rank has been silent for longer than granted since its turn began."""
         since = max(self._silent_since(rank), self._awaited_began)
         return now - since >= self.patience_s(rank)
 
@@ -248,6 +247,6 @@ class Membership:
         )
 
     def last_loss(self, rank: int) -> str:
-        """Why a rank was lost last, for messages; empty if it never was."""
+        """Why a rank was last lost, for messages; empty if it never was."""
         told = [loss for loss in self.losses if loss.startswith(f"rank {rank} ")]
         return told[-1] if told else ""

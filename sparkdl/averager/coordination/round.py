@@ -31,14 +31,14 @@ from sparkdl.averager.policies.round_policy import All, RoundPolicy
 
 
 class Loss(Enum):
-    """What the loss of a rank means for the sum."""
+    """What losing a rank means for the sum."""
 
     NOTHING = auto()
-    """It is complete without the rank, or the rank's part of it is whole."""
+    """It is complete without the rank, or the rank's part is complete."""
     SKIPPED = auto()
-    """The rank has added nothing yet: the sum goes on without it."""
+    """The rank has not added anything yet: the sum goes on without it."""
     BROKEN = auto()
-    """The sum has part of a contribution that will never be whole."""
+    """The sum has part of a contribution that will never be complete."""
 
 
 class Round:
@@ -65,20 +65,20 @@ class Round:
         self.through: dict[int, WindowClosed] = {}
         self.readers: set[int] = set()
         self.is_open = False
-        # Of the group: who is not complete, and who has not entered; kept, for they are asked after
-        # every contribution.
+        # Members of the group that are not complete, and that have not entered; kept, as they are
+        # needed after every contribution.
         self._missing: set[int] = set()
         self._awaited: set[int] = set()
-        # Who has entered late, and who is left out of this round.
+        # Ranks that entered late, and ranks left out of this round.
         self._entered_late: set[int] = set()
         self._left_out: set[int] = set()
         self.queue: deque[WindowClosed] = deque()
-        # About whom the policy has to be asked, of those who wait for it.
+        # Ranks waiting for the policy, about which it must be asked.
         self._to_ask: list[int] = []
         self._ask_about_all = False
 
     def admit(self, ranks: Iterable[int]) -> None:
-        """Let ranks in, between two sums; who was through with the epoch says so once more."""
+        """Let ranks in, between two sums; those through with the epoch report that again."""
         assert not self.is_open
         for rank in ranks:
             self.admitted.add(rank)
@@ -89,7 +89,7 @@ class Round:
             self._ask_about_all = True
 
     def lose(self, rank: int) -> Loss:
-        """Take a rank out."""
+        """Remove a rank."""
         takes_part = rank in self._missing
         for ranks in (self.readers, self.newcomers, self.admitted, self.active, self.group):
             ranks.discard(rank)
@@ -104,12 +104,12 @@ class Round:
         return Loss.BROKEN if rank in self.entered else Loss.SKIPPED
 
     def hold(self, window: WindowClosed) -> None:
-        """Have a rank wait until it may contribute."""
+        """Make a rank wait until it may contribute."""
         self.held[window.member.rank] = window
         self.queue.append(window)
 
     def next(self) -> WindowClosed | None:
-        """Who may contribute next, of those held, each once; None if nobody may now."""
+        """The next held rank that may contribute, each once; None if none may now."""
         while self.queue and not self.readers:
             window = self.queue[0]
             rank = window.member.rank
@@ -128,11 +128,11 @@ class Round:
         return self.policy.may_contribute(rank, self.active)
 
     def requeue(self) -> None:
-        """Have ``next`` name all who are held once more: what they waited for may have come."""
+        """Let ``next`` return all held ranks again: what they waited for may have happened."""
         self.queue = deque(self.held.values())
 
     def enter(self, window: WindowClosed) -> bool:
-        """Let a rank contribute; returns whether it is the first, so that a sum has to begin."""
+        """Let a rank contribute; returns whether it is the first, so that a sum must begin."""
         rank = window.member.rank
         self.held.pop(rank, None)
         is_first, self.is_open = not self.is_open, True
@@ -148,7 +148,7 @@ class Round:
         return is_first
 
     def leave_out(self) -> list[int]:
-        """Go on without those who have not begun, if that is enough; returns who they are."""
+        """Go on without those that have not begun, if the rest is enough; returns them."""
         group, late = len(self.group), len(self._entered_late)
         if not self.policy.is_enough(group - len(self._awaited), late, group):
             return []
@@ -159,26 +159,26 @@ class Round:
         return sorted(left)
 
     def finish(self, rank: int) -> None:
-        """Take note that a rank's contribution is whole."""
+        """Note that a rank's contribution is complete."""
         self.complete.add(rank)
         self._missing.discard(rank)
 
     @property
     def kept_out(self) -> dict[int, WindowClosed]:
-        """Of those held, whom the policy may keep from contributing."""
+        """The held ranks that the policy may keep from contributing."""
         if self.policy.holds_windows:
             return self.held
         return {rank: self.held[rank] for rank in self.newcomers & self.held.keys()}
 
     @property
     def behind_others(self) -> dict[int, WindowClosed]:
-        """Of those who have begun to contribute, who waits for others to do so."""
+        """The ranks that have begun to contribute and wait for others to do so."""
         first = min(self._missing, default=None)
         return {rank: window for rank, window in self.entered.items() if rank != first}
 
     @property
     def waiting(self) -> dict[int, Member]:
-        """Who has closed a window and waits for others, which may train for long; by rank."""
+        """The ranks that have closed a window and wait for others, which may train for long."""
         windows = self.behind_others | self.at_barrier | self.through
         if not self.policy.in_step:
             windows |= self.kept_out
@@ -186,16 +186,16 @@ class Round:
 
     @property
     def awaits_anyone(self) -> bool:
-        """Whether someone of the group has not begun to contribute."""
+        """Whether any member of the group has not begun to contribute."""
         return bool(self._awaited)
 
     @property
     def is_complete(self) -> bool:
-        """Whether everyone of the group has contributed."""
+        """Whether every member of the group has contributed."""
         return self.is_open and not self._missing
 
     def start_over(self) -> tuple[Member, ...]:
-        """Forget the sum; returns who has to contribute once more."""
+        """Forget the sum; returns the members that must contribute again."""
         again = tuple(window.member for window in self.entered.values())
         self.late |= self._entered_late
         self._begin_next()
@@ -224,16 +224,16 @@ class Round:
         return windows
 
     def release(self) -> list[WindowClosed]:
-        """Let go on whom the policy lets, between two sums; they are readers from here on.
+        """Let those go on that the policy lets, between two sums; they become readers.
 
         Returns:
-            What each of them has contributed last.
+            The last contribution of each of them.
         """
         assert not self.is_open
         may_wait = self.held if self.policy.holds_windows else self.newcomers
         ranks = [*self.at_barrier, *may_wait] if self._ask_about_all else self._to_ask
         self._to_ask, self._ask_about_all = [], False
-        # The queue asks about those, when they have trained.
+        # The queue asks about those once they have trained.
         asked = [rank for rank in ranks if rank in may_wait and rank in self.held]
         self.queue.extend(self.held[rank] for rank in asked)
         released = [
@@ -245,7 +245,7 @@ class Round:
         return released
 
     def end_epoch(self) -> list[WindowClosed]:
-        """Make everyone active again; returns the windows of those who wait for the center."""
+        """Make everyone active again; returns the windows of those waiting for the center."""
         waiting, self.through = list(self.through.values()), {}
         self.readers |= {window.member.rank for window in waiting}
         self.pending = set(self._everyone)

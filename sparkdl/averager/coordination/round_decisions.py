@@ -1,12 +1,12 @@
 """The decisions of a round: who contributes, when the sum becomes the center, who is sent it.
 
-Rounds go on without workers that are lost; one that had part of a lost worker's contribution starts
-over from what the others still hold. Positions count only what was committed, and an epoch ends
-when every rank is through with it, so that no row is counted twice.
+Rounds go on without lost workers; one that had part of a lost worker's contribution starts over
+from what the others still hold. Positions count only what was committed, and an epoch ends when
+every rank is through with it, so that no row is counted twice.
 
 A round after which a checkpoint is due waits for the one that is being written. A checkpoint has
-the worker states of those whose state is that of its commit: who contributed to it, and who waits
-for the epoch's end.
+the states of the workers whose state is that of its commit: those that contributed to it, and those
+that wait for the epoch's end.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class RoundDecisions:
     """The decisions of one round after another; ``Round`` knows who takes part.
 
     Args:
-        round: who takes part in the round that is under way.
+        round: who takes part in the current round.
         members: who is in the run.
         arrivals: who waits to be let in.
         shards: what the workers have found in their rows.
         committed: how far the training has come.
-        checkpoints: the one that is being put together, and when the next is due.
+        checkpoints: the one that is being assembled, and when the next one is due.
         epoch_losses: who is told the losses of epochs.
-        followed: whether the driver is told of commits.
-        decide: is given what is to be done, in order.
+        followed: whether the driver is told about commits.
+        decide: called with each decision, in order.
     """
 
     def __init__(
@@ -66,20 +66,20 @@ class RoundDecisions:
         self._epoch_losses = epoch_losses
         self._followed = followed
         self._decide = decide
-        # How often the center was updated; and had been when each rank was sent it.
+        # How often the center has been updated, in total and when it was sent to each rank.
         self._updates = 0
         self._sent: dict[int, int] = {}
 
     # Contributing.
 
     def close_window(self, window: on.WindowClosed, now: float) -> None:
-        """Have a worker contribute what it has trained, as soon as it may."""
+        """Let a worker contribute what it has trained, as soon as it may."""
         self._members.end_window(window.member.rank, now)
         self._round.policy.closed(window.report, now)
         self._round.hold(window)
 
     def enter_held(self, now: float) -> None:
-        """Let in who is about to contribute, as long as the sum may be added to."""
+        """Let held workers contribute, as long as the sum may be added to."""
         while (window := self._round.next()) is not None:
             if not self._checkpoints.holds(window):
                 self._enter(window, now)
@@ -96,14 +96,14 @@ class RoundDecisions:
             self.complete(member.rank, now)
 
     def complete(self, rank: int, now: float) -> None:
-        """Take note that a contribution is whole."""
+        """Note that a contribution is complete."""
         self._round.finish(rank)
-        # Nothing could arrive from those who waited for their turn to add.
+        # Nothing could arrive from workers that waited for their turn to add.
         self._members.pass_turn(now)
         self.commit_if_complete(now)
 
     def take(self, rank: int, now: float) -> None:
-        """Take note that a worker has what it was sent, and trains."""
+        """Note that a worker has received what it was sent, and trains."""
         readers = self._round.readers
         readers.discard(rank)
         self._members.begin_window(rank, now)
@@ -130,13 +130,13 @@ class RoundDecisions:
     # Committing.
 
     def commit_if_complete(self, now: float) -> None:
-        """Commit, if everyone has contributed and enough workers are there."""
+        """Commit, if everyone has contributed and enough workers are present."""
         enough = len(self._round.admitted) + len(self._arrivals.knocking)
         if self._round.is_complete and enough >= self._members.tolerance.min_workers:
             self._commit(now)
 
     def _commit(self, now: float) -> None:
-        """Make the round's sum the new center, and its windows happen."""
+        """Make the round's sum the new center, and count its windows."""
         windows = self._round.commit()
         reports = [self._with_staleness(window) for window in windows]
         weighted = [report for report in reports if report.weight]
@@ -158,7 +158,7 @@ class RoundDecisions:
         self._members.restart_clock(now)
 
     def _end_epoch(self, now: float) -> list[on.WindowClosed]:
-        """Go on to the next epoch; returns the windows of those who wait for the final center."""
+        """Go on to the next epoch; returns the windows of those waiting for the final center."""
         summary = self._committed.end_epoch(now)
         self._decide(do.Report(summary))
         self._checkpoints.end_epoch(summary.epoch)
@@ -167,10 +167,10 @@ class RoundDecisions:
         return self._round.end_epoch()
 
     def _save_if_due(self, windows: Iterable[on.WindowClosed], now: float) -> bool:
-        """Begin a checkpoint of the commit that has just been, if it is time.
+        """Begin a checkpoint of the latest commit, if it is due.
 
         Args:
-            windows: the last ones of those whose state is that of the commit.
+            windows: the last windows of the workers whose state is that of the commit.
             now: the time, in seconds.
         """
         if not self._checkpoints.begin_if_due(windows, now):
@@ -182,7 +182,7 @@ class RoundDecisions:
         return True
 
     def _with_staleness(self, window: on.WindowClosed) -> WindowReport:
-        """A window's report, with how often the center was updated while it was trained."""
+        """A window's report, plus how often the center was updated during its training."""
         staleness = self._staleness(window.member.rank) if window.report.weight else 0
         return replace(window.report, staleness=staleness) if staleness else window.report
 
@@ -192,14 +192,14 @@ class RoundDecisions:
     # Between two rounds.
 
     def knock(self, now: float, *, serves_rows: bool) -> None:
-        """Let a worker in that has become ready, now or after the round that is under way.
+        """Let in a worker that has become ready, now or after the current round.
 
         Args:
             now: the time, in seconds.
             serves_rows: whether others fetch rows from it.
         """
         if self._round.is_open and serves_rows and self._round.awaits_anyone:
-            # One of those may have to fetch rows of this rank before it can contribute.
+            # One of the others may have to fetch this rank's rows before it can contribute.
             self._start_over()
         if not self._round.is_open:
             self.admit(now)
@@ -208,12 +208,12 @@ class RoundDecisions:
     def admit(
         self, now: float, *, saves: bool = False, final: Sequence[on.WindowClosed] = ()
     ) -> None:
-        """Let those in who knock, and those go on who need not wait for others any more.
+        """Let in those that knock, and let those go on that need no longer wait for others.
 
         Args:
             now: the time, in seconds.
             saves: whether the last commit becomes a checkpoint.
-            final: the last windows of those who have waited for the epoch's end.
+            final: the last windows of those that have waited for the epoch's end.
         """
         knocking = sorted(self._arrivals.knocking)
         self._round.admit(knocking)
@@ -230,6 +230,6 @@ class RoundDecisions:
             self._decide(do.Welcome(self._arrivals.ready.pop(rank)))
 
     def _begin(self, rank: int, now: float) -> None:
-        """Take note that a rank is sent the center."""
+        """Note that a rank is sent the center."""
         self._sent[rank] = self._updates
         self._round.policy.began(rank, now)

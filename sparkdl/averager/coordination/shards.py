@@ -13,7 +13,7 @@ class Shards:
         world_size: number of ranks.
 
     Attributes:
-        row_servers: where others fetch the rows of each rank, as it has told; None if they do not.
+        row_servers: where others fetch each rank's rows, as it reported; None if they do not.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -36,7 +36,7 @@ class Shards:
 
     @property
     def statistics(self) -> DataStatistics:
-        """What all found together; once every rank has found something."""
+        """What all have found together; available once every rank has found something."""
         if self._statistics is None:
             self._statistics = DataStatistics.of(
                 [self._found[rank] for rank in range(self._world_size)]
@@ -45,23 +45,23 @@ class Shards:
 
     @property
     def held_out_rows(self) -> list[int]:
-        """Rows to validate with of each rank; once every rank has found something."""
+        """Each rank's validation rows; available once every rank has found something."""
         return [self._found[rank].held_out for rank in range(self._world_size)]
 
     def note(self, rank: int, shard: ShardStatistics) -> DataStatistics | None:
-        """Take note of what a rank has found.
+        """Note what a rank has found.
 
         Args:
-            rank: whose rows they are.
+            rank: the rank that has the rows.
             shard: what it found in all its rows, or in the first.
 
         Returns:
-            What the driver has not been told of all ranks' rows: when something is known of each,
-            and when everything is; else None.
+            The statistics of all ranks' rows if the driver should now be told: when something is
+            known about each, and again when everything is; else None.
 
         Raises:
             DataError: the rank has come back, and its rows are not what they were.
-            TrainingError: the rank has other columns than the rest.
+            TrainingError: the rank's columns differ from the others'.
         """
         if self._columns is None:
             self._columns = len(shard.columns)
@@ -70,7 +70,7 @@ class Shards:
         before = self._found.get(rank)
         if before is not None and before.complete:
             if not shard.complete:
-                return None  # it has come back, and reads again what is known
+                return None  # it has come back, and rereads what is known
             _require_same(rank, before, shard)
         self._found[rank] = shard
         self._statistics = None

@@ -1,1 +1,1 @@
-"""What both ends say to each other, and what is told of a run: values, and their checks."""
+"""What both ends send each other, and what is reported about a run: values and their checks."""

@@ -72,14 +72,15 @@ _COLUMN_TYPES: _Types = {
 }
 _PLACE_TYPES = [int, int]
 _INTEGERS = range(-(1 << 63), 1 << 64)
-"""Those that 64 bits hold. JSON has larger ones, which no float does: adding them up would fail."""
+"""Numbers that fit in 64 bits. JSON has larger integers, which no float can hold, so that sums
+would fail."""
 ADDRESS_BYTES = 512
-"""The longest that anybody is known by: a host's name has 253 at most."""
+"""The longest name of anything: a host's name has 253 characters at most."""
 MAX_STATES_BYTES = 256 << 20
-"""Of what metrics have counted in an epoch, of all workers together: the driver computes them in
-memory. A score and a label of 20 million held-out rows fit in."""
+"""The most bytes of what all workers' metrics have counted in an epoch: the driver computes them in
+memory. A score and a label for 20 million held-out rows fit in."""
 SAFE_COLUMNS = 1000
-"""Statistics of so many fit into a header, whatever they are."""
+"""Statistics of this many columns fit into a header, whatever they are."""
 _FAILURE_TYPES: _Types = {
     "message": (str,),
     "non_finite": (bool,),
@@ -91,7 +92,7 @@ _FAILURE_TYPES: _Types = {
 
 
 def failure_header(error: WorkerError | CollectiveError) -> dict[str, Any]:
-    """What a worker sends when its user's code has raised, or its exchange with others broke."""
+    """What a worker sends when the user's code has raised, or its exchange with others broke."""
     if isinstance(error, CollectiveError):
         return {"broken": str(error), "missing": list(error.ranks)}
     return {
@@ -113,8 +114,8 @@ def window_header(
 
     Args:
         window: what was trained on.
-        takes_reply: whether it wants to know what came out.
-        worker_state: bytes that follow, which the averager is to keep of the worker.
+        takes_reply: whether it wants the outcome.
+        worker_state: bytes that follow, which the averager should keep of the worker.
     """
     fields = {name: getattr(window, name) for name in _WINDOW_TYPES}
     fields["measured"] = dict(window.measured)
@@ -140,7 +141,7 @@ def shard_header(shard: ShardStatistics) -> dict[str, Any]:
 
 
 def statistics_header(statistics: DataStatistics) -> dict[str, Any]:
-    """What a worker is told of the rows of all: as much as one worker tells, however many."""
+    """What a worker is told about all rows: as much as one worker sends, however many there are."""
     everything = ShardStatistics(
         statistics.rows,
         statistics.columns,
@@ -155,7 +156,7 @@ def read_statistics(header: dict[str, Any]) -> DataStatistics:
     """The rows of all workers.
 
     Raises:
-        TrainingError: the header is not of them.
+        TrainingError: the header does not hold them.
     """
     everything, rows = read_shard(header, None), header.get("shard_rows")
     if not isinstance(rows, list) or not all(type(count) is int and count >= 0 for count in rows):
@@ -164,7 +165,7 @@ def read_statistics(header: dict[str, Any]) -> DataStatistics:
 
 
 def join_header(rank: int, attempt: int, task: int | None, frozen: str) -> dict[str, Any]:
-    """What a worker of this host sends first; by default it is the only one of its task."""
+    """What a worker on this host sends first; without ``task`` it is the only one of its task."""
     host, task = socket.gethostname(), rank if task is None else task
     return {"join": rank, "host": host, "attempt": attempt, "task": task, "frozen": frozen}
 
@@ -205,10 +206,10 @@ def read_shard(header: dict[str, Any], rank: int | None) -> ShardStatistics:
 
 
 def read_row_server(header: dict[str, Any], rank: int) -> object:
-    """Where other workers fetch a worker's rows, for them to read; None if they do not.
+    """Where other workers fetch a worker's rows, in a form for them to read; None if they do not.
 
     Raises:
-        TrainingError: it is more than an address takes, and all workers are told.
+        TrainingError: it is longer than any address, and would be sent to all workers.
     """
     address = header.get("row_server")
     if address is not None and len(json.dumps(address)) > ADDRESS_BYTES:
@@ -220,7 +221,7 @@ def read_gather(header: dict[str, Any], rank: int, world_size: int) -> Any:
     """What a worker wants all others to know.
 
     Raises:
-        TrainingError: it is so much that what all want would be more than a header holds.
+        TrainingError: it is so much that all workers' together would not fit into a header.
     """
     size = len(json.dumps(header["gather"]))
     share = (MAX_HEADER_BYTES - len('{"gathered": []}')) // world_size - len(", ")
@@ -247,7 +248,7 @@ def read_window(header: dict[str, Any], rank: int) -> WindowReport:
 
 
 def phases_header(times: PhaseTimes) -> dict[str, Any]:
-    """What a worker sends along with a report, of where its time went."""
+    """What a worker sends with a report about where its time went."""
     return {"phases": dataclasses.asdict(times)}
 
 
@@ -278,7 +279,7 @@ def read_worker_state(header: dict[str, Any], rank: int, limit: int) -> int:
     """How many bytes of its state a worker is about to send.
 
     Raises:
-        TrainingError: the header does not say, or more than ``limit``.
+        TrainingError: the header does not say, or it is more than ``limit``.
     """
     size = header.get("worker_state")
     if type(size) is not int or not 0 <= size <= limit:
@@ -300,9 +301,9 @@ def require_share_of_states(size: int, report: ValidationReport, world_size: int
     """Check that a worker may send what its metrics have counted after an epoch.
 
     Args:
-        size: bytes of that.
-        report: on how many rows.
-        world_size: of how many workers the driver has to hold as much.
+        size: its bytes.
+        report: says on how many rows it was counted.
+        world_size: for how many workers the driver must hold as much.
 
     Raises:
         DataError: it is more than a worker's share of the driver's memory.
@@ -321,7 +322,7 @@ def read_states_size(header: dict[str, Any], rank: int, world_size: int) -> int:
     """How many bytes of what its metrics have counted a worker is about to send.
 
     Raises:
-        TrainingError: the header does not say, or more than its share.
+        TrainingError: the header does not say, or it is more than its share.
     """
     size = header.get("states", 0)
     if type(size) is not int or not 0 <= size <= MAX_STATES_BYTES // world_size:
@@ -344,7 +345,7 @@ def read_validation(header: dict[str, Any], rank: int) -> ValidationReport:
 
 
 def read_epoch_losses(header: dict[str, Any], rank: int) -> tuple[int, int]:
-    """Of how many epochs a worker knows the loss, and of how many it asks for it.
+    """For how many epochs a worker knows the loss, and for how many it asks for it.
 
     Raises:
         TrainingError: the header does not say.
@@ -359,9 +360,9 @@ def raise_reported_failure(header: dict[str, Any]) -> None:
     """Raise the error that a worker reports, if the header is such a report.
 
     Raises:
-        WorkerError: it is; NonFiniteError if the contribution was not finite.
+        WorkerError: it is one; NonFiniteError if the contribution was not finite.
         CollectiveError: the worker's exchange with the others broke.
-        TrainingError: it pretends to be.
+        TrainingError: it is a malformed one.
     """
     if isinstance(header.get("broken"), str):
         missing = header.get("missing")
@@ -399,7 +400,7 @@ def _checked(fields: Any, types: _Types, rank: int | None) -> dict[str, Any]:
 
 
 def _quoted(value: Any) -> str:
-    """What was sent, in part if it is long: the message goes to every worker and into the log."""
+    """What was sent, cut if it is long: the message goes to every worker and into the log."""
     brief = reprlib.Repr()
     brief.maxdict, brief.maxstring, brief.maxother = 20, 80, 80
     return brief.repr(value)

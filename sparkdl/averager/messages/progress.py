@@ -1,4 +1,4 @@
-"""How far a training has come, as counted at commits; what a checkpoint says and a worker is told.
+"""How far a training has come, counted at commits; for checkpoints and workers.
 
 A row counts as trained on when the round to which it contributed is committed, not before.
 """
@@ -15,7 +15,7 @@ from sparkdl.events import EpochSummary, WindowReport, are_measured, are_metrics
 T = TypeVar("T")
 _COUNTS = range(1 << 63)
 _BY_NAME = {"metrics": are_metrics, "measured": are_measured}
-"""What keeps numbers by name, and what they have to be."""
+"""Fields that hold numbers by name, and the type of those."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Progress:
     """How far all workers have come together."""
 
     epoch: int
-    """The epoch that is under way, counted from 1."""
+    """The current epoch, counted from 1."""
     rounds: int
     """Rounds committed in that epoch."""
     positions: tuple[Position, ...]
@@ -70,7 +70,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Progress:
-        """What ``as_json`` returned, perhaps by way of a file.
+        """What ``as_json`` returned, perhaps through a file.
 
         Raises:
             AttributeError, KeyError, TypeError: it is something else.
@@ -91,7 +91,7 @@ def _read(kind: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def _checked(hint: Any, name: str, value: Any) -> Any:
-    """A number of the type that is wanted; whole ones count something."""
+    """A number of the expected type; integers are counts."""
     if name in _BY_NAME:
         if not _BY_NAME[name](value):
             raise TypeError(f"{name} is {value!r}")

@@ -1,4 +1,4 @@
-"""What the driver is told of a run as it goes on."""
+"""What the driver is told about a run in progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NewRows:
 
     Attributes:
         rank: the worker's.
-        shard: what is known of its rows by now.
+        shard: what is known about its rows by now.
     """
 
     rank: int
@@ -29,7 +29,7 @@ class RoundCommitted:
 
     Attributes:
         round: counted from 1 in this run.
-        reports: what each contributor had trained on.
+        reports: what each contributor trained on.
     """
 
     round: int
@@ -38,11 +38,11 @@ class RoundCommitted:
 
 @dataclass(frozen=True, slots=True)
 class EpochCounted:
-    """Every worker has told what its metrics have counted; all wait for ``EpochMeasured``.
+    """Every worker has sent what its metrics have counted; all wait for ``EpochMeasured``.
 
     Attributes:
         epoch: counted from 1.
-        states: by rank; None of one that has sent nothing.
+        states: by rank; None for a rank that has sent nothing.
     """
 
     epoch: int
@@ -53,7 +53,7 @@ class EpochCounted:
 class EpochValidated:
     """An epoch's losses are final, on held-out rows too if there are any.
 
-    Where workers ask for leave they wait for ``EpochApproved``.
+    Where workers ask for permission, they wait for ``EpochApproved``.
     """
 
     summary: EpochSummary
@@ -61,11 +61,11 @@ class EpochValidated:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTimes:
-    """A worker tells where its time went since it told that last.
+    """A worker reports where its time went since its last report.
 
     Attributes:
         rank: the worker's.
-        host: where it runs, as it calls it.
+        host: the name that it gives for its host.
         times: by the driver's clock.
     """
 
@@ -80,7 +80,7 @@ class WorkerLost:
 
     Attributes:
         rank: the worker's.
-        why: in words; follows its name.
+        why: the reason in words; follows its name.
     """
 
     rank: int
@@ -89,11 +89,11 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkersRestarted:
-    """All workers are started again, from the last center.
+    """All workers are restarted from the last center.
 
     Attributes:
-        why: in words.
-        lost: the ranks that were lost before, as far as that is known.
+        why: the reason in words.
+        lost: the ranks that were lost before, as far as known.
     """
 
     why: str
@@ -102,12 +102,12 @@ class WorkersRestarted:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
-    """The checkpoint that was under way has been written."""
+    """The pending checkpoint has been written."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Nothing need have happened; whoever follows the run may look at the clock."""
+    """Nothing need have happened; whatever follows the run may check the clock."""
 
 
 RunEvent = (

@@ -1,4 +1,4 @@
-"""Bytes that a worker sends for the driver to keep: its state, or what its metrics have counted."""
+"""Bytes that a worker sends for the driver to keep: its state, or its metrics' counts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from sparkdl.errors import TrainingError
 
 IN_MEMORY_BYTES = 1 << 20
-"""What is more goes to a file: random numbers and counters do not, the state of an 8-bit optimizer
-does, for the driver's memory must not grow with the workers."""
+"""Anything larger goes to a file, as the driver's memory must not grow with the number of workers:
+random numbers and counters stay below, the state of an 8-bit optimizer does not."""
 
 
 class WorkerState:
@@ -21,14 +21,14 @@ class WorkerState:
 
     def __init__(self) -> None:
         self.size = 0
-        # Open as long as this object lives; the file has no name, so that nothing is left behind.
+        # Open as long as this object lives; the file has no name, so nothing is left behind.
         self._file = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY_BYTES)  # noqa: SIM115
 
     def add(self, block: bytes | memoryview) -> None:
-        """Keep more.
+        """Add a block.
 
         Raises:
-            TrainingError: it is too much for the driver's memory, and for its disk.
+            TrainingError: it is too much for the driver's memory and its disk.
         """
         try:
             self._file.write(block)
@@ -41,10 +41,10 @@ class WorkerState:
         self.size += len(block)
 
     def blocks(self, size: int) -> Iterator[bytes]:
-        """The bytes from the first to the last.
+        """The bytes from first to last.
 
         Args:
-            size: how many of them at a time.
+            size: how many at a time.
         """
         self._file.seek(0)
         while block := self._file.read(size):

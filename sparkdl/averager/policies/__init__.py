@@ -1,1 +1,1 @@
-"""Who is waited for, in a round and before one; asked by the decisions, known to no socket."""
+"""Who is waited for, in a round and before one; used by the decisions only."""

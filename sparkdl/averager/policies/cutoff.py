@@ -1,9 +1,9 @@
-"""Rounds that are cut off: who is too slow contributes to the next one, and is waited for no more.
+"""Rounds that are cut off: workers that are too slow contribute to the next one instead.
 
-A round is over as soon as enough have contributed who began with its center. Who comes later takes
-part in the next round, with what it has trained from a center before: no row is left out, and none
+A round is over as soon as enough workers that began with its center have contributed. Later ones
+join the next round with what they trained from an earlier center: no row is left out, and none
 counts twice. Late contributions are taken whenever they come, but none is waited for, and they do
-not stand for one that is due: most of a round is never stale because a few were slow before.
+not replace one that is due: a round is never mostly stale because a few were slow before.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sparkdl.events import WindowReport
 
 
 class BackupWorkers(All):
-    """A fixed number are not waited for, as Chen et al. 2016 propose.
+    """A fixed number of workers are not waited for, as Chen et al. 2016 propose.
 
-    As many are late at most, so that the others are always enough.
+    At most that many are late, so that the others are always enough.
 
     Args:
         spared: how many, >= 1; one contribution is waited for in any case.
@@ -33,18 +33,18 @@ class BackupWorkers(All):
         self._spared = spared
 
     def is_enough(self, entered: int, late: int, group: int) -> bool:
-        """With all but so many, of those who began with the round's center."""
+        """With all but ``spared`` of those that began with the round's center."""
         return entered - late >= max(1, group - self._spared)
 
 
 class PredictedCutoff(BackupWorkers):
-    """As many are waited for as make the most contributions a second, as is predicted each round.
+    """Waits for as many as give the most contributions per second, as predicted each round.
 
-    Once a round, when its first contribution comes, this takes as long as there are workers to draw
-    for: a few milliseconds for hundreds. Until enough times are known, everyone is waited for.
+    Once per round, when its first contribution comes, this takes time linear in the number of
+    workers: a few milliseconds for hundreds. Until enough times are known, everyone is waited for.
 
     Args:
-        seed: of what is drawn.
+        seed: for the draws.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -52,7 +52,7 @@ class PredictedCutoff(BackupWorkers):
         self._seed = seed
 
     def begin(self, positions: Sequence[Position]) -> None:
-        """Nothing is known yet: workers may be others than before."""
+        """Forget everything: the workers may differ from those before."""
         workers = len(positions)
         self._times = RunTimes(workers, self._seed)
         self._round = 0
@@ -60,20 +60,20 @@ class PredictedCutoff(BackupWorkers):
         self._now = self._over = np.inf
 
     def began(self, rank: int, now: float) -> None:
-        """Its time counts from here."""
+        """Start counting the rank's time."""
         self._began[rank], self._closed[rank] = now, np.nan
 
     def closed(self, window: WindowReport, now: float) -> None:
         """Remember its time; the last of an epoch may have fewer steps."""
         self._now, rank = now, window.rank
         if not np.isnan(self._closed[rank]):
-            return  # it sends again what it has trained before
+            return  # it resends what it has trained before
         self._closed[rank] = now
         if not window.last:
             self._times.note(rank, self._round, now - self._began[rank])
 
     def opened(self, group: Set[int], late: Set[int]) -> None:
-        """Decide how many are waited for."""
+        """Decide how many to wait for."""
         due = sorted(group - late)
         self._spared = len(group) - self._cutoff(due, sorted(group & late)) if due else 0
 
@@ -81,7 +81,7 @@ class PredictedCutoff(BackupWorkers):
         self._times.fit()
         if not self._times.knows(due):
             return len(due)
-        # One that is late for more rounds than are remembered is not expected in this one.
+        # One that has been late for more rounds than are remembered is not expected in this one.
         late = [rank for rank in late if self._times.knows([rank])]
         begins = self._began[due].min()
         times = self._draw(due + late) - begins
@@ -89,13 +89,13 @@ class PredictedCutoff(BackupWorkers):
         return best_cutoff(times[:, : len(due)], times[:, len(due) :], between_s)
 
     def _draw(self, ranks: list[int]) -> Numbers:
-        """When contributions come, or have come."""
+        """Draw when contributions come, or came."""
         began, closed = self._began[ranks], self._closed[ranks]
         drawn = began + self._times.draw(ranks, self._now - began)
         return np.where(np.isnan(closed), drawn, closed)
 
     def committed(self, windows: Iterable[WindowReport], active: Set[int]) -> Iterable[int]:
-        """The round was over when the last of them had come."""
+        """Note that the round was over when the last of them came."""
         self._round += 1
         self._over = max((self._closed[window.rank] for window in windows), default=np.inf)
         return ()

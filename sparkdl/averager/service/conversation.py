@@ -1,6 +1,6 @@
-"""What one worker and the averager say to each other, from joining to leaving.
+"""What one worker and the averager send each other, from joining to leaving.
 
-One worker is one connection (``framing.py`` has its form):
+Each worker has one connection (``framing.py`` has its form):
 
     worker                               averager
     {"join": rank, "host": ...,
@@ -12,27 +12,27 @@ One worker is one connection (``framing.py`` has its form):
                                  <------ {"clock": seconds}
     {"shard": what they are,
      "row_server": where others fetch
-     them, or null}              ------> wait for all ranks, and for the driver to look at it
+     them, or null}              ------> wait for all ranks, and for the driver to check it
                                  <------ or {"read_on": true}, to one that has not read all of
-                                         them and does not begin its training, or continues from a
-                                         checkpoint, which may be of other rows: the same again
+                                         them and is not at the start of training, or continues
+                                         from a checkpoint, perhaps of other rows: the same again
                                  <------ {"waiting": true}, now and then
                                  <------ {"chunk_bytes": size of the largest message of values,
                                           "position": where to continue,
                                           "epoch_ended": whether all have just ended an epoch,
-                                          "asks_leave": whether to ask for leave to begin one,
+                                          "asks_leave": whether to ask permission to begin one,
                                           "may_wait": whether others may keep it from
                                           contributing its first window, or with
                                           "holds_windows": any,
-                                          "rounds_of_epoch": how many it had, which says of what
-                                          fragment the next one is,
+                                          "rounds_of_epoch": how many it had, which tells the
+                                          next one's fragment,
                                           "worker_state": bytes of it, or null at the very start,
                                           "mean_weight": of a row, "shard_rows": by rank,
                                           "held_out_rows": by rank, "row_servers": by rank}
                                  <------ the center's parameters and buffers, chunk by chunk
                                  <------ unless at the very start: the rest of the center, and the
                                          worker's state from the checkpoint, or from the
-                                         last commit of the workers before, if all start again
+                                         earlier workers' last commit, if all restart
     {"gather": something small}  ------> wait for all ranks, whenever these agree to
                                  <------ {"gathered": [everyone's, by rank],
                                           "commit": whether the driver wants a window of all now}
@@ -46,11 +46,11 @@ One worker is one connection (``framing.py`` has its form):
      "states": bytes}, bytes     ------> after an epoch, if rows are held out: the loss, and what
                                          metrics have counted
     {"epoch_losses": epochs,
-     "known": of how many already} ---> from who follows them, or asks for leave: wait until all
-                                         have validated, and for the driver to look at that
+     "known": of how many already} ---> from one that follows them, or asks permission: wait until
+                                         all have validated, and the driver has checked that
                                  <------ {"waiting": true}, now and then
                                  <------ {"epoch_losses": of those not known}
-    {"alive": true}              ------> now and then, from who trains for long between two windows
+    {"alive": true}              ------> now and then, while a window takes long
     {"window": report,
      "takes_reply": whether,
      "worker_state": bytes}, bytes,
@@ -66,23 +66,23 @@ One worker is one connection (``framing.py`` has its form):
                                  <------ the reply, chunk by chunk, or {"committed": true}
     {"worker_state": bytes}, bytes  ------> only if it becomes a checkpoint
                                  <------ or {"again": true}: a member of the round was lost;
-    {"window": report}, chunks   ------> the same once more
-    ... a round a window ...
+    {"window": report}, chunks   ------> the same again
+    ... one round per window ...
     {"finish": true}             ------> wait for a checkpoint that is being written
                                  <------ {"finished": true}; without it the worker comes back
     or {"failure": {...}}        ------> the run ends, with the worker's traceback
     or {"broken": why,
-        "missing": ranks}        ------> the run ends; it is the exchange among the workers, of whom
+        "missing": ranks}        ------> the run ends; the exchange among the workers broke, and
                                          these gave no sign
 
-With what is sent of rows, windows, held-out rows and the end comes "phases": where the worker's
-time went since it told that last (``phases.py``). Nothing is decided by it.
+Messages about rows, windows, held-out rows and the end also have "phases": where the worker's time
+went since its last report (``phases.py``). No decision depends on it.
 
-Where rounds are of fragments, chunks and reply are of the one that is due, but for the reply to an
-epoch's last window, which is the center.
+Where rounds exchange fragments, chunks and reply hold the one that is due, except for the reply to
+an epoch's last window, which is the center.
 A worker that sends faster than its chunks can be added is held back by the connection itself.
-A worker whose connection breaks may come back: it joins again, and it continues after its
-last committed window. If the run ends elsewhere, the next message that a worker receives is
+A worker whose connection breaks may come back: it joins again, and continues after its last
+committed window. If the run ends elsewhere, the next message that a worker receives is
 {"stopped": reason}.
 """
 
@@ -134,7 +134,7 @@ T = TypeVar("T")
 
 
 class Edge(Protocol):
-    """What a conversation needs of the loop around it."""
+    """What a conversation needs from the loop around it."""
 
     coordinator: Coordinator
     center: Center
@@ -145,28 +145,28 @@ class Edge(Protocol):
         """Have the coordinator decide what follows from an event, once this one has paused."""
 
     def report(self, event: RunEvent) -> None:
-        """Tell the driver something of which nothing follows for the run."""
+        """Tell the driver something that has no consequences for the run."""
 
     def begins(self, worker: Worker) -> bool:
-        """Take note of a worker that has said something; returns whether it is listened to."""
+        """Note a worker that has sent its first message; returns whether to listen to it."""
 
     def joined(self, member: Member, worker: Worker) -> None:
-        """Take note of whom decisions about a member concern."""
+        """Note which worker decisions about a member concern."""
 
     def left(self, worker: Worker) -> None:
-        """Take note that a worker's connection is closed."""
+        """Note that a worker's connection is closed."""
 
     def failed(self, worker: Worker, error: SparkDLError) -> None:
-        """End the run for what a worker has sent, unless it has ended."""
+        """End the run because of what a worker sent, unless it has ended."""
 
     def await_turn(self, worker: Worker, index: int) -> None:
         """Wake a worker when it is its turn to add a chunk."""
 
     def pass_turn(self, index: int) -> None:
-        """Wake whoever waits to add a chunk, if it is its turn now."""
+        """Wake the worker that waits to add a chunk, if it is its turn now."""
 
     def in_background(self, job: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Do what may take long, with files, elsewhere; ``then`` gets what it has returned."""
+        """Do slow work with files in another thread; ``then`` gets what it returned."""
 
 
 class Worker:
@@ -191,7 +191,7 @@ class Worker:
         self._awaits_entry = self._holds_windows = False
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    # What decisions have it do.
+    # What decisions make it do.
 
     def welcome(self) -> None:
         """Send the center, and what only this worker knew."""
@@ -236,13 +236,13 @@ class Worker:
             self.ask_worker_state()
         if not decision.values:
             self.channel.send_header({"committed": True})
-        # Who was done early has missed rounds: the changes of the last one would not be enough.
+        # A worker that was done early has missed rounds: the last one's changes are not enough.
         center = self._edge.center
         frames = center.state() if decision.final else center.reply()
         self.channel.send(frames if decision.values else [], then=self._taken)
 
     def ask_worker_state(self, *, now: bool = False) -> None:
-        """Have the worker send its state, after the reply that follows or ``now``."""
+        """Ask the worker for its state, after the next reply or ``now``."""
         self._owes_worker_state = True
         self.channel.send_header({"checkpoint": True, **({"now": True} if now else {})})
 
@@ -255,7 +255,7 @@ class Worker:
         self.channel.wake(total)
 
     def start_over(self) -> None:
-        """Forget what it contributes; what is still on its way goes nowhere."""
+        """Forget what it contributes; what is still in transit is discarded."""
         self.channel.send_header({"again": True})
         if self.sum is not None:
             self.sum = None
@@ -265,7 +265,7 @@ class Worker:
         self._edge.tell(on.Taken(self._member()))
 
     def _send_blocks(self, blocks: Iterator[bytes]) -> None:
-        """Send the worker's state, and read each block when it has the one before."""
+        """Send the worker's state, reading each block once the previous one was taken."""
 
         def send(block: bytes) -> None:
             if block:
@@ -279,7 +279,7 @@ class Worker:
 
         self.channel.send([], then=read_next)
 
-    # What the worker says.
+    # What the worker sends.
 
     def conversation(self, said: dict[str, Any]) -> Conversation:
         """Listen to the worker, from joining to leaving."""
@@ -321,12 +321,12 @@ class Worker:
                 raise TrainingError(f"{member} sent a header that no worker sends: {header}")
 
     def note_heartbeat(self) -> None:
-        """It is there."""
+        """Note that it is alive."""
         if self.member is not None:
             self._edge.coordinator.heartbeat(self.member, time.monotonic())
 
     def left(self, error: LeftError) -> None:
-        """It has gone."""
+        """Note that it has left."""
         if self.member is None:
             logger.info("a worker left before it had joined: %s", error)
             return
@@ -334,15 +334,15 @@ class Worker:
         self._edge.tell(on.Lost(self.member, why + "says why"))
 
     def failed(self, error: SparkDLError) -> None:
-        """It has reported a failure, or has sent what no worker sends."""
+        """Handle its failure report, or what no worker of ours sends."""
         self._edge.failed(self, error)
 
     def closed(self) -> None:
-        """Nothing is sent to it any more."""
+        """Note that nothing more can be sent to it."""
         self._edge.left(self)
 
     def _validate(self, header: dict[str, Any]) -> Conversation:
-        """Take what was found on held-out rows, and receive what metrics have counted there."""
+        """Take the report on held-out rows, and receive what metrics have counted there."""
         member = self._member()
         report = read_validation(header, member.rank)
         world_size = self._edge.coordinator.members.world_size
@@ -378,7 +378,7 @@ class Worker:
             else:
                 yield octets_of(packed)
             if self.sum is None:
-                continue  # they went elsewhere
+                continue  # they were discarded
             values = packing.unpack(packed, chunk.stop - chunk.start)
             require_finite(values, report)
             if self.sum.turn(index) != rank:
@@ -422,7 +422,7 @@ class Worker:
         }
 
     def _blocks(self, size: int) -> Iterator[memoryview]:
-        """Where to receive so many bytes; each block is overwritten by the one after it."""
+        """Where to receive ``size`` bytes; each block is overwritten by the next."""
         step = self._edge.center.chunk_bytes
         for start in range(0, size, step):
             yield self._scratch(min(step, size - start))

@@ -1,4 +1,4 @@
-"""What the driver keeps of the center, to return it in the end."""
+"""What the driver keeps of the center, to return at the end."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch import Tensor
 
 @dataclass
 class KeptModel:
-    """A copy of the center of some time, without the optimizer's state; not written to.
+    """A copy of the center at some time, without the optimizer's state; not written to.
 
     Attributes:
-        epoch: after which it was the center.
-        values: a tensor of ``center_dtype`` for each segment of the layout that is none of the
-            optimizer's.
+        epoch: the epoch after which it was the center.
+        values: a tensor of ``center_dtype`` for each segment of the layout except the optimizer's.
         saved: whether a checkpoint has it.
     """
 

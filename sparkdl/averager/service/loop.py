@@ -1,7 +1,7 @@
-"""What the averager does in its service's thread: bytes into events, decisions into bytes.
+"""The averager's work in its service's thread: it turns bytes into events, decisions into bytes.
 
-Values go from the socket straight into the memory where they are summed; what takes long (files
-of checkpoints) is done beside the thread. The clock is looked at only when the sockets have been.
+Values go from the socket straight into the memory where they are summed; slow work (checkpoint
+files) is done in another thread. The clock is checked only after the sockets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sparkdl.transport.service import Service
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
-"""Seconds to wait, at the end, for a checkpoint that is being written."""
+"""Seconds to wait at the end for a checkpoint that is being written."""
 
 T = TypeVar("T")
 
@@ -42,10 +42,10 @@ class Loop(Service):
     """The averager's service: it may serve others besides the workers in their rounds.
 
     Args:
-        coordinator: decides; only this loop hands it events.
+        coordinator: decides; only this loop passes it events.
         center: what is decided about.
         plan: where checkpoints go; None for none.
-        resumed: the checkpoint with which this process began, if there was one.
+        resumed: the checkpoint that this process started from, if there was one.
         kept_model: what was kept of the center until then.
         host: see ``Service``.
         advertised_host: see ``Service``.
@@ -53,10 +53,10 @@ class Loop(Service):
 
     Attributes:
         reports: what the driver is told; None when the run has ended.
-        lock: held while the coordinator decides; whoever reads what it knows takes it.
-        saving: the checkpoint that is being put together.
-        kept_model: what is kept of the center; part of each checkpoint that begins from then on.
-        cut_short: the mistake by which this thread has ended before the run could.
+        lock: held while the coordinator decides; take it to read the coordinator's state.
+        saving: the checkpoint that is being assembled.
+        kept_model: what is kept of the center; part of each checkpoint that begins after that.
+        cut_short: the bug that ended this thread before the run could end.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Loop(Service):
         """End every connection, and wait a little for a checkpoint that is being written."""
         super().close()
         self.join_writer()
-        for event in list(self._events):  # what came too late for the thread
+        for event in list(self._events):  # those that came too late for the thread
             if isinstance(event, on.CheckpointWritten | on.CheckpointGivenUp):
                 self._decide(event)
         if self.saving is not None and not (self._writer and self._writer.is_alive()):
@@ -123,11 +123,11 @@ class Loop(Service):
         self._events.append(event)
 
     def report(self, event: RunEvent) -> None:
-        """Tell the driver something of which nothing follows for the run."""
+        """Tell the driver something that has no consequences for the run."""
         self.reports.put(event)
 
     def begins(self, worker: Worker) -> bool:
-        """Take note of a worker that has said something; returns whether it is listened to."""
+        """Note a worker that has sent its first message; returns whether to listen to it."""
         if self.coordinator.ended:  # nothing that it could say would change that
             self.part(worker.channel, {"stopped": self.coordinator.farewell})
             return False
@@ -135,11 +135,11 @@ class Loop(Service):
         return True
 
     def joined(self, member: Member, worker: Worker) -> None:
-        """Take note of whom decisions about a member concern."""
+        """Note which worker decisions about a member concern."""
         self._by_member[member] = worker
 
     def left(self, worker: Worker) -> None:
-        """Take note that a worker's connection is closed."""
+        """Note that a worker's connection is closed."""
         self._workers.discard(worker)
         if worker.member is None:
             return
@@ -149,11 +149,11 @@ class Loop(Service):
             del self._await_turn[worker.member.rank]
 
     def failed(self, worker: Worker, error: SparkDLError) -> None:
-        """End the run for what a worker has sent, unless it has ended."""
+        """End the run because of what a worker sent, unless it has ended."""
         if self.coordinator.ended:
             farewell = {"stopped": str(self.coordinator.failure or error)}
             self.part(worker.channel, farewell)
-        self._workers.add(worker)  # it is told why, also if this was its first word
+        self._workers.add(worker)  # it is told why, even if this was its first message
         self.tell(on.Failed(error))
 
     def await_turn(self, worker: Worker, index: int) -> None:
@@ -162,14 +162,14 @@ class Loop(Service):
         self._await_turn[worker.member.rank] = worker, index
 
     def pass_turn(self, index: int) -> None:
-        """Wake whoever waits to add a chunk, if it is its turn now."""
+        """Wake the worker that waits to add a chunk, if it is its turn now."""
         total = self.center.sum
         rank = None if total is None else total.turn(index)
         if rank is not None and rank in self._await_turn and self._await_turn[rank][1] == index:
             self._wakes.append(self._await_turn.pop(rank)[0])
 
     def in_background(self, job: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Do what may take long, with files, elsewhere; ``then`` gets what it has returned."""
+        """Do slow work with files in another thread; ``then`` gets what it returned."""
 
         def done(future: Future[T]) -> None:
             error = future.exception()
@@ -185,7 +185,7 @@ class Loop(Service):
     # The service's thread.
 
     def follow_up(self) -> bool:
-        """Wake who waits for its turn, and decide on what has happened."""
+        """Wake workers whose turn has come, and decide on what has happened."""
         if not (self._wakes or self._events):
             return False
         while self._wakes or self._events:
@@ -197,12 +197,12 @@ class Loop(Service):
         return True
 
     def tick(self) -> float:
-        """Have the coordinator look at the time."""
+        """Have the coordinator check the time."""
         self.tell(on.Tick())
         return self.coordinator.members.tick_s
 
     def broke(self, failure: TrainingError) -> None:
-        """End the run, also if it is the decisions in which the mistake is."""
+        """End the run, even if the bug is in the decisions."""
         try:
             self._decide(on.Failed(failure))
         finally:
@@ -256,7 +256,7 @@ class Loop(Service):
                 self._start_over(members)
             case do.Drop(member, why):
                 self._do(member, lambda worker: self.close_channel(worker.channel))
-                if not self.coordinator.followed:  # else the coordinator has it reported
+                if not self.coordinator.followed:  # else the coordinator reports it
                     self.report(WorkerLost(member.rank, why))
             case do.Dismiss(member):
                 self._do(member, lambda worker: self.part(worker.channel, {"finished": True}))
@@ -287,7 +287,7 @@ class Loop(Service):
         self._wakes.extend(worker for worker, _ in waiting.values())
 
     def _skip(self, rank: int) -> None:
-        """Go on without a rank; whoever waited for its turn to end need not any more."""
+        """Go on without a rank; nothing need wait for its turn to end any more."""
         assert self.center.sum is not None
         self.center.sum.declare(rank, 0)
         for _, index in list(self._await_turn.values()):
@@ -307,7 +307,7 @@ class Loop(Service):
         def write() -> None:
             try:
                 saving.publish()
-            except Exception as error:  # a mistake of ours must not leave the workers waiting
+            except Exception as error:  # a bug of ours must not leave the workers waiting
                 failure = CheckpointError(f"the thread that writes checkpoints: {error!r}")
                 self.post_event(on.Failed(failure))
                 raise

@@ -1,6 +1,6 @@
-"""One checkpoint being put together: the workers' states arrive, then the center is written.
+"""One checkpoint being assembled: the workers' states arrive, then the center is written.
 
-It is made at a commit, of a copy of the center. Workers send their states when they have taken
+It is made at a commit, from a copy of the center. Workers send their states once they have taken
 that commit's center; the rest is written in the background while training goes on.
 """
 
@@ -40,11 +40,11 @@ class CheckpointPlan:
     """When checkpoints are written, and where.
 
     Attributes:
-        store: where.
+        store: where they go.
         every_epochs: epochs between two.
         every_rounds: rounds between two; None for the ends of epochs only.
-        last_epoch: after which there is one in any case.
-        config: what the training is, for whoever resumes it; JSON.
+        last_epoch: the epoch after which there is one in any case.
+        config: what the training is, for a fit that resumes it; JSON.
     """
 
     store: CheckpointStore
@@ -58,7 +58,7 @@ class CheckpointPlan:
         return epoch % self.every_epochs == 0 or epoch == self.last_epoch
 
     def due_within(self, rounds: int) -> bool:
-        """Whether it is time for a checkpoint, so many rounds after the last."""
+        """Whether a checkpoint is due this many rounds after the last."""
         return self.every_rounds is not None and rounds >= self.every_rounds
 
 
@@ -68,18 +68,18 @@ def worker_state_file(rank: int) -> str:
 
 
 class Saving:
-    """A checkpoint that is being put together.
+    """A checkpoint that is being assembled.
 
-    A disk that is full does not end the training: the checkpoint is given up in a warning, and the
-    one before it stays.
+    A full disk does not end the training: the checkpoint is given up with a warning, and the one
+    before it stays.
 
     Args:
         plan: where it goes.
-        progress: what it is of.
-        data: the statistics of the rows, for whoever resumes; JSON.
-        center: the center's tensors by name, not written to any more.
-        kept_model: what the fit is to return instead of the last center, if a callback says so.
-        goes_on: whether the training does, meanwhile.
+        progress: how far the training has come.
+        data: the statistics of the rows, for a fit that resumes; JSON.
+        center: the center's tensors by name, no longer written to.
+        kept_model: what the fit should return instead of the last center, if a callback says so.
+        goes_on: whether the training continues meanwhile.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Saving:
         return WorkerStateFile(self, worker_state_file(rank))
 
     def take_over_worker_states(self) -> None:
-        """Take the workers' states from the newest checkpoint, if it is of the same commit."""
+        """Take the workers' states from the newest checkpoint if it has the same commit."""
         with self.giving_up():
             newest = self._plan.store.newest()
             if newest is None:
@@ -125,7 +125,7 @@ class Saving:
                         shutil.copyfileobj(source, target)
 
     def publish(self) -> None:
-        """Write the center and make the checkpoint exist; every worker's state is there."""
+        """Write the center and publish the checkpoint; every worker's state has arrived."""
         with self.giving_up():
             with self.create(CENTER) as file:
                 write_tensors(file, self._center)
@@ -150,7 +150,7 @@ class Saving:
         logger.info("wrote %s in %.2f s", self._open().directory, seconds)
 
     def abandon(self) -> None:
-        """Give it up, and delete what was written of it."""
+        """Give it up, and delete what has been written."""
         self.failed = True
         with self._lock:
             pending = self._pending
@@ -159,7 +159,7 @@ class Saving:
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
-        """One of its files."""
+        """Create one of its files."""
         if self.failed:
             raise CheckpointError("another part of it could not be written")
         with self._open().create(name) as file:
@@ -203,13 +203,13 @@ class WorkerStateFile:
         self._lock = threading.Lock()
 
     def write(self, block: memoryview) -> None:
-        """Add to it; of a checkpoint that was given up nothing is written."""
+        """Append a block; nothing is written if the checkpoint was given up."""
         with self._lock, self._saving.giving_up(), self._open() as file:
             if not self._saving.failed:
                 file.write(block)
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Finish the file."""
         with self._lock, self._saving.giving_up(), self._open():
             self._stack.close()
 
@@ -231,7 +231,7 @@ class Resumed:
 
     Attributes:
         saved: the files.
-        progress: how far it had come.
+        progress: how far the training had come.
     """
 
     saved: SavedCheckpoint
@@ -239,10 +239,10 @@ class Resumed:
 
     @classmethod
     def of(cls, saved: SavedCheckpoint) -> Resumed:
-        """Read what a checkpoint says of itself.
+        """Read a checkpoint's description.
 
         Raises:
-            CheckpointError: it says nothing, or something else.
+            CheckpointError: it has none, or is something else.
         """
         match saved.description:
             case {"config": dict(), "data": dict() | None, "progress": dict(progress)}:
@@ -269,7 +269,7 @@ class Resumed:
             update: the center's; by default one that remembers nothing.
 
         Raises:
-            CheckpointError: the file cannot be read, or is of other segments.
+            CheckpointError: the file cannot be read, or has other segments.
         """
         with self.saved.open(CENTER) as file:
             tensors, _ = read_tensors(file)

@@ -34,39 +34,40 @@ class Averager:
 
     Args:
         layout: kinds and sizes of the replicas' state.
-        center: the initial center, a tensor of ``center_dtype`` a segment; owned from here on.
+        center: the initial center, one tensor of ``center_dtype`` per segment; owned from here on.
         world_size: number of workers.
         wire_format: how values travel.
         update: what contributions do to the center; by default their mean replaces it.
-        memory: what the update remembers; by default it begins. Owned from here on.
+        memory: what the update remembers; by default it starts afresh. Owned from here on.
         policy: who is waited for in rounds; by default everyone.
-        fragments: of how many parts of the state one after the other a round is; 1 for all of it.
+        fragments: how many parts the state is split into, of which each round takes the next; 1 for
+            none.
         host: interface to bind to, an address or name of this machine.
-        advertised_host: the name under which workers reach it; ``host`` by default.
+        advertised_host: the name by which workers reach it; ``host`` by default.
         deadline_s: the longest that a worker may be silent while it is waited for, in seconds.
         plan: which commits become checkpoints; none by default.
-        resumed: the checkpoint with which this process began, if there was one.
+        resumed: the checkpoint that this process started from, if there was one.
         progress: how far the training of ``center`` has come; by default it starts.
-        saved: whether a checkpoint has it, if there is anything to have.
+        saved: whether a checkpoint has that progress, if there is any.
         kept: what was kept of each rank at its last commit; by default nothing.
-        tolerance: what losses of workers the run survives; none by default.
+        tolerance: the losses of workers that the run survives; none by default.
         tls: whether connections are encrypted.
-        frozen: the fingerprint of the parameters that are no part of the center; a worker that has
-            built others ends the run.
+        frozen: the fingerprint of the parameters outside the center; a worker that has built others
+            ends the run.
         followed: whether callbacks follow the run: ``events`` has more for them, and workers begin
-            an epoch when ``approve_epoch`` was called for the one before.
-        measures: whether ``events`` has what metrics have counted, and ``measured`` says what they
-            come to; such a run is ``followed``.
-        metric: the metric that workers want to know of each epoch, instead of the loss.
+            an epoch once ``approve_epoch`` was called for the previous one.
+        measures: whether ``events`` has what metrics have counted, and ``measured`` gives their
+            values; such a run is ``followed``.
+        metric: the metric that workers want to know for each epoch, instead of the loss.
         kept_model: what was kept of the center before; by default nothing.
 
     Attributes:
-        service: takes the workers' connections, and others if it is told who serves them.
+        service: accepts the workers' connections, and others if told who serves them.
         address: of the service.
 
     Raises:
         ConfigError: the wire format, or fragments, are for workers that stay in step, and the
-            policy lets them get out of it; or there are more fragments than values.
+            policy lets them fall out of step; or there are more fragments than values.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class Averager:
 
     @property
     def center(self) -> list[Tensor]:
-        """The current center, a tensor of ``center_dtype`` a segment."""
+        """The current center, one tensor of ``center_dtype`` per segment."""
         return self._center.values
 
     @property
@@ -178,7 +179,7 @@ class Averager:
 
     @property
     def history(self) -> list[EpochSummary]:
-        """The epochs that have ended, those before a checkpoint included."""
+        """The epochs that have ended, including those before a checkpoint."""
         with self._loop.lock:
             return list(self._coordinator.committed.history)
 
@@ -190,19 +191,19 @@ class Averager:
 
     @property
     def kept(self) -> dict[int, WorkerState]:
-        """What is kept of each rank, to start it again from ``progress``."""
+        """What is kept of each rank, to restart it from ``progress``."""
         with self._loop.lock:
             return dict(self._coordinator.committed.kept)
 
     @property
     def losses(self) -> list[str]:
-        """Which workers were lost so far, and why."""
+        """Which workers have been lost so far, and why."""
         with self._loop.lock:
             return list(self._coordinator.members.losses)
 
     @property
     def dropped(self) -> list[int]:
-        """The rank of each worker that was dropped for its silence so far, in that order."""
+        """The ranks of workers dropped for their silence so far, in that order."""
         with self._loop.lock:
             return list(self._coordinator.members.dropped)
 
@@ -212,14 +213,14 @@ class Averager:
         return self._coordinator.members.joined > 0
 
     def postpone_deadline(self) -> None:
-        """Restart the time in which workers have to join.
+        """Restart the time within which workers must join.
 
-        For whoever starts them and knows that they are about to be started.
+        Call it when it is known that workers are about to be started.
         """
         self._loop.post_event(on.WorkersExpected())
 
     def start(self) -> None:
-        """Let the workers train, if they do not: the statistics of their rows were found good."""
+        """Let the workers train, if they do not yet: the statistics of their rows are approved."""
         self._loop.post_event(on.Started())
 
     def approve(self, rank: int) -> None:
@@ -227,7 +228,7 @@ class Averager:
         self._loop.post_event(on.Approved(rank))
 
     def approve_epoch(self, epoch: int) -> None:
-        """Let workers that ask for leave begin the epoch after this one."""
+        """Let workers that ask for permission begin the epoch after this one."""
         self._loop.post_event(on.EpochApproved(epoch))
 
     def measured(self, epoch: int, values: Mapping[str, MetricValue]) -> None:
@@ -235,14 +236,14 @@ class Averager:
         self._loop.post_event(on.EpochMeasured(epoch, values))
 
     def stop(self, reason: str) -> None:
-        """End the run as if it had come to its end; ``center`` is that of the last commit."""
+        """End the run as if it were complete; ``center`` is that of the last commit."""
         self._loop.post_event(on.StopWanted(reason))
 
     def want_commit(self) -> None:
         """Have workers that exchange among themselves commit before the epoch ends.
 
-        They do so when they next tell each other that they are there, within a few seconds. Others
-        commit after each window, and are not asked.
+        They do so at their next heartbeat, within a few seconds. Others commit after each window,
+        and are not asked.
         """
         self._loop.post_event(on.CommitWanted())
 
@@ -252,37 +253,37 @@ class Averager:
 
     @property
     def kept_model(self) -> KeptModel | None:
-        """What ``keep_model`` has kept last, perhaps before a checkpoint."""
+        """What ``keep_model`` last kept, perhaps before a checkpoint."""
         return self._loop.kept_model
 
     def keep_model(self, epoch: int) -> None:
-        """Keep a copy of the center, also in the checkpoints that follow.
+        """Keep a copy of the center, in the following checkpoints too.
 
-        To be called before ``approve_epoch``, while workers wait and the center stays as it is.
+        Call it before ``approve_epoch``, while workers wait and the center does not change.
 
         Args:
-            epoch: that has just ended.
+            epoch: the one that has just ended.
         """
         self._loop.kept_model = KeptModel(epoch, self._center.model())
 
     @property
     def saved(self) -> bool:
-        """Whether a checkpoint has all that was committed, if there is a plan for any."""
+        """Whether a checkpoint has all that was committed, if any are planned."""
         with self._loop.lock:
             return self._coordinator.checkpoints.has_last_commit
 
     def save_center(self) -> bool:
-        """After the end, write a checkpoint if the last one lacks the last commit or what is kept.
+        """After the end, write a checkpoint if the last lacks the last commit or the kept model.
 
-        Nothing if nothing was committed. The workers' states are in it if they were saved with
+        Does nothing if nothing was committed. It has the workers' states if they were saved with
         that commit before.
 
         Returns:
-            Whether there is one now, or nothing that it would have.
+            Whether there is one now, or nothing to put into one.
         """
         self._loop.join_writer()
         with self._loop.lock:
-            # Nothing is committed any more, so the center stays as it is.
+            # Nothing more is committed, so the center no longer changes.
             assert self._coordinator.ended
             is_saved = self._coordinator.checkpoints.has_last_commit
             kept = self.kept_model
@@ -304,21 +305,22 @@ class Averager:
     def events(self, *, look_s: float = math.inf) -> Iterator[RunEvent]:
         """Yield what is reported: the data's statistics, then what happens until all have finished.
 
-        The workers train only after ``start``, which has to follow the statistics.
+        The workers train only after ``start``, which must follow the statistics.
 
         Args:
-            look_s: about how often to yield ``TimePassed`` between, in seconds; by default never.
+            look_s: about how often to yield ``TimePassed`` in between, in seconds; by default
+                never.
 
         Raises:
             WorkerError: the user's code raised on a worker.
             WorkerLostError: a worker's connection broke.
             CollectiveError: the exchange among the workers broke.
             DeadlineError: a worker that was waited for was silent for ``deadline_s``.
-            TrainingError: the averager's own thread has ended by a mistake.
+            TrainingError: the averager's own thread has ended because of a bug.
         """
         next_look = time.monotonic() + look_s
         while True:
-            # Also where there is always something else to report.
+            # Even if there is always something else to report.
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + look_s
                 yield TimePassed()

@@ -3,7 +3,7 @@
 Contributions are added chunk by chunk in the order of the ranks, so that the same run gives the
 same bits whatever the order of arrival. Weights are relative to the first contribution's, so that
 equal contributions are pure additions; the last rank divides each chunk while it is in the cache.
-Who adds asks whose turn a chunk is; there are no locks, for one thread adds.
+The caller asks whose turn a chunk is; there are no locks, as a single thread adds.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class RankOrder:
     def __init__(self, ranks: Sequence[int], chunks: int) -> None:
         self._ranks = ranks
         self._skipped: set[int] = set()
-        # Of each chunk, the position in ``ranks`` of whose turn it is.
+        # For each chunk, the position in ``ranks`` of the rank whose turn it is.
         self._at = [0] * chunks
 
     def skip(self, rank: int) -> None:
-        """A rank has nothing to add."""
+        """Skip a rank that has nothing to add."""
         self._skipped.add(rank)
 
     def turn(self, index: int) -> int | None:
@@ -45,7 +45,7 @@ class RankOrder:
         return ranks[at] if at < len(ranks) else None
 
     def advance(self, index: int) -> None:
-        """Whose turn it was has added its chunk."""
+        """Note that the rank whose turn it was has added its chunk."""
         self._at[index] += 1
 
 
@@ -54,9 +54,9 @@ class Accumulator:
 
     Args:
         layout: kinds and sizes of the segments.
-        packings: in which the values of each segment arrive.
-        chunks: how the part of the segments is cut that it is of.
-        total: where the sum is formed, a tensor of ``center_dtype`` a segment; overwritten.
+        packings: the form in which the values of each segment arrive.
+        chunks: how the summed part of the segments is cut.
+        total: where the sum is formed, one tensor of ``center_dtype`` per segment; overwritten.
         ranks: who takes part, in ascending order.
 
     Attributes:
@@ -83,12 +83,12 @@ class Accumulator:
         self._weights: float | None = None
 
     def declare(self, rank: int, examples: int, scale: float = 1.0) -> None:
-        """Say what a contribution weighs, before its first chunk.
+        """Set a contribution's weight, before its first chunk.
 
         Args:
-            rank: whose.
+            rank: the contributor.
             examples: of its window; without any it has no chunks.
-            scale: by what its values are multiplied, > 0, while the weights stay what they are.
+            scale: the factor for its values, > 0, which does not affect the weights.
         """
         if examples:
             self._examples[rank] = examples
@@ -101,7 +101,7 @@ class Accumulator:
         return self._order.turn(index)
 
     def in_place(self, rank: int, index: int) -> Tensor | None:
-        """Where the first rank may put its chunk right away; None if it has to be added."""
+        """Where the first rank may put its chunk directly; None if it must be added."""
         chunk = self.chunks[index]
         total = chunk.of(self._total)
         as_it_is = self._packings[chunk.segment] == AsDtype(total.dtype)
@@ -110,10 +110,10 @@ class Accumulator:
         return total
 
     def add(self, rank: int, index: int, values: Tensor | None) -> None:
-        """Add a chunk of a contribution; it has to be the rank's turn.
+        """Add a chunk of a contribution; it must be the rank's turn.
 
         Args:
-            rank: whose contribution.
+            rank: the contributor.
             index: position in the plan of chunks.
             values: the chunk, unpacked; None if it has been put in place.
         """
@@ -131,7 +131,7 @@ class Accumulator:
         self._order.advance(index)
 
     def finish(self) -> None:
-        """Complete the mean; someone has to have contributed."""
+        """Complete the mean; there must be a contribution."""
         if self._last not in self._examples:
             # Each chunk is divided while in cache by the last rank, except if that one is empty.
             for chunk in self.chunks:
@@ -139,7 +139,7 @@ class Accumulator:
                     self._normalize(chunk.of(self._total))
 
     def _is_first(self, rank: int, index: int) -> bool:
-        """Whether nobody before a rank, whose turn it is, has contributed."""
+        """Whether no rank before this one, whose turn it is, has contributed."""
         if self._first is not None:
             return rank == self._first
         return self.turn(index) == rank
@@ -149,7 +149,7 @@ class Accumulator:
 
     @property
     def _unit(self) -> float:
-        """What the first contribution counts, which is added as it is."""
+        """The weight of the first contribution, which is added unscaled."""
         assert self._first is not None
         return self._scales[self._first] * self._examples[self._first]
 

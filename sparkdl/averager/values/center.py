@@ -1,6 +1,6 @@
-"""The driver's copy of the parameters, the sum that becomes the next, and what of it is sent.
+"""The driver's copy of the parameters, the sum that becomes the next one, and what is sent.
 
-No sockets: values arrive in tensors, and leave as buffers in the form in which they travel.
+There are no sockets: values arrive in tensors, and leave as buffers in the form that travels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparkdl.transport.framing import octets_of, values_prefix
 
 
 def named(layout: Layout, values: Sequence[Tensor], memory: Memory) -> dict[str, Tensor]:
-    """A center and what its update remembers, each tensor with the name that it has in files."""
+    """A center and what its update remembers, each tensor by its name in files."""
     names = [f"{index}.{segment.kind}" for index, segment in enumerate(layout)]
     return dict(zip(names, values, strict=True)) | {
         f"{name}.{key}": tensor
@@ -43,23 +43,23 @@ class Center:
 
     Args:
         layout: kinds and sizes of the replicas' state.
-        center: the initial center, a tensor of ``center_dtype`` a segment; owned from here on.
+        center: the initial center, one tensor of ``center_dtype`` per segment; owned from here on.
         world_size: number of workers, which decides how values are cut.
         wire_format: how values travel.
         update: what contributions do to the center.
-        memory: what the update remembers; by default it begins. Owned from here on.
-        fragments: of how many parts of the state one after the other a round is.
-        rounds: how many there were in the training.
-        rounds_of_epoch: how many of these in the epoch that is under way.
+        memory: what the update remembers; by default it starts afresh. Owned from here on.
+        fragments: how many parts the state is split into, of which each round takes the next.
+        rounds: how many there have been in the training.
+        rounds_of_epoch: how many of these were in the current epoch.
 
     Attributes:
         layout: as given.
-        values: the center, a tensor of ``center_dtype`` a segment.
+        values: the center, one tensor of ``center_dtype`` per segment.
         memory: what the update remembers.
-        chunk_bytes: size of the largest message of the center's values as they are.
+        chunk_bytes: size of the largest message of the center's values, not packed.
         message_bytes: size of the largest message of values in any form, at least that.
         sum: what is being added; None between two rounds.
-        rounds_of_epoch: how many were committed in the epoch that is under way.
+        rounds_of_epoch: how many have been committed in the current epoch.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Center:
             0,
         )
         self._comes_as_change = [wire_format.sends_changes(segment) for segment in layout]
-        # Where the mean is what has changed, or the update says how; others become the mean.
+        # Segments whose mean is a change, or which the update moves; others become the mean.
         self._moves = [
             segment.averaged and (as_change or self._update.updates(segment))
             for segment, as_change in zip(layout, self._comes_as_change, strict=True)
@@ -110,8 +110,8 @@ class Center:
         )
         self._spare = [torch.empty_like(segment) for segment in center]
         self._copy: dict[str, Tensor] = {}
-        # The outcome of the last round as it travels, chunk by chunk; and, of segments that travel
-        # in other bits than those at hand, room for these.
+        # The outcome of the last round as it travels, chunk by chunk, with room for segments that
+        # travel in another form than they are stored.
         self._reply: dict[Chunk, Tensor] = {}
         self._room: dict[int, Tensor] = {}
         self._places = {
@@ -123,18 +123,18 @@ class Center:
 
     @property
     def next_fragment(self) -> list[Chunk]:
-        """How the part is cut of which the next sum is, or the one that is being added."""
+        """How the part in the next sum, or in the one being formed, is cut."""
         return self._fragments[self.rounds_of_epoch % len(self._fragments)]
 
     def contribution(self, chunk: Chunk) -> Packing:
-        """In which bits a chunk is contributed."""
+        """The form in which a chunk is contributed."""
         return self._contributions[chunk.segment]
 
     def scale(self, staleness: int) -> float:
-        """By what a contribution is multiplied before the mean is formed.
+        """The factor for a contribution before the mean is formed.
 
         Args:
-            staleness: how often the center was updated since its worker has received it.
+            staleness: how often the center has been updated since its worker received it.
         """
         return self._update.scale(staleness) if self._scales else 1.0
 
@@ -146,10 +146,10 @@ class Center:
         return self.sum
 
     def commit(self, contributions: Contributions) -> None:
-        """Have the sum change the center; without contributions it stays as it is.
+        """Apply the sum to the center; without contributions it does not change.
 
         Args:
-            contributions: what the sum is of.
+            contributions: what the sum consists of.
         """
         assert self.sum is not None
         fragment = self.next_fragment
@@ -167,7 +167,7 @@ class Center:
         for chunk in fragment:
             if chunk not in self._reply:
                 self._pack(chunk)
-        # In the order in which workers read it, not in that in which it was found.
+        # In the order in which workers read it, not that in which it was computed.
         self._reply = {chunk: self._reply[chunk] for chunk in fragment}
 
     def start_epoch(self) -> None:
@@ -175,7 +175,7 @@ class Center:
         self.rounds_of_epoch = 0
 
     def _take_over(self, fragment: Sequence[Chunk], contributions: Contributions) -> None:
-        """Have the mean of the contributions change the center."""
+        """Apply the mean of the contributions to the center."""
         for chunk in fragment:
             if self._moves[chunk.segment]:
                 self._move(chunk, contributions)
@@ -198,7 +198,7 @@ class Center:
             }
             self._update.step(center, change, kept, contributions)
         if self._wire_format.replies_changes:
-            packed = self._pack(chunk)  # as the workers will see it
+            packed = self._pack(chunk)  # what the workers will receive
             change.copy_(self._replies[chunk.segment].unpack(packed, len(change)))
         center.add_(change)
 
@@ -220,7 +220,7 @@ class Center:
         return self._frames[key]
 
     def model(self) -> list[Tensor]:
-        """A copy of what is the model's, without the optimizer's state."""
+        """A copy of the model's part, without the optimizer's state."""
         return [
             values.clone()
             for segment, values in zip(self.layout, self.values, strict=True)
@@ -228,11 +228,11 @@ class Center:
         ]
 
     def named(self) -> dict[str, Tensor]:
-        """All that a checkpoint has to hold of it, by name."""
+        """All that a checkpoint must hold of it, by name."""
         return named(self.layout, self.values, self.memory)
 
     def copy(self) -> dict[str, Tensor]:
-        """The same as it is now, in the same place each time; the next rounds overwrite it."""
+        """A copy of ``named``, in the same memory each time, which the next rounds overwrite."""
         present = self.named()
         if not self._copy:
             self._copy = {name: torch.empty_like(tensor) for name, tensor in present.items()}
@@ -241,7 +241,7 @@ class Center:
         return self._copy
 
     def _pack(self, chunk: Chunk) -> Tensor:
-        """Have at hand what the workers are sent, in the form in which it travels."""
+        """Store what the workers are sent, in the form in which it travels."""
         packing = self._replies[chunk.segment]
         changes = self._wire_format.replies_changes and self.layout[chunk.segment].averaged
         outcome = chunk.of(self._spare if changes else self.values)
@@ -266,7 +266,7 @@ class Center:
 
 
 def _places(fragment: Sequence[Chunk], packings: Sequence[Packing]) -> dict[Chunk, slice]:
-    """Where in their segment's room the packed chunks of a fragment lie, one after the other."""
+    """Where a fragment's packed chunks are in their segment's room, one after another."""
     stops: Counter[int] = Counter()
     places = {}
     for chunk in fragment:

@@ -1,9 +1,9 @@
-"""What a round's contributions do to the center, apart from how they travel.
+"""What a round's contributions do to the center, independent of how they travel.
 
 An update sees how the workers have moved on average since the last center, and says how the center
 moves. It computes element by element, a stretch of the state at a time, so that it costs one pass
-through memory. What it remembers lies with the center: it is part of every checkpoint, and of what
-is handed on when all workers start again.
+through memory. What it remembers is kept with the center: it is part of every checkpoint, and of
+what is passed on when all workers restart.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 from sparkdl.protocols import Layout, Segment
 
 Memory = list[dict[str, Tensor]]
-"""What an update keeps: of each segment of the layout some tensors of its size, by name."""
+"""What an update keeps: for each segment of the layout, some tensors of its size, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contributions:
-    """What a round's mean is of.
+    """What a round's mean consists of.
 
     Attributes:
-        weights: rows of each contribution that has any, by rank; 1 each where all count alike.
+        weights: rows of each contribution that has any, by rank; 1 each where all count equally.
         world_size: workers of the run.
-        staleness: how often the center was updated since a contributor has received it; of several
-            contributors the longest ago.
-        round: which one of the training it is, counted from 1; the center knows.
+        staleness: how often the center has been updated since a contributor received it; the
+            largest of several contributors'.
+        round: its number in the training, counted from 1; set by the center.
     """
 
     weights: tuple[int, ...]
@@ -40,7 +40,7 @@ class Contributions:
 
 
 class CenterUpdate(ABC):
-    """What contributions do to the center; a value, what it remembers is handed to it."""
+    """What contributions do to the center; a value, which is passed what it remembers."""
 
     @property
     def keeps(self) -> tuple[str, ...]:
@@ -55,13 +55,13 @@ class CenterUpdate(ABC):
         return segment.kind == "parameters"
 
     def scale(self, staleness: int) -> float:
-        """By what a change is multiplied, > 0, before the mean with others is formed.
+        """The factor for a change, > 0, before the mean with others is formed.
 
-        The weights of that mean stay what they are. Not asked where workers send values of any
-        segment, not changes.
+        It does not affect that mean's weights. Not asked where workers send values of any segment,
+        not changes.
 
         Args:
-            staleness: how often the center was updated since the worker has received it.
+            staleness: how often the center has been updated since the worker received it.
         """
         return 1.0
 
@@ -76,9 +76,9 @@ class CenterUpdate(ABC):
         """Turn the workers' mean change into the center's.
 
         Args:
-            center: a stretch of the last center, of ``center_dtype``; not to be written to.
-            change: how the workers have moved away from it; to be overwritten by how it moves.
-            memory: the same stretch of each tensor in ``keeps``, to be brought up to date.
+            center: a stretch of the last center, of ``center_dtype``; must not be written to.
+            change: how the workers have moved from it; to be overwritten with how it moves.
+            memory: the same stretch of each tensor in ``keeps``, to be updated.
             contributions: what the change is the mean of.
         """
 
@@ -98,7 +98,7 @@ class ReplaceByMean(CenterUpdate):
         memory: Mapping[str, Tensor],
         contributions: Contributions,
     ) -> None:
-        """The center moves as the workers."""
+        """The center moves like the workers."""
 
 
 def new_memory(update: CenterUpdate, layout: Layout) -> Memory:

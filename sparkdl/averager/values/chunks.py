@@ -1,6 +1,6 @@
 """What travels between workers and the averager: a replica's flat state, cut into chunks.
 
-What each message holds follows from the layout alone: both ends cut every segment into the same
+The layout alone determines what each message holds: both ends cut every segment into the same
 chunks.
 """
 
@@ -15,7 +15,8 @@ from sparkdl.protocols import Layout
 MAX_CHUNK_BYTES = 1 << 20
 MIN_CHUNK_BYTES = 64 << 10
 HELD_BYTES = 16 << 20
-"""What the averager holds, for all workers together, of contributions that wait for their turn."""
+"""The bytes that the averager holds, for all workers together, of contributions awaiting their
+turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Chunk:
 
 
 def chunk_bytes(world_size: int) -> int:
-    """Size of a message: the averager holds one of each worker, whatever their number."""
+    """Size of a message: the averager holds one per worker, whatever their number."""
     return min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, HELD_BYTES // world_size))
 
 
@@ -48,7 +49,7 @@ def plan_fragments(layout: Layout, size: int, fragments: int) -> list[list[Chunk
     Args:
         layout: kinds and sizes of the segments.
         size: the most bytes of its center's dtype that a chunk may have.
-        fragments: how many; each has as large a stretch of every segment.
+        fragments: how many; each has an equally large stretch of every segment.
     """
     return [
         [

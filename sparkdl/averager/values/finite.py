@@ -1,4 +1,4 @@
-"""Nothing that is not finite leaves a worker, nor gets into a sum, should one not have looked.
+"""Nothing that is not finite leaves a worker or, should one not have checked, enters a sum.
 
 One NaN would make the center NaN for all.
 """
@@ -17,9 +17,9 @@ from sparkdl.events import WindowReport
 ADVICE = "Lower the learning rate, clip gradients, or look for bad values in the features"
 
 WHOLE = 1 << 20
-"""Tensors of at most so many values are looked at as a whole, in a tenth of a millisecond."""
+"""Tensors of at most this many values are checked in full, in a tenth of a millisecond."""
 PLACES = 1 << 16
-"""Places at which larger ones are looked at."""
+"""The number of places at which larger ones are checked."""
 
 
 def count_non_finite(values: Tensor) -> int:
@@ -30,7 +30,7 @@ def count_non_finite(values: Tensor) -> int:
     """
     if values.is_complex():
         return int((~torch.isfinite(values)).sum())
-    # A sum is finite only if every value is (but for overflow, hence the second look); it costs
+    # A sum is finite only if every value is (overflow aside, hence the second check); it costs
     # little while the values are in the cache, coming from a socket or about to go into one.
     if not values.is_floating_point() or math.isfinite(_some_sum(values)):
         return 0
@@ -48,9 +48,9 @@ def _some_sum(values: Tensor) -> float:
 
 
 def looks_finite(values: Tensor) -> bool:
-    """Whether no NaN or infinity is seen at a glance: in large tensors at 65,536 places in all.
+    """Whether a quick check finds no NaN or infinity, in large tensors at 65,536 places in all.
 
-    What a gradient that is not finite does to a model is not seen in few places only.
+    A gradient that is not finite affects more than a few places of a model.
 
     Args:
         values: of shape (elements,), on any device.
@@ -63,7 +63,7 @@ def require_finite(values: Tensor, window: WindowReport) -> None:
     """Check what a worker is about to contribute.
 
     Args:
-        values: a part of its state.
+        values: part of its state.
         window: what it was trained on.
 
     Raises:

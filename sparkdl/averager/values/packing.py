@@ -1,4 +1,4 @@
-"""In which bits values travel: what both ends do to a chunk before it is sent and after."""
+"""The form in which values travel: what both ends do to a chunk before and after it is sent."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ class Packing(Protocol):
         """Whether what is sent may have fewer elements than ``numel``."""
 
     def numel(self, values: int) -> int:
-        """Elements of what is sent for so many values, or the most of them."""
+        """Elements of what is sent for this many values, or the most there can be."""
 
     def pack(self, values: Tensor) -> Tensor:
         """What to send for 1-D values; may be the values themselves."""
 
     def unpack(self, packed: Tensor, values: int) -> Tensor:
-        """The values, so many of them; may be what was sent itself."""
+        """The given number of values; may be what was sent itself."""
 
 
 @dataclass(frozen=True)
 class AsDtype:
-    """Each value by itself, rounded to a dtype.
+    """Each value on its own, rounded to a dtype.
 
     Attributes:
-        dtype: that one.
+        dtype: the dtype that is sent.
     """
 
     dtype: torch.dtype
     varies: ClassVar[bool] = False
 
     def numel(self, values: int) -> int:
-        """As many."""
+        """The same number."""
         return values
 
     def pack(self, values: Tensor) -> Tensor:
-        """Rounded, if they are of another type."""
+        """The values, rounded if they are of another type."""
         return values.to(self.dtype)
 
     def unpack(self, packed: Tensor, values: int) -> Tensor:
-        """As they came."""
+        """The values as they came."""
         return packed
 
 
 BLOCK = 128
-"""Values that share a scale, a power of two that takes one byte: its exponent in a float32."""
+"""Values that share a scale: a power of two in one byte, its exponent in a float32."""
 _SMALLEST, _LARGEST = 1, 253
-"""Of those exponents; such that the reciprocal of the scale is a float32 too."""
+"""The range of those exponents, such that the scale's reciprocal is a float32 too."""
 _BIAS, _FRACTION_BITS = 127, 23
-"""Of a float32's exponent, and of what is behind it."""
+"""Bits of a float32's exponent, and of its fraction."""
 _FLOAT8_TOP = 0.875, 9
 """Fraction and exponent of the largest number of float8_e4m3fn, 448."""
 _FLOAT4_POWERS = 7
-"""Powers of two that a 4-bit number has beside 0, the largest of which is the scale."""
+"""Powers of two that a 4-bit number has besides 0, the largest of which is the scale."""
 _FLOAT4_NUMBERS = torch.tensor(
     [
         sign * (2.0 ** (power - _FLOAT4_POWERS) if power else 0.0)
@@ -75,16 +75,16 @@ _FLOAT4_NUMBERS = torch.tensor(
 
 @dataclass(frozen=True)
 class Float8:
-    """8 bits a value: float8_e4m3fn, of which each block of values shares a scale.
+    """8 bits per value: float8_e4m3fn, with a scale shared by each block of values.
 
-    Of values down to 1/28,000 of their block's largest no more than 1/16 is lost.
+    Values down to 1/28,000 of their block's largest lose no more than 1/16.
     """
 
     dtype: ClassVar[torch.dtype] = torch.uint8
     varies: ClassVar[bool] = False
 
     def numel(self, values: int) -> int:
-        """A byte each, and one a block."""
+        """One byte each, and one per block."""
         return _blocks(values) + values
 
     def pack(self, values: Tensor) -> Tensor:
@@ -106,29 +106,30 @@ class Float8:
 
 @dataclass(frozen=True)
 class Float4:
-    """4 bits a value: a sign, and 0 or one of seven powers of two (E3M0), a scale for each block.
+    """4 bits per value: a sign, and 0 or one of seven powers of two (E3M0), a scale for each block.
 
-    The nearest of them: of values down to 1/64 of their block's largest no more than 1/3 is lost;
-    of those below 1/192 nothing is left.
+    Values are rounded to the nearest: those down to 1/64 of their block's largest lose no more than
+    1/3; those below 1/192 become 0.
     """
 
     dtype: ClassVar[torch.dtype] = torch.uint8
     varies: ClassVar[bool] = False
 
     def numel(self, values: int) -> int:
-        """Half a byte each, and a byte a block."""
+        """Half a byte each, and one byte per block."""
         return _blocks(values) + (values + 1) // 2
 
     def pack(self, values: Tensor) -> Tensor:
         """Scales, then pairs of values."""
         blocks = _in_blocks(values)
         bits = blocks.abs().view(torch.int32)
-        # Exponents of the powers of two below, and of the nearest.
+        # The exponents of the next lower power of two, and of the nearest.
         below = bits >> _FRACTION_BITS
         nearest = (bits + (1 << (_FRACTION_BITS - 1))) >> _FRACTION_BITS
         scale = nearest.amax(1).clamp_(_SMALLEST, _LARGEST)
         power = nearest - scale[:, None] + _FLOAT4_POWERS
-        # What is nearer to the smallest power than to 0, though still nearer to the next smaller.
+        # Values nearer to the smallest power than to 0, though nearer still to the next smaller
+        # one.
         power += (power == 0) & (below == nearest)
         power.clamp_(0, _FLOAT4_POWERS)
         power += ((blocks < 0) & (power > 0)) * (_FLOAT4_POWERS + 1)
@@ -148,7 +149,7 @@ def _blocks(values: int) -> int:
 
 
 def _in_blocks(values: Tensor) -> Tensor:
-    """A copy as float32 of shape (blocks, BLOCK), the last filled up with zeros."""
+    """A float32 copy of shape (blocks, BLOCK), the last one padded with zeros."""
     blocks = _blocks(len(values))
     padded = torch.empty(blocks * BLOCK, dtype=torch.float32)
     padded[: len(values)] = values
@@ -157,7 +158,7 @@ def _in_blocks(values: Tensor) -> Tensor:
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """The power of two of which a float32 has this exponent."""
+    """The power of two with this exponent in a float32."""
     return (exponent << _FRACTION_BITS).view(torch.float32)
 
 

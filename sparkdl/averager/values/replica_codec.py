@@ -1,6 +1,6 @@
-"""What a worker sends of its replica's state, and what a reply makes of that state.
+"""What a worker sends of its replica's state, and what a reply does to that state.
 
-The worker's end of a wire format, chunk by chunk. Nothing in here sends or receives.
+This is the worker's end of a wire format, chunk by chunk. Nothing here sends or receives.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class ReplicaChunk:
     """One message's worth of a replica's state.
 
     Attributes:
-        segment: what it is a part of.
+        segment: the segment that it is part of.
         values: of shape (elements,), a view of the replica's state.
-        base: of the same shape, in the center's dtype: the center that was received last, if how
-            the values differ from it travels; else None.
+        base: of the same shape, in the center's dtype: the center that was received last, if
+            differences from it are sent; else None.
         wire_format: how they travel.
     """
 
@@ -38,12 +38,12 @@ class ReplicaChunk:
 
     @property
     def center_packing(self) -> Packing:
-        """In which bits the center itself arrives."""
+        """The form in which the center itself arrives."""
         return AsDtype(self.segment.center_dtype)
 
     @property
     def reply_packing(self) -> Packing:
-        """In which bits the reply to a round arrives."""
+        """The form in which the reply to a round arrives."""
         return self.wire_format.reply(self.segment)
 
     def contribution(self, window: WindowReport) -> Tensor:
@@ -58,12 +58,12 @@ class ReplicaChunk:
         return self.wire_format.contribution(self.segment).pack(encoded)
 
     def room_for_reply(self) -> Tensor:
-        """Memory of its own in which the reply to a round may be received, still packed."""
+        """Separate memory in which to receive the reply to a round, still packed."""
         packing = self.reply_packing
         return torch.empty(packing.numel(len(self.values)), dtype=packing.dtype)
 
     def take_center(self, center: Tensor) -> None:
-        """Overwrite values and base with the center; it may be ``values``, received in place."""
+        """Overwrite values and base with the center, which may be ``values``, received in place."""
         if center is not self.values:
             self.values.copy_(center)
         if self.base is not None:
@@ -75,7 +75,7 @@ class ReplicaChunk:
             self.wire_format.decode(reply, self.values, self.base, self.segment)
 
     def center_after(self, packed: Tensor) -> Tensor:
-        """The outcome of a round, in memory of its own; the base follows, the values do not."""
+        """The outcome of a round, in separate memory; updates the base, but not the values."""
         center = torch.empty_like(self.values)
         reply = self.reply_packing.unpack(packed, len(self.values))
         self.wire_format.decode(reply, center, self.base, self.segment)
@@ -87,10 +87,10 @@ class ReplicaCodec:
 
     Args:
         wire_format: how values travel.
-        fragments: of how many parts of the state one after the other a round is.
+        fragments: how many parts the state is split into, of which each round takes the next.
 
     Attributes:
-        chunk_bytes: size of the largest message, as the averager has told; 0 before.
+        chunk_bytes: size of the largest message, as set by the averager; 0 before that.
         fragments: as given.
     """
 
@@ -98,13 +98,13 @@ class ReplicaCodec:
         self.chunk_bytes = 0
         self.fragments = fragments
         self._wire_format = wire_format
-        # Of each segment of the replica's state; the optimizer's come after those of the model.
+        # For each segment of the replica's state; the optimizer's come after the model's.
         self._kinds: list[str] = []
         self._base: list[Tensor | None] = []
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def begin(self, layout: Layout, chunk_bytes: int) -> None:
-        """Learn what the replica's state is made of, but for its optimizer's.
+        """Set the layout of the replica's state, except its optimizer's.
 
         Args:
             layout: kinds and sizes of parameters and buffers.
@@ -123,9 +123,9 @@ class ReplicaCodec:
         return self._cut(segments, self.fragments, index)
 
     def room(self, chunk: ReplicaChunk, packing: Packing) -> Tensor:
-        """Where to receive what a chunk is to become: in place if it can be, else beside it.
+        """Where to receive what a chunk becomes: in place if possible, else in scratch memory.
 
-        What is beside it is overwritten by the next.
+        The next chunk overwrites the scratch memory.
         """
         values = chunk.values
         in_place = packing == AsDtype(values.dtype) and values.device.type == "cpu"
@@ -155,7 +155,7 @@ class ReplicaCodec:
         )
 
     def _extend_base(self, state: list[Tensor], layout: Layout) -> None:
-        """Start the last center at zero, as the averager does, for state that was not there yet."""
+        """Start the last center at zero, as the averager does, for state that is new."""
         for tensor, segment in list(zip(state, layout, strict=True))[len(self._base) :]:
             changes = self._wire_format.sends_changes(segment)
             zeros = torch.zeros_like(tensor, dtype=segment.center_dtype) if changes else None

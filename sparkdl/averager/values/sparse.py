@@ -1,6 +1,6 @@
-"""Values most of which are zero, sent without loss in the fewest bytes of four forms.
+"""Mostly zero values, sent without loss in the shortest of four forms.
 
-A message is 8 bytes, its form and a number t, and then, of n values of w bytes with k that are not
+A message is 8 bytes, its form and a number t, and then, for n values of w bytes, k of them not
 zero:
 
     ====== ============================================ =====================
@@ -35,19 +35,19 @@ _NEGATIVE = np.uint32(1 << 31)
 """Set where a value is -t."""
 _POSITIVE = np.uint32(0)
 MOST = 1 << 31
-"""Values that a message can be of."""
+"""The most values in a message."""
 _BLOCK = 1 << 15
-"""Values that are looked at together; they stay in the cache."""
+"""Values processed together, which fit in the cache."""
 
 
 def bytes_of(values: int, nonzero: int, itemsize: int, *, signs: bool) -> int:
-    """How long the message of some values is.
+    """How long the message for some values is.
 
     Args:
         values: how many.
         nonzero: how many of them are not zero.
         itemsize: bytes of each.
-        signs: whether those are all the same but for their signs, in float32.
+        signs: whether the nonzero ones are the same except for their signs, in float32.
     """
     return HEADER_BYTES + min(_bodies(values, nonzero, itemsize, signs=signs).values())
 
@@ -132,22 +132,22 @@ class Sparse:
         """The values.
 
         Raises:
-            TrainingError: it is no message of so many.
+            TrainingError: it is not a message of that many values.
         """
         numbers = np.zeros(values, _numpy(self.of))
         self.add(packed, numbers, 1.0)
         return torch.from_numpy(numbers)
 
     def add(self, packed: Tensor, into: np.ndarray, weight: float) -> None:
-        """Add a message's values to others; costs what it has that is not zero.
+        """Add a message's values to others; the cost grows with its nonzero values only.
 
         Args:
-            packed: what ``pack`` has made of as many.
+            packed: what ``pack`` made of equally many values.
             into: 1-D, of the same dtype; added to.
-            weight: by what the values are multiplied.
+            weight: the factor for the values.
 
         Raises:
-            TrainingError: it is no message of so many.
+            TrainingError: it is not a message of that many values.
         """
         message = packed.numpy()
         form, number = _read_header(message)
@@ -181,7 +181,7 @@ class Sparse:
 
 
 def _common(nonzero: np.ndarray) -> float | None:
-    """What some values all are but for their signs, in float32; 0 of none, None if they differ."""
+    """The common magnitude of some values, in float32; 0 if there are none, None if they differ."""
     if not len(nonzero):
         return 0.0
     number = _as_header_has_it(nonzero[0])
@@ -196,7 +196,7 @@ def _as_header_has_it(value: np.floating[Any]) -> float | None:
 
 
 def _places(numbers: np.ndarray, most: int) -> np.ndarray | None:
-    """Where values are not zero; None if those are more than ``most``, or seem to be at first."""
+    """Where values are not zero; None if there are more than ``most``, or seem to be at first."""
     found = []
     for start in range(0, len(numbers), _BLOCK):
         is_nonzero = numbers[start : start + _BLOCK] != 0
@@ -212,14 +212,14 @@ def _places(numbers: np.ndarray, most: int) -> np.ndarray | None:
 
 
 class _Bits:
-    """Values as two bits each, if they are all the same but for their signs.
+    """Values as two bits each, if the nonzero ones are the same except for their signs.
 
     Args:
-        numbers: at least one of which is not zero.
+        numbers: at least one of them is not zero.
 
     Attributes:
         nonzero: how many are not zero.
-        number: what those are but for their signs; None if they differ.
+        number: the magnitude of those; None if they differ.
         octets: the bits.
     """
 
@@ -248,10 +248,10 @@ def _read_header(message: np.ndarray) -> tuple[int, float]:
 
 
 def _within(places: np.ndarray, size: int) -> np.ndarray:
-    """Places, which ascend in every message of ours: so each is there once.
+    """Places, which ascend in every message of ours, so that each occurs once.
 
     Raises:
-        TrainingError: they do not, or one is not among the values.
+        TrainingError: they do not ascend, or one is beyond the values.
     """
     if len(places) and (places[-1] >= size or not (places[1:] > places[:-1]).all()):
         raise TrainingError(f"a message of {size} values has places that are not in order in them")
@@ -263,7 +263,7 @@ def _weighed(values: np.ndarray, weight: float) -> np.ndarray:
 
 
 def _as(octets: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Octets that may lie anywhere, as numbers."""
+    """Octets at any alignment, as numbers."""
     return np.frombuffer(octets.tobytes(), dtype)
 
 

@@ -1,10 +1,10 @@
-"""How values travel between workers and averager; nothing of what they do to the center.
+"""How values travel between workers and averager, independent of what they do to the center.
 
 A wire format is the same object at both ends. ``FullPrecision`` sends the values themselves.
 ``BFloat16Changes`` halves the bytes: the *changes* since the last center travel as bfloat16,
 because rounding the parameters themselves to 8 bits of mantissa would lose every update smaller
 than 1/256 of a parameter. ``Float8Changes`` and ``Float4Changes`` round them to fewer bits.
-``SparseChanges`` sends those that are not zero, as they are. Sums are formed in float32 at least.
+``SparseChanges`` sends the nonzero ones, unrounded. Sums are formed in float32 at least.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from sparkdl.protocols import Segment
 class WireFormat(Protocol):
     """How one round's values travel; all methods see flat 1-D chunks.
 
-    Who sends them packs what ``encode`` returns, and who receives them unpacks it.
+    The sender packs what ``encode`` returns, and the receiver unpacks it.
     """
 
     name: str
     replies_changes: bool
-    """Whether they are sent how the center has moved, not the center: all have to move together."""
+    """Whether workers are sent the center's move, not the center: all must then stay in step."""
 
     def sends_changes(self, segment: Segment) -> bool:
-        """Whether workers send how its values differ from the center that they received last.
+        """Whether workers send how its values differ from the center that they last received.
 
-        They then keep a copy of that, the base.
+        They then keep a copy of that center, the base.
         """
 
     def contribution(self, segment: Segment) -> Packing:
-        """In which bits workers send what ``encode`` returns."""
+        """The form in which workers send what ``encode`` returns."""
 
     def reply(self, segment: Segment) -> Packing:
-        """In which bits they are sent what ``decode`` takes."""
+        """The form in which they are sent what ``decode`` takes."""
 
     def encode(self, values: Tensor, base: Tensor | None, segment: Segment) -> Tensor:
         """Worker: what to send for ``values``, given the last center ``base``."""
@@ -49,10 +49,10 @@ class WireFormat(Protocol):
 
 
 def as_held(center: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a replica has been given of a center, still in the center's dtype.
+    """A center as a replica holds it, still in the center's dtype.
 
-    A replica of half precision holds less than there is. What it lacks it has not unlearned: each
-    round would take from the center again what the last has moved it by.
+    A half-precision replica holds a rounded center. The difference must not count as a change: each
+    round would otherwise undo part of what the last one moved the center by.
 
     Args:
         center: never narrower than the replica.
@@ -89,15 +89,15 @@ class FullPrecision:
 class Changes:
     """Changes since the last center travel up, and the center down, in the center's own dtype.
 
-    For workers that exchange one by one: what one has added to the center is not in the base of
-    another, and a contribution of values would undo it.
+    For workers that exchange one by one: what one has added to the center is not in another's base,
+    and a contribution of values would undo it.
     """
 
     name = "changes"
     replies_changes = False
 
     def sends_changes(self, segment: Segment) -> bool:
-        """Of all but integers."""
+        """True for all but integers."""
         return segment.averaged
 
     def contribution(self, segment: Segment) -> Packing:
@@ -120,17 +120,17 @@ class Changes:
 
 
 class ParameterChanges(Changes):
-    """Changes of parameters, and everything else as it is; the center down.
+    """Changes of parameters and values of everything else travel up, and the center down.
 
-    For rounds with contributions that began with an older center than others. The mean of values is
-    what buffers and the optimizer's state become: a stale variance is still one, where a stale
-    change of it could make the center's negative.
+    For rounds with contributions that began with an older center than others. Buffers and the
+    optimizer's state become the mean of values: a stale variance is still a variance, while a stale
+    change could make the center's negative.
     """
 
     name = "parameter_changes"
 
     def sends_changes(self, segment: Segment) -> bool:
-        """Of parameters."""
+        """True for parameters."""
         return segment.averaged and segment.kind == "parameters"
 
     def contribution(self, segment: Segment) -> Packing:
@@ -145,7 +145,7 @@ class ParameterChanges(Changes):
 
 
 class RoundedChanges:
-    """Changes since the last center travel rounded, up and down; integer segments as they are."""
+    """Changes since the last center travel rounded, up and down; integer segments unchanged."""
 
     name: str
     replies_changes = True
@@ -153,7 +153,7 @@ class RoundedChanges:
     down: Packing
 
     def sends_changes(self, segment: Segment) -> bool:
-        """Of all but integers."""
+        """True for all but integers."""
         return segment.averaged
 
     def contribution(self, segment: Segment) -> Packing:
@@ -180,23 +180,23 @@ class RoundedChanges:
 
 
 class BFloat16Changes(RoundedChanges):
-    """2 bytes a value."""
+    """2 bytes per value."""
 
     name = "bfloat16"
     up = down = AsDtype(torch.bfloat16)
 
 
 class Float8Changes(RoundedChanges):
-    """A little more than 1 byte a value."""
+    """A little more than 1 byte per value."""
 
     name = "float8"
     up = down = Float8()
 
 
 class Float4Changes(RoundedChanges):
-    """A little more than half a byte a value up, of which the mean is formed, and twice that down.
+    """A little more than half a byte per value up, to form the mean from, and twice that down.
 
-    What 4 bits have lost is averaged over the workers; what they would lose of the mean is not.
+    What 4 bits lose up is averaged over the workers; what they would lose down is not.
     """
 
     name = "float4"
@@ -204,21 +204,21 @@ class Float4Changes(RoundedChanges):
 
 
 class SparseChanges:
-    """Changes that workers have chosen to send travel up, and how the center has moved down.
+    """The changes that workers choose to send travel up, and the center's move down.
 
-    Both as they are, in as few bytes as it takes. What a worker contributes are the changes, not
-    values: it may keep something back. Integer segments travel as they are.
+    Both are unrounded, in as few bytes as possible. A worker contributes changes, not values, since
+    it may hold something back. Integer segments travel unchanged.
     """
 
     name = "sparse"
     replies_changes = True
 
     def sends_changes(self, segment: Segment) -> bool:
-        """Of all but integers."""
+        """True for all but integers."""
         return segment.averaged
 
     def contribution(self, segment: Segment) -> Packing:
-        """By how many are not zero, if it is averaged."""
+        """In the size of its nonzero values, if it is averaged."""
         return Sparse(segment.center_dtype) if segment.averaged else AsDtype(segment.dtype)
 
     reply = contribution
@@ -246,4 +246,4 @@ NARROW_FORMATS: dict[str, type[FullPrecision] | type[RoundedChanges]] = {
     "float8": Float8Changes,
     "float4": Float4Changes,
 }
-"""The same with those that are for changes of many steps."""
+"""The same, plus those for changes over many steps."""
