@@ -70,7 +70,7 @@ class ProgressBar:
             self._widget.bar_style = "success" if error is None else "danger"
 
     def __call__(self, event: Event) -> None:
-        """Take note of what has happened."""
+        """Note what has happened."""
         if isinstance(event, DataStatistics):
             self._note_rows(event)
         elif isinstance(event, WorkerTimes):
@@ -127,7 +127,7 @@ class _Workers:
         self._told: list[str] = []
 
     def note(self, event: WorkerTimes) -> None:
-        """Take note of what one of them has done."""
+        """Note what one of them has done."""
         seconds = event.times.seconds
         for phase, spent in enumerate(seconds):
             self._phases[phase] += spent

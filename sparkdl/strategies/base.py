@@ -183,7 +183,7 @@ class Needs:
     minibatches_a_step: int = 1
     """Minibatches of one worker in an optimizer step."""
     steps_ahead: int = 0
-    """By how many steps a worker may be ahead of a commit when it saves its state for it.
+    """How many steps a worker may be ahead of a commit when it saves its state for it.
     ``train_epoch`` then begins with those minibatches again, which must not be trained on."""
     leads_schedule: bool = False
     """Whether it advances schedules by step further than the optimizer's steps, by a factor of at

@@ -70,7 +70,7 @@ class Neighbours:
         """The group of all workers while they train; None if the strategy needs none.
 
         Args:
-            clock: told of the time that its operations take.
+            clock: counts the time that its operations take.
         """
         if not self._job.strategy.needs.collective:
             return nullcontext()

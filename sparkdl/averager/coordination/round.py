@@ -4,17 +4,17 @@
     pending     not yet through with the epoch
     active      both
     held        about to contribute, and waiting until the sum may be added to
-    group       of those who are active, whose contributions the round is of: it is committed
-                when each of them has contributed
+    group       the active ranks whose contributions make the round: it is committed when each of
+                them has contributed
     entered     contributing, or done with it
     complete    done with it
     late        left out of a round since they were sent a center, which others have changed since
     at_barrier  done with a window, and waiting for the center until the policy lets them go on
     newcomers   let in, and not yet let contribute by the policy
-    kept_out    held, and may be so because the policy does not let them contribute yet
+    kept_out    held, perhaps because the policy does not let them contribute yet
     through     waiting for the epoch's final center, after a last window
     readers     being sent a center, which the next sum must not overwrite
-    queue       those held whom nothing but the sum keeps waiting, and some who were lost since
+    queue       held ranks that wait only for the sum, and some that have been lost since
 
 A rank whose window was its last of the epoch is no longer active; its reply comes when no rank has
 rows left, that is with the epoch's final center. Then all are active again.

@@ -25,7 +25,7 @@ def require_schedule(
     """Build a schedule for an optimizer.
 
     Raises:
-        ModelError: it cannot be built, or is no schedule.
+        ModelError: it cannot be built, or is not a schedule.
     """
     try:
         return Schedule(optimizer, scheduler, unit)

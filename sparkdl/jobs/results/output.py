@@ -15,7 +15,7 @@
     publish    output -> replaced, staged -> output, delete replaced; or, where directories cannot
                be renamed at once (object stores): delete the old files, the marker first, move the
                new ones, put the marker last
-    clear      delete what is beside the output
+    clear      delete what is next to the output
 
 Each step may be interrupted anywhere and repeated. Nothing here knows about Spark.
 """
@@ -340,7 +340,7 @@ class Output:
         self._put(self._work, RUN, run)
 
     def _clear(self, *, keep_work: bool) -> None:
-        """Delete what is no longer needed; if that fails, the job does not."""
+        """Delete what is no longer needed; failing at that does not fail the job."""
         try:
             self._discard(self.staged, unless_decided=True)
             if not keep_work:

@@ -305,5 +305,5 @@ def _is_number(value: object) -> bool:
 
 
 def rate_of(moving_rate: float | None, world_size: int) -> float:
-    """The moving rate of a run with so many workers; the same at both ends of a spring."""
+    """The moving rate of a run with this many workers; the same at both ends of a spring."""
     return CENTER_RATE / world_size if moving_rate is None else moving_rate
