@@ -37,8 +37,8 @@ _NOT_IN_NAMES = re.compile(r"[^\w\-. /:]")
 class MLflow(Callback):
     """Log a training as one MLflow run: its settings, its epochs and its model.
 
-    A fit that resumes from a checkpoint continues the previous fit's run. Inside ``with
-    mlflow.start_run():``, that run is used.
+    A fit that resumes from a checkpoint continues the previous fit's run. Inside
+    ``with mlflow.start_run():``, that run is used.
 
     Args:
         experiment: the experiment's name; None for MLflow's default, or the environment's.

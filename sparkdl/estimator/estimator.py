@@ -257,7 +257,7 @@ class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
         labelCol: the label column.
         labelCols: several of them, passed to the loss as a tuple; wins over ``labelCol``.
         weightCol: how much each row's loss counts, in any unit: weights are scaled to a mean of 1.
-            A loss of your own must then be able to give one value per row.
+            A loss of your own must then give one value per row.
         columnShapes: the shape of one row by column, for nested arrays, matrices, binary columns
             and images ([channels, height, width]). The length of padded rows is None.
         columnDtypes: the tensor's dtype by column, for example ``{"x": "bfloat16"}``; for a binary
@@ -312,7 +312,7 @@ class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
         outputType: what ``predictionCol`` holds: ``class``, ``probability``, ``raw`` or ``auto``
             (class for a classification loss, else raw).
         scoreCol: a column with each row's loss, which the fitted model adds to rows that have
-            ``labelCol``; None for none. A loss of your own must be able to give one value per row.
+            ``labelCol``; None for none. A loss of your own must give one value per row.
 
     Monitoring:
         callbacks: called in the driver after rounds, epochs and more; a ``WorkerCallback``, on the

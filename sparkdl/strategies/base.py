@@ -228,7 +228,7 @@ class Strategy(ABC, Generic[State]):
 
     @property
     def fragments(self) -> int:
-        """How many parts the state is split into, of which each round takes the next; 1 for none.
+        """How many parts the state is split into, exchanged one per round; 1 not to split it.
 
         Which part's turn it is follows from the number of rounds in the epoch. With more than one,
         a replica holds the center only when an epoch begins, and ``round_policy`` must have

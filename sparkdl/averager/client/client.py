@@ -55,7 +55,8 @@ class AveragerClient:
         restart_state: called for every contribution; returns what the averager keeps of this
             worker, should all restart from that commit. None for nothing.
         frozen: the fingerprint of the parameters that are not part of the center.
-        fragments: how many parts the state is split into, one per round; the averager's number.
+        fragments: how many parts the state is split into, exchanged one per round; the same as the
+            averager's.
         clock: counts where this worker's time goes, for the driver; None not to count.
 
     Attributes:

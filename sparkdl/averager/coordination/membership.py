@@ -19,7 +19,7 @@ STRAGGLER_S = 15.0
 STRAGGLER_WINDOWS = 5.0
 """How many times the run's longest window so far it is granted."""
 GAP_TICKS = 4.0
-"""A check of the clock that is late by this many intervals means that the driver has paused."""
+"""A check of the clock over this many intervals after the last shows that the driver paused."""
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ class Averager:
         update: what contributions do to the center; by default their mean replaces it.
         memory: what the update remembers; by default it starts afresh. Owned from here on.
         policy: who is waited for in rounds; by default everyone.
-        fragments: how many parts the state is split into, of which each round takes the next; 1 for
-            none.
+        fragments: how many parts the state is split into, exchanged one per round; 1 not to split
+            it.
         host: interface to bind to, an address or name of this machine.
         advertised_host: the name by which workers reach it; ``host`` by default.
         deadline_s: the longest that a worker may be silent while it is waited for, in seconds.

@@ -48,7 +48,7 @@ class Center:
         wire_format: how values travel.
         update: what contributions do to the center.
         memory: what the update remembers; by default it starts afresh. Owned from here on.
-        fragments: how many parts the state is split into, of which each round takes the next.
+        fragments: how many parts the state is split into, exchanged one per round.
         rounds: how many there have been in the training.
         rounds_of_epoch: how many of these were in the current epoch.
 

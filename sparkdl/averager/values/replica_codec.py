@@ -87,7 +87,7 @@ class ReplicaCodec:
 
     Args:
         wire_format: how values travel.
-        fragments: how many parts the state is split into, of which each round takes the next.
+        fragments: how many parts the state is split into, exchanged one per round.
 
     Attributes:
         chunk_bytes: size of the largest message, as set by the averager; 0 before that.

@@ -179,7 +179,7 @@ class FunctionWorker:
         return load_state(path, open_elsewhere=open_through(self._driver.ask_for_files))
 
     def close(self) -> None:
-        """Release the directories where this worker saved checkpoints to others."""
+        """Release the directories where this worker saved checkpoints."""
         self._held.close()
 
     def _store(self, path: str, keep_last: int) -> CheckpointStore:

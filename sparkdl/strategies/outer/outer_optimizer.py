@@ -11,9 +11,9 @@ kept with the center: it is in every checkpoint and outlives lost workers.
   Training". The model W moves by D <- momentum * D + learning_rate * d. With Nesterov's momentum
   the workers are sent W + momentum * D, which is c.
 - SlowMo: Wang et al. 2019, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
-  Momentum". With the inner learning rate g, u <- momentum * u - d / g and c <- c - learning_rate *
-  g * u. While g is constant, v = -g * u. When a schedule changes it, SlowMo rescales what is left
-  of earlier changes; here they stay.
+  Momentum". With the inner learning rate g, u <- momentum * u - d / g and
+  c <- c - learning_rate * g * u. While g is constant, v = -g * u. When a schedule changes it,
+  SlowMo rescales what is left of earlier changes; here they stay.
 - DiLoCo: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
   Models". Nesterov's momentum, after windows of hundreds of AdamW steps. Streaming DiLoCo sends the
   parameters a fragment at a time, while the workers train on; see ``streaming``.
@@ -64,9 +64,9 @@ class OuterSGD(CenterUpdate):
                                                                     takes Nesterov's
     ============== ============= ========================= ======== ==============================
 
-    A change that is the same in every round eventually moves the center ``learning_rate / (1 -
-    momentum)`` times as far: 7 times with DiLoCo's settings, as many times as there are workers
-    with BMUF's.
+    A change that is the same in every round eventually moves the center
+    ``learning_rate / (1 - momentum)`` times as far: 7 times with DiLoCo's settings, as many times
+    as there are workers with BMUF's.
 
     Args:
         learning_rate: > 0; 1 takes the mean change unscaled.
