@@ -225,7 +225,7 @@ class FittedModel(
                 probabilities if the model was trained with one of torch's losses for classes, else
                 its output.
             weightCol: how much each row counts, for the metrics whose ``update`` takes a
-                ``sample_weight``, shape (n,), float32. For the others every row counts alike.
+                ``sample_weight``, shape (n,), float32. For the others, every row counts equally.
 
         Returns:
             A number by name; a list of numbers for a metric with several, such as one per class.

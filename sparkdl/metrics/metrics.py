@@ -111,7 +111,7 @@ class Metrics:
         return {name: metric.higher_is_better for name, metric in self._made("cpu").items()}
 
     def without_weights(self) -> list[str]:
-        """The metrics for which every row counts alike, whatever its weight."""
+        """The metrics for which every row counts equally, whatever its weight."""
         return [name for name, metric in self._made("cpu").items() if not _takes_weights(metric)]
 
     def measure(self, states: Sequence[bytes]) -> dict[str, MetricValue]:

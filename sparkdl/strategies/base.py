@@ -108,7 +108,7 @@ class Run:
         Args:
             last: whether it is the epoch's last window.
             stands_for: rows of all who have formed the contribution together, or 1 where all
-                contributions count alike.
+                contributions count equally.
 
         Raises:
             TrainingError: frozen parameters have changed, found at the last window.

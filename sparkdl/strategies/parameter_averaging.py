@@ -287,4 +287,4 @@ AGGREGATIONS: dict[str, type[Aggregation]] = {
     "executors": AmongExecutors,
     "hierarchical": ByHost,
 }
-"""By the name that ``ParameterAveraging`` gives as ``aggregation``."""
+"""Implementations, by the value of ``aggregation`` in ``ParameterAveraging``."""

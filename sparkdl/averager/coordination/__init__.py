@@ -1,1 +1,1 @@
-"""The averager's decisions: who is in, who is waited for, what a round yields; no sockets."""
+"""The averager's decisions: who is in, who is waited for, what a round yields; without sockets."""

@@ -240,7 +240,7 @@ WIRE_FORMATS: dict[str, type[FullPrecision] | type[BFloat16Changes]] = {
     "float32": FullPrecision,
     "bfloat16": BFloat16Changes,
 }
-"""Formats by the name that strategies give as ``wire_dtype``."""
+"""Formats, by the value of a strategy's ``wire_dtype``."""
 NARROW_FORMATS: dict[str, type[FullPrecision] | type[RoundedChanges]] = {
     **WIRE_FORMATS,
     "float8": Float8Changes,

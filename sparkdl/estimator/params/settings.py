@@ -27,7 +27,7 @@ def settings_of(stage: Params) -> dict[str, object]:
 
 
 def described(value: Any) -> object:
-    """A value as a person would write it, as far as that can be told."""
+    """A value as a person would write it, as far as possible."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return _text(value)[:LONGEST]

@@ -27,14 +27,14 @@ def archive_path(java: Path) -> Path:
     """
     java = java.resolve()
     release = java.parent.parent / "release"
-    told = hashlib.sha256(f"{java}\n".encode())
-    told.update(release.read_bytes() if release.exists() else b"")
+    digest = hashlib.sha256(f"{java}\n".encode())
+    digest.update(release.read_bytes() if release.exists() else b"")
     jars = Path(_find_spark_home()) / "jars"
     for jar in sorted(os.scandir(jars), key=lambda entry: entry.name):
         # Java compares size and time of every jar before it trusts an archive.
-        told.update(f"{jar.path} {jar.stat().st_size} {jar.stat().st_mtime_ns}\n".encode())
+        digest.update(f"{jar.path} {jar.stat().st_size} {jar.stat().st_mtime_ns}\n".encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "sparkdl" / f"spark-classes-{told.hexdigest()[:12]}.jsa"
+    return cache / "sparkdl" / f"spark-classes-{digest.hexdigest()[:12]}.jsa"
 
 
 def archive_option(path: Path) -> str:

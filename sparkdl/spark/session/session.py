@@ -84,9 +84,9 @@ def create_session(
         with _compiler_imported_meanwhile():
             return builder.getOrCreate()
     except Py4JJavaError as error:
-        told = str(error.java_exception)
+        message = str(error.java_exception)
         # spark-submit's own options are among the defaults of a SparkConf.
-        if missing := _unreadable_file(told, dict(SparkConf().getAll()) | settings):
+        if missing := _unreadable_file(message, dict(SparkConf().getAll()) | settings):
             raise SetupError(missing) from error
         raise
 
@@ -108,14 +108,14 @@ def _compiler_imported_meanwhile() -> Iterator[None]:
             thread.join()
 
 
-def _unreadable_file(told: str, settings: Mapping[str, str]) -> str | None:
+def _unreadable_file(message: str, settings: Mapping[str, str]) -> str | None:
     """Which file Spark failed to send, in words; None if it failed for another reason."""
     for key, option in SENT_FILES.items():
         for uri in filter(None, settings.get(key, "").split(",")):
             path = urlsplit(uri.strip()).path
-            if path and path in told:
+            if path and path in message:
                 return (
-                    f"Spark cannot send {path} to the executors: {told}. {key} ({option} of "
+                    f"Spark cannot send {path} to the executors: {message}. {key} ({option} of "
                     "spark-submit) names it. Make the file, or correct the path: it is one of this "
                     f"machine, relative to {Path.cwd()}, unless it begins with a scheme such as "
                     "hdfs:// or s3a://"

@@ -3,7 +3,7 @@
 Aji and Heafield 2017, "Sparse Communication for Distributed Gradient Descent"; Stich, Cordonnier
 and Jaggi 2018, "Sparsified SGD with Memory". Workers choose for themselves, so the mean of R
 workers may have R times k entries. Nothing is rounded: s_r + e_r = M_r to the bit. The mean is
-formed in the order of ranks, on each worker alike.
+formed in the order of ranks, the same on each worker.
 """
 
 from __future__ import annotations

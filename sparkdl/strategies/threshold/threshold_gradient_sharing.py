@@ -345,7 +345,7 @@ AGGREGATIONS: dict[str, type[_Sharing]] = {
     "driver": _ThroughDriver,
     "executors": _AmongWorkers,
 }
-"""By the name that ``ThresholdGradientSharing`` gives as ``aggregation``."""
+"""Implementations, by the value of ``aggregation`` in ``ThresholdGradientSharing``."""
 
 
 def _is_number(value: object) -> bool:
